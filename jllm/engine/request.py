@@ -1,0 +1,121 @@
+"""What goes into the engine and what comes out: sampling parameters, completions, events."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jllm.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    seed None is drawn once a request and reported in the completion. logprobs n asks for the chosen token's
+    log-probability and the n most likely ones (of the raw logits). logit_bias maps token ids to addends.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+
+    MAX_LOGPROBS = 20
+    MAX_LOGIT_BIAS = 512
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check("temperature", 0.0 <= self.temperature < math.inf, "a finite number >= 0")
+        self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 is off)")
+        self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1] (1 is off)")
+        self._check("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1) (0 is off)")
+        self._check("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
+        self._check("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer >= 1")
+        self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        ids = self.stop_token_ids
+        self._check("stop_token_ids", all(_is_int(i) and i >= 0 for i in ids), "token ids >= 0")
+        in_range = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**32)
+        self._check("seed", in_range, "None or an integer in [0, 2**32)")
+        few = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= self.MAX_LOGPROBS)
+        self._check("logprobs", few, f"None or an integer in [0, {self.MAX_LOGPROBS}]")
+        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number > 0 (1 is off)")
+        self._check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
+        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        bias = self.logit_bias or {}
+        self._check("logit_bias", len(bias) <= self.MAX_LOGIT_BIAS, f"at most {self.MAX_LOGIT_BIAS} entries")
+        good = all(_is_int(i) and i >= 0 and not math.isnan(b) and b < math.inf for i, b in bias.items())
+        self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
+
+    def _check(self, name: str, ok: bool, right: str):
+        if not ok:
+            raise RequestError(f"{name} must be {right}, not {getattr(self, name)!r}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the step must keep token counts or add a bias for this request."""
+        off = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return not off or bool(self.logit_bias)
+
+
+def _is_int(x) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities (natural log, of the raw logits) at one generated token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds on a monotonic clock, counted from submission."""
+
+    first_token: float | None  # None when no token came
+    total: float
+    prompt_tokens: int
+    output_tokens: int  # tokens kept in the completion
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample. token_ids hold neither the prompt nor the end token, stop id or stop text."""
+
+    token_ids: tuple[int, ...]
+    text: str | None  # None without a tokenizer
+    finish_reason: str  # "stop", "length" or "abort"
+    logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
+    timings: Timings
+    seed: int = 0  # the seed that was used, drawn if none was given
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one sample after a step: the new text and tokens, and the completion once it is finished."""
+
+    id: int  # what submit returned
+    sample: int  # 0 .. n-1
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    completion: Completion | None = field(default=None)

@@ -1,0 +1,36 @@
+"""Every error that a user can cause, each saying in one line what is wrong and what would be right.
+
+The command line prints the line and exits with status 2; a program catches the type.
+"""
+
+
+class JllmError(Exception):
+    """Base of all errors that jllm raises on purpose."""
+
+
+class ConfigError(JllmError, ValueError):
+    """config.json, generation_config.json or an engine option asks for something unknown, unsupported or inconsistent."""
+
+
+class CheckpointError(JllmError, ValueError):
+    """A checkpoint directory or one of its files is missing, damaged or does not fit its config."""
+
+
+class TokenizerError(JllmError, ValueError):
+    """No tokenizer where one is needed, or one that cannot be read, or text that it cannot take."""
+
+
+class RequestError(JllmError, ValueError):
+    """A prompt or its sampling parameters cannot be served."""
+
+
+class InputFileError(JllmError, ValueError):
+    """A line of an input file (named by its number) is broken."""
+
+
+class OutputError(JllmError, OSError):
+    """Results could not be written; what was written before is kept."""
+
+
+class EngineClosed(JllmError, RuntimeError):
+    """The engine was closed, by the caller or after a device error that it could not recover from."""
