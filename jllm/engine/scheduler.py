@@ -1,0 +1,285 @@
+"""Which tokens the next step computes: admission, chunked prefill, pages on demand, preemption by recompute.
+
+Pure host code over integers. The loop that drives it:
+
+    plan = scheduler.schedule()         the plan counts as dispatched from here on
+    dispatch it to the device; then, one step late, for the oldest unread step:
+        on_token(seq, token)            for each sequence that sampled in it; ignored once the sequence has ended
+        finish(seq, reason)             where the token ended it: end token, stop text, max_length
+        step_read(step)                 releases what only that step kept
+
+schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
+the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
+
+Fairness: running sequences stand in admission order, and each waiting one in the order of arrival (preempted ones in
+front, in their old order). Every decode and the oldest prefill advance in every step; when pages are short the
+sequence admitted last gives up its own. So the oldest always progresses, and every request ends.
+"""
+
+from collections import deque
+from dataclasses import dataclass, fields
+
+from jllm.engine.pages import PagePool
+from jllm.engine.sequence import Sequence
+from jllm.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that no plan exceeds.
+
+    A step takes one token and at most one new page from each decoding slot, hence max_step_tokens >= max_slots and
+    max_deltas >= max_slots: the decodes always fit, and a slot that prefills can always add a token.
+    """
+
+    max_slots: int  # sequences that run at once
+    max_step_tokens: int  # decodes and prompt tokens in a step
+    max_chunks: int  # prompt chunks in a step
+    page_size: int  # tokens a page
+    num_pages: int
+    max_deltas: int  # page table changes in a step
+
+    def __post_init__(self):
+        for f in fields(self):
+            if getattr(self, f.name) < 1:
+                raise ConfigError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
+        for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
+            if getattr(self, name) < self.max_slots:
+                least = f"max_slots = {self.max_slots} (one {unit} a slot)"
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
+
+    seq: Sequence
+    start: int
+    tokens: tuple[int, ...]
+    final: bool  # the last known token is in it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. Each decode computes the KV of its slot's newest token, at position seq.computed - 1, and samples."""
+
+    step: int
+    decodes: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
+    deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
+
+
+@dataclass
+class Counts:
+    """What happened since the scheduler was made."""
+
+    added: int = 0
+    admitted: int = 0  # readmissions included
+    preempted: int = 0
+    finished: int = 0
+    recomputed: int = 0  # tokens whose KV was thrown away by preemption
+    drains: int = 0  # times that a shortage of pages had to wait for the step in flight
+
+
+class Scheduler:
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.counts = Counts()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in admission order
+        self.dispatched = -1  # newest step planned
+        self.read = -1  # newest step read
+        self._renew()
+
+    def _renew(self) -> None:
+        self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
+        self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))
+        self.draining: list[Sequence] = []  # ended, but an unread step may still write their pages
+
+    @property
+    def unread(self) -> int:
+        """Steps dispatched and not read."""
+        return self.dispatched - self.read
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do, now or after a read."""
+        return not (self.waiting or self.running or self.unread)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. RequestError when it could never run to its max_length."""
+        if not 0 < len(seq.prompt) < seq.max_length:
+            raise RequestError(f"a prompt of {len(seq.prompt)} tokens must be in [1, max_length = {seq.max_length})")
+        need = self.pool.pages_for(seq.max_length - 1)  # the last token never gets KV
+        if need > self.pool.num_pages:
+            raise RequestError(
+                f"{seq.max_length} tokens need {need} pages of {self.pool.page_size}, "
+                f"the pool has {self.pool.num_pages}: shorten the request or raise num_pages"
+            )
+        self.waiting.append(seq)
+        self.counts.added += 1
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
+        decodes = self._make_room()
+        if decodes is None:
+            self.counts.drains += 1
+            return None
+        deltas: list[tuple[int, int, int]] = []
+        for seq in decodes:
+            if seq.computed == len(seq.pages) * self.pool.page_size:
+                self._grow(seq, 1, deltas)
+        chunks = self._prefill(self.limits.max_step_tokens - len(decodes), deltas)
+        if not decodes and not chunks:
+            if self.running and not self.unread:
+                raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
+            return None
+        self.dispatched += 1
+        for seq in decodes:
+            seq.computed += 1
+            seq.in_flight += 1
+            seq.last_step = self.dispatched
+        for chunk in chunks:
+            chunk.seq.computed += len(chunk.tokens)
+            chunk.seq.in_flight += chunk.final
+            chunk.seq.last_step = self.dispatched
+        return Plan(self.dispatched, tuple(decodes), tuple(chunks), tuple(deltas))
+
+    def _make_room(self) -> list[Sequence] | None:
+        """The sequences that decode now, after preempting until each of them and the oldest prefill can have the page
+        that it may need. None: pages are short and a step is unread; reading it may end a sequence, and its tokens
+        must be known before one is preempted."""
+        size = self.pool.page_size
+        while True:
+            # A decode whose sampled tokens already reach max_length waits for its read.
+            decodes = [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
+            oldest_prefill = next((s for s in self.running if s.prefilling), None)
+            need = sum(s.computed == len(s.pages) * size for s in decodes)
+            if oldest_prefill is not None and oldest_prefill.computed == len(oldest_prefill.pages) * size:
+                need += 1
+            if need <= self.pool.num_free:
+                return decodes
+            if self.unread:
+                return None
+            self._preempt(self.running[-1])
+
+    def _prefill(self, budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
+        """Chunks of at most budget tokens: running prefills first, then admissions, each in order."""
+        chunks: list[Chunk] = []
+        prefilling = [s for s in self.running if s.prefilling]
+        for seq in prefilling:
+            budget -= self._chunk(seq, budget, chunks, deltas)
+        while self.waiting and self.free_slots and budget and len(chunks) < self.limits.max_chunks:
+            seq = self.waiting[0]
+            if len(deltas) == self.limits.max_deltas or not self._admissible(seq, prefilling):
+                break
+            self.waiting.popleft()
+            seq.slot = self.free_slots.pop()
+            seq.prefill_end = seq.length
+            self.running.append(seq)
+            prefilling.append(seq)
+            self.counts.admitted += 1
+            budget -= self._chunk(seq, budget, chunks, deltas)
+        return chunks
+
+    def _admissible(self, seq: Sequence, prefilling: list[Sequence]) -> bool:
+        """Whether pages are free for all of seq's prefill and first decode, beyond what running prefills still need
+        and one page for each running sequence to grow into. Pages are taken chunk by chunk all the same: the whole
+        prompt counts here because a prompt cut off half-way would be preempted and computed again. A sequence alone
+        always passes (see add)."""
+        need = self.pool.pages_for(min(seq.length + 1, seq.max_length - 1)) + len(self.running)
+        promised = sum(self.pool.pages_for(s.prefill_end) - len(s.pages) for s in prefilling)
+        return need + promised <= self.pool.num_free
+
+    def _chunk(self, seq: Sequence, budget: int, chunks: list[Chunk], deltas: list[tuple[int, int, int]]) -> int:
+        """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
+        if not budget or len(chunks) == self.limits.max_chunks:
+            return 0
+        n = self._grow(seq, min(budget, seq.prefill_end - seq.computed), deltas)
+        if n:
+            stop = seq.computed + n
+            chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
+        return n
+
+    def _grow(self, seq: Sequence, tokens: int, deltas: list[tuple[int, int, int]]) -> int:
+        """Take the pages that seq's next tokens need, as far as the pool and the room for deltas go; returns how many
+        of the tokens have their page."""
+        assert seq.slot is not None
+        slot, have = seq.slot, len(seq.pages)
+        missing = self.pool.pages_for(seq.computed + tokens) - have
+        pages = self.pool.allocate(min(missing, self.pool.num_free, self.limits.max_deltas - len(deltas))) or []
+        deltas.extend((slot, have + i, page) for i, page in enumerate(pages))
+        seq.pages.extend(pages)
+        return min(tokens, len(seq.pages) * self.pool.page_size - seq.computed)
+
+    def on_token(self, seq: Sequence, token: int) -> None:
+        """A token read from the device. What comes after the end of a sequence is surplus, and dropped."""
+        if seq.finished:
+            return
+        if not seq.in_flight:
+            raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a token that was not in flight")
+        seq.in_flight -= 1
+        seq.output.append(token)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence that waits or runs. Its slot and pages stay taken until the last step that may write them
+        has been read."""
+        if seq.finished:
+            raise AssertionError(f"request {seq.request_id} sample {seq.sample} has already ended: {seq.finish_reason}")
+        seq.finish_reason = reason
+        self.counts.finished += 1
+        if seq.slot is None:
+            self.waiting.remove(seq)
+            return
+        self.running.remove(seq)
+        if seq.last_step > self.read:
+            self.draining.append(seq)
+        else:
+            self._release(seq)
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence at any time; one that has ended stays as it is."""
+        if not seq.finished:
+            self.finish(seq, "abort")
+
+    def step_read(self, step: int) -> None:
+        """All outputs of this step have been taken in. Steps are read in order."""
+        if not self.read + 1 == step <= self.dispatched:
+            raise AssertionError(f"step {step} read after {self.read}, dispatched up to {self.dispatched}")
+        self.read = step
+        for seq in [s for s in self.draining if s.last_step <= step]:
+            self.draining.remove(seq)
+            self._release(seq)
+
+    def reset(self) -> None:
+        """After a device error: what was in flight is lost and so is the pool. All that ran waits again, in its old
+        order, to be recomputed."""
+        for seq in reversed(self.running):
+            self._requeue(seq)
+            seq.slot, seq.pages = None, []
+        for seq in self.draining:
+            seq.slot, seq.pages = None, []
+        self.running = []
+        self.read = self.dispatched
+        self._renew()
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take slot and pages from a running sequence of which nothing is in flight; it waits in front."""
+        if seq.in_flight:
+            raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a sampled token was never taken in")
+        self.running.remove(seq)
+        self._release(seq)
+        self.counts.preempted += 1
+        self.counts.recomputed += seq.computed
+        seq.preemptions += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        seq.computed = seq.in_flight = 0
+        self.waiting.appendleft(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        self.pool.free(seq.pages)
+        self.free_slots.append(seq.slot)
+        seq.slot, seq.pages = None, []

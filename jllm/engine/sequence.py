@@ -1,0 +1,57 @@
+"""The host's record of one sample of one request."""
+
+from dataclasses import dataclass, field
+
+from jllm.engine.request import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Mutable, and changed by the scheduler alone; compared by identity.
+
+    It waits (slot is None), runs (it has a slot and stands in Scheduler.running) or has ended (finish_reason is set;
+    slot and pages stay its own until the last step that may write them has been read). While it runs, it prefills
+    until its KV reaches prefill_end and then decodes, where computed == length + in_flight - 1: the newest token has
+    no KV yet, it is the input of the next step.
+    """
+
+    request_id: int
+    sample: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_length: int  # most tokens that prompt and output may come to
+    output: list[int] = field(default_factory=list)  # tokens read so far
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched
+    prefill_end: int = 0  # tokens to prefill: those known at admission
+    in_flight: int = 0  # tokens sampled on the device and not yet read
+    preemptions: int = 0
+    last_step: int = -1  # the newest dispatched step that includes it
+    finish_reason: str | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens known to the host."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + tuple(self.output)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether KV of tokens known at admission is still to be computed (running sequences only)."""
+        return self.computed < self.prefill_end
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def slice(self, start: int, stop: int) -> tuple[int, ...]:
+        """tokens[start:stop] without building tokens."""
+        n = len(self.prompt)
+        if stop <= n:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + tuple(self.output[max(start - n, 0) : stop - n])
