@@ -2,15 +2,22 @@
 
 One layer keeps K and V each as a pool of N pages: values [N, K, P, D], so that one page of one head is one contiguous
 copy. Quantized formats add float16 scales [N, K, P * G], G = D / group: flat, because a copy engine wants every stride
-but the last to be a multiple of 16 bytes. int4 packs two values a byte along D: values are uint8 [N, K, P, D / 2].
+but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. int4 packs two
+values a byte along D, the even one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8
+[N, K, P, D / 2].
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.numerics import compute_dtype
 
 FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": "float8_e4m3fn"}
+LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are never written
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,15 @@ class KVFormat:
 
     dtype: str
     group: int | None = None
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """The dtype of the values array."""
+        return jnp.dtype("uint8" if self.dtype == "int4" else self.dtype)
+
+    def groups(self, head_dim: int) -> int:
+        """Scales per token and head (0 for float formats)."""
+        return 0 if self.group is None else head_dim // self.group
 
 
 @jax.tree_util.register_dataclass
@@ -46,3 +62,119 @@ class KVPages:
 
     k: Pages
     v: Pages
+
+
+def parse_format(name: str, head_dim: int) -> KVFormat:
+    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN or int4-gN with groups of N values along D.
+
+    Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`.
+    """
+    if name in FLOATS:
+        return KVFormat(FLOATS[name])
+    match = re.fullmatch(r"(int8|int4)-g([1-9][0-9]*)", name)
+    if match is None:
+        raise ValueError(f"unknown KV format {name!r}; formats: {', '.join(FLOATS)}, int8-gN, int4-gN (N = 8, 16, ..)")
+    group = int(match[2])
+    if group % 8 or group > head_dim or head_dim % group:
+        raise ValueError(
+            f"KV format {name!r}: group {group} must be a multiple of 8 that divides the head dim {head_dim}"
+        )
+    return KVFormat(match[1], group)
+
+
+def allocate(
+    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, k_format: KVFormat, v_format: KVFormat
+) -> KVPages:
+    """The pages of one layer, all zero. Their shapes alone: `jax.eval_shape(lambda: allocate(...))`."""
+
+    def pool(fmt: KVFormat) -> Pages:
+        row = head_dim // 2 if fmt.dtype == "int4" else head_dim
+        values = jnp.zeros((num_pages, num_kv_heads, page_size, row), fmt.storage_dtype)
+        groups = fmt.groups(head_dim)
+        scales = jnp.zeros((num_pages, num_kv_heads, page_size * groups), jnp.float16) if groups else None
+        return Pages(values, scales, fmt)
+
+    return KVPages(pool(k_format), pool(v_format))
+
+
+def bytes_per_token(head_dim: int, num_kv_heads: int, k_format: KVFormat, v_format: KVFormat) -> int:
+    """Bytes of K and V that one token takes in one layer, scales included."""
+
+    def row(fmt: KVFormat) -> int:
+        values = head_dim // 2 if fmt.dtype == "int4" else head_dim * fmt.storage_dtype.itemsize
+        return values + fmt.groups(head_dim) * jnp.dtype(jnp.float16).itemsize
+
+    return num_kv_heads * (row(k_format) + row(v_format))
+
+
+def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
+    """Stores x [..., D] as `fmt`: values [..., D] (int4: [..., D/2]) and scales f16 [..., G], or None for floats.
+
+    Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range; values are x over
+    the *rounded* scale, to nearest even, clipped. fp8 saturates at 448.
+    """
+    if fmt.group is None:
+        if fmt.dtype == "float8_e4m3fn":
+            largest = float(jnp.finfo(fmt.dtype).max)
+            x = jnp.clip(x, -largest, largest)
+        return x.astype(fmt.dtype), None
+    largest = LARGEST_CODE[fmt.dtype]
+    x = x.astype(compute_dtype(x.dtype))
+    groups = x.reshape(*x.shape[:-1], -1, fmt.group)
+    f16 = jnp.finfo(jnp.float16)
+    scales = jnp.max(jnp.abs(groups), axis=-1) / largest
+    scales = jnp.clip(scales, float(f16.smallest_normal), float(f16.max)).astype(jnp.float16)
+    codes = jnp.round(groups / scales.astype(x.dtype)[..., None])
+    codes = jnp.clip(codes, -largest, largest).astype(jnp.int8).reshape(x.shape)
+    if fmt.dtype == "int4":
+        low, high = codes[..., 0::2], codes[..., 1::2]
+        codes = jax.lax.bitcast_convert_type((high << 4) | (low & 0xF), jnp.uint8)
+    return codes, scales
+
+
+def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
+    """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] -> [..., D]."""
+    if fmt.group is None:
+        return values.astype(dtype)
+    assert scales is not None
+    if fmt.dtype == "int4":
+        packed = jax.lax.bitcast_convert_type(values, jnp.int8)
+        low, high = (packed << 4) >> 4, packed >> 4  # arithmetic shifts extend the sign
+        values = jnp.stack([low, high], axis=-1).reshape(*values.shape[:-1], -1)
+    groups = values.reshape(*values.shape[:-1], -1, fmt.group)
+    return (groups.astype(dtype) * scales.astype(dtype)[..., None]).reshape(values.shape)
+
+
+def write(pages: Pages, x: jax.Array, page: jax.Array, offset: jax.Array) -> Pages:
+    """Encodes x [T, K, D] and stores row t at slot `offset[t]` of page `page[t]` (both i32[T]), no slot twice.
+
+    A row whose page is outside of [0, N) is dropped.
+    """
+    values, scales = encode(x, pages.format)
+    num_pages, num_heads, page_size, _ = pages.values.shape
+    heads = jnp.arange(num_heads, dtype=jnp.int32)
+
+    # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.
+    def store(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        at = pool.at[page[:, None], heads[None, :], offset[:, None]]
+        return at.set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    new = replace(pages, values=store(pages.values, values))
+    if scales is None:
+        return new
+    assert pages.scales is not None
+    rows = store(pages.scales.reshape(num_pages, num_heads, page_size, -1), scales)
+    return replace(new, scales=rows.reshape(pages.scales.shape))
+
+
+def gather(pages: Pages, page: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The tokens of some pages, decoded: page i32[W, n] -> [W, K, n * P, D] of `dtype`. Pages are in range."""
+    _, num_heads, page_size, _ = pages.values.shape
+    heads = jnp.arange(num_heads, dtype=jnp.int32)
+
+    def load(pool: jax.Array) -> jax.Array:  # heads indexed: the result needs no transposition
+        rows = pool.at[page[:, None, :], heads[None, :, None]].get(mode="clip")
+        return rows.reshape(page.shape[0], num_heads, page.shape[1] * page_size, -1)
+
+    scales = None if pages.scales is None else load(pages.scales)
+    return decode(load(pages.values), scales, pages.format, dtype)

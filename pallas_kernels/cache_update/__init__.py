@@ -1,0 +1,5 @@
+"""Rotary embedding of Q and K, and the write of K and V into pages."""
+
+from pallas_kernels.cache_update.api import cache_update
+
+__all__ = ["cache_update"]

@@ -1,0 +1,27 @@
+"""causal_attention in plain jnp: dense [T, T] logits."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.numerics import compute_dtype
+
+
+@partial(jax.jit, static_argnames=("scale", "window"))
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """q [T, H, D], k, v [T, K, D], segments i32[T] -> [T, H, D]; see api.py."""
+    num_tokens, num_heads, head_dim = q.shape
+    compute = compute_dtype(q.dtype)
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    distance = row[:, None] - row[None, :]
+    mask = (distance >= 0) & (segments[:, None] == segments[None, :])
+    if window is not None:
+        mask &= distance < window
+    q = q.reshape(num_tokens, k.shape[1], -1, head_dim)
+    logits = scale * jnp.einsum("ikgd,jkd->kgij", q, k, precision="highest", preferred_element_type=compute)
+    weights = jax.nn.softmax(jnp.where(mask[None, None], logits, -jnp.inf), axis=-1)  # every row sees itself
+    out = jnp.einsum("kgij,jkd->ikgd", weights, v.astype(compute), precision="highest")
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)

@@ -1,0 +1,98 @@
+"""What shapes and dtypes can tell before anything runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_pages import KVPages, Pages
+
+
+def bind_shapes(**arrays: tuple[jax.Array, str]) -> dict[str, int]:
+    """Binds the letters of shape specs to sizes: bind_shapes(q=(q, "T H D"), cos=(cos, "T D/2")) -> {"T": .., ..}.
+
+    A spec is a list of letters, each optionally with /2 or +1. Raises ValueError where an array disagrees with the
+    letters bound before it.
+    """
+    sizes: dict[str, int] = {}
+    for name, (array, spec) in arrays.items():
+        terms = [re.fullmatch(r"([A-Z])(/2|\+1)?", term) for term in spec.split()]
+        expected = f"[{', '.join(spec.split())}]"
+        if array.ndim != len(terms):
+            raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
+        for size, term in zip(array.shape, terms):
+            assert term is not None, f"bad shape spec {spec!r}"
+            letter, change = term.groups()
+            implied = {None: size, "/2": 2 * size, "+1": size - 1}[change]
+            if sizes.setdefault(letter, implied) != implied:
+                known = ", ".join(f"{key}={value}" for key, value in sizes.items() if key in spec)
+                raise ValueError(f"{name} has shape {array.shape}, expected {expected} with {known}")
+    return sizes
+
+
+def check_int32(**arrays: jax.Array) -> None:
+    """Raises ValueError for an index array that isn't int32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {array.dtype}, expected int32")
+
+
+def check_floats(**arrays: jax.Array) -> None:
+    """Raises ValueError unless all arrays have one and the same dtype among bf16, f16, f32 and f64."""
+    allowed = ("bfloat16", "float16", "float32", "float64")
+    (first, leader), *rest = arrays.items()
+    if str(leader.dtype) not in allowed:
+        raise ValueError(f"{first} has dtype {leader.dtype}, expected one of {', '.join(allowed)}")
+    for name, array in rest:
+        if array.dtype != leader.dtype:
+            raise ValueError(f"{name} has dtype {array.dtype}, expected {leader.dtype} as {first} has")
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless each KV head serves the same number of query heads."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: expected a multiple")
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError for a window that sees nothing: every query sees its own key."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, expected at least 1, or None for no window")
+
+
+def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None:
+    """Raises ValueError unless K and V fit their formats, each other, `num_kv_heads` (None: any) and `head_dim`."""
+    shape = pages.k.values.shape
+    if num_kv_heads is not None and shape[1:2] != (num_kv_heads,):
+        raise ValueError(f"pages.k.values has shape {shape}, expected [N, K, P, D] with K={num_kv_heads}")
+    for name, part in (("k", pages.k), ("v", pages.v)):
+        _check_pool(f"pages.{name}", part, shape[:3], head_dim)
+
+
+def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int) -> None:
+    row = head_dim // 2 if pool.format.dtype == "int4" else head_dim
+    if pool.values.shape != (*leading, row):
+        raise ValueError(
+            f"{name}.values has shape {pool.values.shape}, expected {(*leading, row)} for head dim {head_dim}"
+        )
+    if pool.values.dtype != pool.format.storage_dtype:
+        raise ValueError(
+            f"{name}.values has dtype {pool.values.dtype}, {pool.format} stores {pool.format.storage_dtype}"
+        )
+    if (pool.scales is None) != (pool.format.group is None):
+        raise ValueError(f"{name} has {'no ' if pool.scales is None else ''}scales, which {pool.format} contradicts")
+    if pool.scales is not None:
+        num_pages, heads, page_size = leading
+        expected = (num_pages, heads, page_size * pool.format.groups(head_dim))
+        if pool.scales.shape != expected or pool.scales.dtype != jnp.float16:
+            raise ValueError(
+                f"{name}.scales is {pool.scales.dtype}{list(pool.scales.shape)}, expected float16{list(expected)}"
+            )
+
+
+def check_concrete(*trees: object) -> None:
+    """Raises NotImplementedError under a transformation: the reference backend is numpy and reads values."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+        raise NotImplementedError(
+            "the reference backend runs on concrete arrays only: call it outside jit, vmap and grad"
+        )

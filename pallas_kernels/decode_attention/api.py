@@ -1,0 +1,48 @@
+"""decode_attention: one query token a sequence."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends import choose_backend
+from pallas_kernels.checks import (
+    bind_shapes,
+    check_concrete,
+    check_floats,
+    check_heads,
+    check_int32,
+    check_pages,
+    check_window,
+)
+from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.kv_pages import KVPages
+
+
+def decode_attention(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """softmax(scale * q k^T) v of one query a sequence, over K and V as stored. q [R, H, D] -> [R, H, D].
+
+    lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a row of
+    length 0 is unused and comes out zero. Token j of row r is in page page_table[r, j // P] (i32[R, M]); entries past
+    the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
+    0 <= i - j < window. Raises ValueError where shapes or dtypes disagree, NotImplementedError for page sizes that
+    the backend lacks.
+    """
+    chosen = choose_backend(backend)
+    sizes = bind_shapes(q=(q, "R H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
+    check_floats(q=q)
+    check_int32(page_table=page_table, lengths=lengths)
+    check_pages(pages, None, sizes["D"])
+    check_heads(sizes["H"], pages.k.values.shape[1])
+    check_window(window)
+    if chosen == "reference":
+        check_concrete(q, pages, page_table, lengths)
+        return jnp.asarray(reference.decode_attention(q, pages, page_table, lengths, scale, window)).astype(q.dtype)
+    return xla.decode_attention(q, pages, page_table, lengths, scale, window)

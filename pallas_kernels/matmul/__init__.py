@@ -1,0 +1,5 @@
+"""Matrix product with weights stored [out, in]."""
+
+from pallas_kernels.matmul.api import matmul
+
+__all__ = ["matmul"]

@@ -1,0 +1,53 @@
+"""prefill_attention: ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends import choose_backend
+from pallas_kernels.checks import (
+    bind_shapes,
+    check_concrete,
+    check_floats,
+    check_heads,
+    check_int32,
+    check_pages,
+    check_window,
+)
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention import reference, xla
+
+
+def prefill_attention(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Causal softmax(scale * q k^T) v of B chunks, over K and V as stored, the chunks' own included.
+
+    q [C, H, D] -> [C, H, D]. Chunk b's queries are rows cu_q_lens[b] to cu_q_lens[b + 1] (i32[B + 1], from 0,
+    nondecreasing: a chunk may be empty), and its last one sees kv_lens[b] keys (i32[B]): positions run up to
+    kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
+    (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
+    window, key j is visible to query i iff 0 <= i - j < window. Raises ValueError where shapes or dtypes disagree,
+    NotImplementedError for page sizes that the backend lacks.
+    """
+    chosen = choose_backend(backend)
+    sizes = bind_shapes(
+        q=(q, "C H D"), page_table=(page_table, "B M"), cu_q_lens=(cu_q_lens, "B+1"), kv_lens=(kv_lens, "B")
+    )
+    check_floats(q=q)
+    check_int32(page_table=page_table, cu_q_lens=cu_q_lens, kv_lens=kv_lens)
+    check_pages(pages, None, sizes["D"])
+    check_heads(sizes["H"], pages.k.values.shape[1])
+    check_window(window)
+    if chosen == "reference":
+        check_concrete(q, pages, page_table, cu_q_lens, kv_lens)
+        out = reference.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
+        return jnp.asarray(out).astype(q.dtype)
+    return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)

@@ -1,0 +1,55 @@
+"""prefill_attention in plain jnp: each chunk is cut into tiles of query rows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.tiled_attention import attend, check_page_size
+
+MAX_TILE = 32  # query rows
+
+
+@partial(jax.jit, static_argnames=("scale", "window"))
+def prefill_attention(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py."""
+    check_page_size(pages.k.page_size)
+    num_rows, num_heads, head_dim = q.shape
+    num_chunks = page_table.shape[0]
+    if num_rows == 0 or num_chunks == 0:
+        return jnp.zeros_like(q)
+    tile = min(MAX_TILE, num_rows)
+    num_tiles = -(-num_rows // tile) + num_chunks
+
+    # Tile w is the i-th of chunk b; tile_ends[b] counts the tiles of chunks 0..b.
+    begin, end = cu_q_lens[:-1], cu_q_lens[1:]
+    tile_counts = (end - begin + tile - 1) // tile
+    tile_ends = jnp.cumsum(tile_counts, dtype=jnp.int32)
+    tile_begins = tile_ends - tile_counts
+
+    def owner(ends: jax.Array, at: jax.Array) -> jax.Array:  # empty chunks own nothing
+        found = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
+        return jnp.minimum(found, num_chunks - 1)
+
+    tiles = jnp.arange(num_tiles, dtype=jnp.int32)
+    chunk = owner(tile_ends, tiles)
+    rows = begin[chunk] + (tiles - tile_begins[chunk]) * tile
+    rows = rows[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]  # [W, tile]
+    used = rows < end[chunk][:, None]
+    positions = jnp.where(used, rows - end[chunk][:, None] + kv_lens[chunk][:, None], -1)
+    out = attend(q.at[rows].get(mode="clip"), pages, page_table[chunk], positions, scale, window)
+
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    chunk = owner(end, row)
+    slot = tile_begins[chunk] * tile + row - begin[chunk]
+    out = out.reshape(num_tiles * tile, num_heads, head_dim).at[slot].get(mode="clip")
+    return jnp.where((row < cu_q_lens[-1])[:, None, None], out, 0).astype(q.dtype)

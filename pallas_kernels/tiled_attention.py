@@ -1,0 +1,66 @@
+"""Attention of query tiles over paged K and V in plain jnp: the xla backend of decode and of prefill.
+
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over KV blocks that are aligned to absolute positions and
+have a fixed number of tokens, so that a row's result depends neither on other rows nor on the page size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_pages import KVPages, gather
+from pallas_kernels.numerics import compute_dtype
+
+KV_BLOCK = 128  # tokens; a multiple of every page size supported
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises NotImplementedError for pages that don't tile a KV block."""
+    if page_size < 1 or KV_BLOCK % page_size:
+        raise NotImplementedError(f"page size {page_size} is not supported by backend xla: it must divide {KV_BLOCK}")
+
+
+def attend(
+    q: jax.Array, pages: KVPages, tables: jax.Array, positions: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """Attention of W tiles of Q query rows: q [W, Q, H, D] -> [W, Q, H, D].
+
+    tables i32[W, M] is the page table of each tile's sequence, positions i32[W, Q] each row's own position in it, -1
+    for an unused row, which comes out zero. Reads only pages that hold a key visible to the tile.
+    """
+    num_tiles, rows, num_heads, head_dim = q.shape
+    num_kv_heads, page_size = pages.k.values.shape[1:3]
+    compute = compute_dtype(q.dtype)
+    lowest = jnp.finfo(compute).min  # finite: lowest - lowest is 0, which leaves a fully masked block without effect
+    q = (q.astype(compute) * scale).reshape(num_tiles, rows, num_kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
+
+    block_pages = KV_BLOCK // page_size
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))
+    page_starts = page_size * jnp.arange(block_pages, dtype=jnp.int32)
+    tokens = jnp.arange(KV_BLOCK, dtype=jnp.int32)
+    end = jnp.max(positions, axis=1) + 1  # [W] keys of a tile: start <= j < end
+    used = positions >= 0
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
+    start = jnp.min(jnp.where(used, first, jnp.iinfo(jnp.int32).max), axis=1)
+
+    def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        peak, total, acc = carry
+        page = jax.lax.dynamic_slice_in_dim(tables, block * block_pages, block_pages, axis=1)
+        at = block * KV_BLOCK + page_starts[None, :]
+        page = jnp.where((at < end[:, None]) & (at + page_size > start[:, None]), page, 0)
+        key = (block * KV_BLOCK + tokens)[None, None, :]
+        mask = (key <= positions[:, :, None]) & (key >= first[:, :, None])  # [W, Q, t]
+        k, v = gather(pages.k, page, compute), gather(pages.v, page, compute)  # [W, K, t, D]
+        v = jnp.where(jnp.any(mask, axis=1)[:, None, :, None], v, 0)
+        mask = mask[:, None, :, None, :]
+        logits = jnp.einsum("wkqgd,wktd->wkqgt", q, k, precision="highest")
+        new_peak = jnp.maximum(peak, jnp.max(jnp.where(mask, logits, lowest), axis=-1))
+        p = jnp.where(mask, jnp.exp(logits - new_peak[..., None]), 0)
+        decay = jnp.exp(peak - new_peak)
+        pv = jnp.einsum("wkqgt,wktd->wkqgd", p, v, precision="highest")
+        return new_peak, total * decay + jnp.sum(p, axis=-1), acc * decay[..., None] + pv
+
+    zeros = jnp.zeros(q.shape[:-1], compute)
+    blocks = (jnp.min(start) // KV_BLOCK, (jnp.max(end) + KV_BLOCK - 1) // KV_BLOCK)
+    _, total, acc = jax.lax.fori_loop(*blocks, body, (zeros + lowest, zeros, jnp.zeros_like(q)))
+    out = acc / jnp.where(total > 0, total, 1)[..., None]
+    return out.transpose(0, 2, 1, 3, 4).reshape(num_tiles, rows, num_heads, head_dim)
