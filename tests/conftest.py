@@ -1,9 +1,5 @@
 """JAX as strict as it gets: what is implicit in library code fails here."""
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

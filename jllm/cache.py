@@ -1,0 +1,43 @@
+"""The paged KV cache of a whole model: formats by name, allocation, and its size in bytes."""
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
+from jllm.model import Cache
+from pallas_kernels import kv_pages
+from pallas_kernels.kv_pages import KVFormat
+
+DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
+
+
+def parse_kv_cache(name: str | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
+    """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype."""
+    default = DTYPE_NAMES[jnp.dtype(dtype).name]
+    names = {"k": default, "v": default}
+    parts = [] if name is None else name.split(",")
+    if len(parts) == 1 and "=" not in parts[0]:
+        names = {"k": parts[0], "v": parts[0]}
+    else:
+        for part in parts:
+            key, _, value = part.strip().partition("=")
+            if key not in names or not value:
+                raise ConfigError(f"KV cache format {name!r}: {part!r} is not k=FORMAT or v=FORMAT")
+            names[key] = value
+    try:
+        k, v = (kv_pages.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
+    except ValueError as e:
+        raise ConfigError(f"KV cache format {name!r}: {e}") from None
+    return k, v
+
+
+def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
+    """An empty cache: for each layer, N pages of P tokens."""
+    sizes = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+    return tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds, scales included."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

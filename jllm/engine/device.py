@@ -1,0 +1,100 @@
+"""The device side of the loop: the state, and the compiled steps that it goes through."""
+
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jllm.batch import Layout, Rung
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.engine.options import EngineOptions, resolve
+from jllm.engine.request import SamplingParams
+from jllm.params import Params
+from jllm.step import Outputs, State, Variant, jit_step, make_penalties, make_slots
+
+CPU_CACHE_BYTES = 1 << 30  # where the backend does not say how much memory is free
+MEMORY_FRACTION = 0.9  # of what is free on the device once the weights are there
+
+
+class Device:
+    """Owns the state, which every step takes and returns, and one executable a (rung, variant)."""
+
+    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions):
+        self._config, self._params, self._backend = config, params, options.backend
+        self._formats = parse_kv_cache(options.kv_cache, config, params.embed.dtype)
+        self._page_size = options.page_size
+        self.sizes = resolve(options, config, self._affordable_pages())
+        self._steps: dict[tuple[Rung, Variant], jax.stages.Compiled] = {}
+        self.renew()
+
+    @property
+    def compilations(self) -> int:
+        return len(self._steps)
+
+    def renew(self) -> None:
+        """A fresh state: an empty page pool and empty slots."""
+        limits = self.sizes.limits
+        cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
+        self._state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
+
+    def close(self) -> None:
+        """Drops everything that holds device memory."""
+        del self._state, self._params
+        self._steps.clear()
+
+    def layout(self, rung: Rung, variant: Variant) -> Layout:
+        return Layout(rung, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
+
+    def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
+        """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
+        self._state = self._with_penalties(self._state, variant.penalties)
+        if (layout.rung, variant) not in self._steps:
+            self._steps[layout.rung, variant] = self._compile(layout.rung, variant)
+        self._state, outputs = self._steps[layout.rung, variant](self._params, self._state, buffer)
+        for leaf in jax.tree.leaves(outputs):
+            leaf.copy_to_host_async()
+        return outputs
+
+    def compile_ahead(self) -> int:
+        """Compiles every rung for requests that ask for nothing special; returns how many there are."""
+        todo = [(rung, Variant()) for rung in self.sizes.ladder if (rung, Variant()) not in self._steps]
+        with ThreadPoolExecutor() as threads:
+            jobs = {threads.submit(self._compile, *key): key for key in todo}
+            for job in tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False):
+                self._steps[jobs[job]] = job.result()
+        return len(self.sizes.ladder)
+
+    def _compile(self, rung: Rung, variant: Variant) -> jax.stages.Compiled:
+        layout = self.layout(rung, variant)
+        abstract = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
+        size = sum(int(np.prod(shape)) for _, shape, _ in layout.fields())
+        lowered = jit_step.lower(
+            self._params,
+            abstract,
+            jax.ShapeDtypeStruct((size,), np.int32),
+            config=self._config,
+            layout=layout,
+            variant=variant,
+            backend=self._backend,
+        )
+        return lowered.compile()
+
+    def _with_penalties(self, state: State, wanted: bool) -> State:
+        """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
+        sequences that run already, since none of those asked."""
+        if wanted == (state.penalties is not None):
+            return state
+        S, V = self.sizes.limits.max_slots, self._config.vocab_size
+        penalties = make_penalties(S, V, SamplingParams.MAX_LOGIT_BIAS) if wanted else None
+        return State(state.cache, state.slots, penalties)
+
+    def _affordable_pages(self) -> int:
+        page = jax.eval_shape(lambda: make_cache(self._config, 1, self._page_size, self._formats))
+        page_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+        stats = jax.local_devices()[0].memory_stats() or {}
+        free = CPU_CACHE_BYTES
+        if "bytes_limit" in stats:
+            free = int(MEMORY_FRACTION * (stats["bytes_limit"] - stats["bytes_in_use"]))
+        return free // page_bytes

@@ -1,0 +1,348 @@
+"""The continuous-batching loop: plans a step, dispatches it, and reads the tokens of the step before.
+
+Step t + 1 is dispatched before the tokens of step t are read, so the host works while the device does.
+"""
+
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.batch import STOP_IDS, Layout, RaggedBatch, Rung, choose_rung
+from jllm.engine.device import Device
+from jllm.engine.options import EngineOptions
+from jllm.engine.output import OutputText
+from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
+from jllm.engine.scheduler import Plan, Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.errors import EngineClosed, RequestError
+from jllm.step import Outputs, Variant
+
+
+@dataclass
+class _Live:
+    """What the loop knows of an unfinished sequence beyond what the scheduler does."""
+
+    seq: Sequence
+    output: OutputText
+    stop_ids: frozenset[int]
+    submitted: float
+    first_token: float | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the prompt token
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A dispatched step whose outputs have not been read."""
+
+    plan: Plan
+    rung: Rung
+    outputs: Outputs
+
+
+class Engine:
+    """Serves requests by continuous batching.
+
+    submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
+    nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions.
+    """
+
+    def __init__(self, model, **options):
+        self._config, self._tokenizer = model.config, model.tokenizer
+        self._device = Device(model.config, model.params, EngineOptions(**options))
+        self._scheduler = Scheduler(self._device.sizes.limits)
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._samples: Counter[int] = Counter()  # per unfinished request, the next free sample index
+        self._in_flight: _InFlight | None = None
+        self._next_id = 0
+        self._counts: Counter[str] = Counter()
+        self._events: list[Event] = []
+        self._failures = 0  # device errors since the last step that was read
+        self._closed: str | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() still has something to do or to report."""
+        return bool(self._live or self._in_flight or self._events)
+
+    def compile_ahead(self) -> int:
+        """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are."""
+        return self._device.compile_ahead()
+
+    def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
+        """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
+        self._check_open()
+        ids = self._encode(prompt)
+        self._check(ids, sampling)
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        max_length = min(len(ids) + sampling.max_new_tokens, self._device.sizes.context)
+        for sample in range(sampling.n):
+            self._add(Sequence(request_id, sample, tuple(ids), sampling, seed, max_length))
+        return request_id
+
+    def fork(self, request_id: int, sample: int = 0) -> int:
+        """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
+        own; returns the new sample's index."""
+        self._check_open()
+        live = self._find(request_id, sample)
+        seq = live.seq
+        index = self._samples[request_id]
+        twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
+        new = self._add(twin)
+        for token in seq.output:
+            new.output.push(token)
+        new.first_token, new.logprobs = live.first_token, list(live.logprobs)
+        return index
+
+    def abort(self, request_id: int) -> None:
+        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        self._check_open()
+        lives = [live for (id, _), live in self._live.items() if id == request_id]
+        if not lives:
+            raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
+        for live in lives:
+            self._finish(live, "abort")
+
+    def step(self) -> list[Event]:
+        """Dispatches the next step, reads the one before, and returns what is new (an empty list at times)."""
+        self._check_open()
+        try:
+            plan = self._scheduler.schedule()
+            before, self._in_flight = self._in_flight, None
+            if plan is not None:
+                self._in_flight = self._dispatch(plan)
+            if before is not None:
+                self._read(before)
+        except jax.errors.JaxRuntimeError as error:
+            self._recover(error)
+        events, self._events = self._events, []
+        return events
+
+    def run(self):
+        """Steps until nothing is left; yields events as they come."""
+        while self.has_work:
+            yield from self.step()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and gauges as plain data."""
+        s, c = self._scheduler, self._counts
+        padded = c["rows"]
+        return {
+            "running": len(s.running),
+            "waiting": len(s.waiting),
+            "pages_free": s.pool.num_free,
+            "pages_total": s.pool.num_pages,
+            "steps": c["steps"],
+            "requests_finished": s.counts.finished,
+            "prompt_tokens": c["prompt_tokens"],
+            "output_tokens": c["output_tokens"],
+            "preemptions": s.counts.preempted,
+            "recomputed_tokens": s.counts.recomputed,
+            "device_errors": c["device_errors"],
+            "compilations": self._device.compilations,
+            "slack": (padded - c["tokens"]) / padded if padded else 0.0,
+        }
+
+    def close(self, reason: str = "it was closed") -> None:
+        """Drops the device state; later calls raise EngineClosed."""
+        self._closed = reason
+        self._in_flight = None
+        self._device.close()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosed(f"this engine takes no more work: {self._closed}")
+
+    # Requests
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, and this model has none: give token ids")
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one character or token id")
+        return self._tokenizer.encode(prompt)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        V, context = self._config.vocab_size, self._device.sizes.context
+        if not ids:
+            raise RequestError("the prompt is empty: give at least one character or token id")
+        named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        for name, tokens in named.items():
+            for token in tokens:
+                if not isinstance(token, (int, np.integer)) or not 0 <= token < V:
+                    raise RequestError(f"{name}: token id {token!r} is not in [0, {V}), the model's vocabulary")
+        if len(ids) >= context:
+            limits = self._device.sizes.limits
+            pool = limits.num_pages * limits.page_size
+            what = f"the page pool ({pool} tokens)" if pool < self._config.context else "the model's context"
+            raise RequestError(f"a prompt of {len(ids)} tokens is too long: {what} leaves room for {context - 1}")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+
+    def _add(self, seq: Sequence) -> _Live:
+        self._scheduler.add(seq)
+        decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
+        ends = () if seq.params.ignore_eos else self._config.eos_ids
+        stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
+        live = _Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
+        self._live[seq.request_id, seq.sample] = live
+        self._samples[seq.request_id] = max(self._samples[seq.request_id], seq.sample + 1)
+        return live
+
+    def _find(self, request_id: int, sample: int) -> _Live:
+        live = self._live.get((request_id, sample))
+        if live is None:
+            raise RequestError(f"request {request_id} has no running sample {sample}")
+        return live
+
+    # One step
+
+    def _dispatch(self, plan: Plan) -> _InFlight:
+        params = [live.seq.params for live in self._live.values()]
+        prompts = [c for c in plan.chunks if c.seq.params.prompt_logprobs]
+        sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
+        variant = Variant(
+            penalties=any(p.penalizes for p in params),
+            logprobs=any(s.params.logprobs is not None for s in sampled),
+            prompt_logprobs=bool(prompts),
+        )
+        tokens = sum(len(c.tokens) for c in plan.chunks)
+        rung = choose_rung(self._device.sizes.ladder, len(plan.decodes), tokens, len(plan.chunks))
+        layout = self._device.layout(rung, variant)
+        buffer, batch = layout.pack()
+        self._fill(batch, plan, layout)
+        outputs = self._device.run(buffer, layout, variant)
+        self._counts.update(steps=1, tokens=len(plan.decodes) + tokens, rows=rung.size, prompt_tokens=tokens)
+        return _InFlight(plan, rung, outputs)
+
+    def _fill(self, batch: RaggedBatch, plan: Plan, layout: Layout) -> None:
+        batch.decode_slot[: len(plan.decodes)] = [s.slot for s in plan.decodes]
+        if plan.deltas:
+            batch.deltas[: len(plan.deltas)] = plan.deltas
+        at = 0
+        for b, chunk in enumerate(plan.chunks):
+            seq, p, n = chunk.seq, chunk.seq.params, len(chunk.tokens)
+            batch.tokens[at : at + n] = chunk.tokens
+            if p.prompt_logprobs:
+                following = seq.prompt[chunk.start + 1 : chunk.start + n + 1]
+                batch.targets[at : at + len(following)] = following
+            at += n
+            batch.chunk_slot[b] = seq.slot
+            batch.chunk_start[b], batch.chunk_len[b], batch.chunk_final[b] = chunk.start, n, chunk.final
+            batch.prompt_len[b], batch.max_length[b] = len(seq.prompt), seq.max_length
+            batch.seed[b : b + 1].view(np.uint32)[0] = seq.seed
+            batch.sample[b] = seq.sample
+            batch.temperature[b], batch.top_k[b], batch.top_p[b] = p.temperature, p.top_k, p.top_p
+            batch.min_p[b] = p.min_p
+            batch.repetition[b], batch.presence[b] = p.repetition_penalty, p.presence_penalty
+            batch.frequency[b] = p.frequency_penalty
+            stop_ids = sorted(self._live[seq.request_id, seq.sample].stop_ids)[:STOP_IDS]
+            batch.stop_ids[b, : len(stop_ids)] = stop_ids
+            if layout.bias and p.logit_bias:
+                batch.bias_ids[b, : len(p.logit_bias)] = list(p.logit_bias)
+                batch.bias_values[b, : len(p.logit_bias)] = list(p.logit_bias.values())
+
+    def _read(self, step: _InFlight) -> None:
+        outputs = jax.device_get(step.outputs)
+        self._failures = 0
+        if outputs.prompt_logprobs is not None:
+            self._read_prompt_logprobs(step.plan, outputs.prompt_logprobs)
+        rows = list(enumerate(step.plan.decodes))
+        rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
+        for row, seq in rows:
+            live = self._live.get((seq.request_id, seq.sample))
+            if live is not None:  # else: ended by an earlier token or an abort; the surplus is dropped
+                self._take(live, int(outputs.tokens[row]), outputs, row)
+        self._scheduler.step_read(step.plan.step)
+
+    def _take(self, live: _Live, token: int, outputs: Outputs, row: int) -> None:
+        """One new token of an unfinished sequence."""
+        seq, now = live.seq, time.perf_counter()
+        if token < 0:
+            raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
+        self._scheduler.on_token(seq, token)
+        self._counts["output_tokens"] += 1
+        if live.first_token is None:
+            live.first_token = now - live.submitted
+        if token in live.stop_ids:
+            self._finish(live, "stop")
+            return
+        live.output.push(token)
+        if outputs.logprobs is not None and seq.params.logprobs is not None:
+            live.logprobs.append(_token_logprob(token, outputs, row, seq.params.logprobs))
+        if live.output.stopped:
+            self._finish(live, "stop")
+        elif seq.length >= seq.max_length:
+            self._finish(live, "length")
+        else:
+            text, tokens = live.output.take(final=False)
+            if text or tokens:
+                self._events.append(Event(seq.request_id, seq.sample, text, tokens))
+
+    def _read_prompt_logprobs(self, plan: Plan, logprobs: np.ndarray) -> None:
+        at = 0
+        for chunk in plan.chunks:
+            live = self._live.get((chunk.seq.request_id, chunk.seq.sample))
+            if live is not None and chunk.seq.params.prompt_logprobs:
+                last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
+                for position in range(chunk.start, last):
+                    live.prompt_logprobs[position + 1] = float(logprobs[at + position - chunk.start])
+            at += len(chunk.tokens)
+
+    def _finish(self, live: _Live, reason: str) -> None:
+        seq = live.seq
+        live.output.finish()
+        if reason == "length" and live.output.stopped:  # bytes held back completed a stop string
+            reason = "stop"
+        self._scheduler.finish(seq, reason)
+        del self._live[seq.request_id, seq.sample]
+        if not any(id == seq.request_id for id, _ in self._live):
+            del self._samples[seq.request_id]
+        text, tokens = live.output.take(final=True)
+        completion = self._completion(live, reason)
+        self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))
+
+    def _completion(self, live: _Live, reason: str) -> Completion:
+        seq, tokens = live.seq, tuple(live.output.tokens)
+        prompt_logprobs = None
+        if seq.params.prompt_logprobs:
+            prompt_logprobs = tuple(lp for _, lp in sorted(live.prompt_logprobs.items()))
+        total = time.perf_counter() - live.submitted
+        return Completion(
+            token_ids=tokens,
+            text=None if self._tokenizer is None else live.output.text,
+            finish_reason=reason,
+            logprobs=None if seq.params.logprobs is None else tuple(live.logprobs[: len(tokens)]),
+            prompt_logprobs=prompt_logprobs,
+            timings=Timings(live.first_token, total, len(seq.prompt), len(tokens)),
+            seed=seq.seed,
+        )
+
+    def _recover(self, error: Exception) -> None:
+        """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""
+        self._counts["device_errors"] += 1
+        self._failures += 1
+        self._in_flight = None
+        if self._failures > 1:
+            self.close(f"the device failed again right after recovery: {_first_line(error)}")
+            self._check_open()
+        self._device.renew()
+        self._scheduler.reset()
+
+
+def _token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
+    assert outputs.logprobs is not None and outputs.top_ids is not None and outputs.top_logprobs is not None
+    top = zip(outputs.top_ids[row, :n].tolist(), outputs.top_logprobs[row, :n].tolist())
+    return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,80 @@
+"""From sampled tokens to text: incremental detokenization, stop strings, and what may be shown already."""
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+
+class StreamDecoder(Protocol):
+    """What the tokenizer's stream_decoder() gives."""
+
+    def push(self, id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class OutputText:
+    """The output of one sequence as it grows.
+
+    Text that may still turn out to be the beginning of a stop string is held back, and so are tokens whose text is.
+    """
+
+    def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
+        self.decoder = decoder
+        self.stops = tuple(stops)
+        self.tokens: list[int] = []
+        self.text = ""
+        self.stopped = False  # a stop string was found; text and tokens are cut before it
+        self._ends: list[int] = []  # per token, the length of the text once all of its bytes are decoded
+        self._shown_text = 0
+        self._shown_tokens = 0
+
+    def push(self, token: int) -> None:
+        """Appends one token; sets `stopped` when its text completes a stop string."""
+        self.tokens.append(token)
+        if self.decoder is None:
+            self._ends.append(0)
+        else:
+            self._grow(self.decoder.push(token))
+
+    def finish(self) -> None:
+        """Flushes bytes that were waiting for the rest of a character."""
+        if self.decoder is not None and not self.stopped:
+            self._grow(self.decoder.finish())
+            self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
+
+    def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
+        """Text and tokens that are certain by now and were not taken before."""
+        upto = len(self.text) if final or self.stopped else len(self.text) - self._held_back()
+        upto = max(upto, self._shown_text)
+        text = self.text[self._shown_text : upto]
+        last = self._shown_tokens
+        while last < len(self._ends) and self._ends[last] <= upto:
+            last += 1
+        tokens = tuple(self.tokens[self._shown_tokens : last])
+        self._shown_text, self._shown_tokens = upto, last
+        return text, tokens
+
+    def _grow(self, piece: str) -> None:
+        if not piece:
+            return
+        old = len(self.text)
+        self.text += piece
+        self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
+        cuts = [self.text.find(s, max(0, old - len(s) + 1)) for s in self.stops]
+        cuts = [c for c in cuts if c >= 0]
+        if cuts:
+            self._cut(min(cuts))
+
+    def _cut(self, at: int) -> None:
+        self.stopped = True
+        self.text = self.text[:at]
+        keep = sum(end <= at for end in self._ends)
+        del self.tokens[keep:], self._ends[keep:]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(s) - 1 for s in self.stops), default=0)
+        for n in range(min(longest, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-n:]) for s in self.stops):
+                return n
+        return 0

@@ -1,0 +1,173 @@
+"""The LLaMA forward pass, a pure function of weights, tokens and (optionally) a paged KV cache.
+
+All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls and rotary embeddings see [T, E] and know
+nothing of sequences. Attention alone tells them apart. Without a cache (training) it runs over packed segments; with one
+(serving) this step's K and V are written to their pages first, and decode rows and prompt chunks then read the pages.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.linear import linear
+from jllm.params import LayerParams, Params
+from jllm.rope import angles
+from pallas_kernels.cache_update import cache_update
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.rotary import rotate
+
+Cache = tuple[KVPages, ...]  # one a layer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Whole sequences without a cache. Under vmap for a batch of rows."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T], from 0 in each segment
+    segments: jax.Array  # i32[T], equal for tokens that may see each other
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paged:
+    """One merged step: R decode rows (one token each), then B prompt chunks on C rows; T = R + C."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    page: jax.Array  # i32[T], where the token's K and V go; >= N writes nothing
+    offset: jax.Array  # i32[T], within the page
+    decode_pages: jax.Array  # i32[R, M]
+    decode_lengths: jax.Array  # i32[R], keys visible to the row, its own included; 0: unused row
+    chunk_pages: jax.Array  # i32[B, M]
+    chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R + chunk_cu[b] .. R + chunk_cu[b + 1]
+    chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
+
+
+def forward(
+    params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
+) -> tuple[jax.Array, Cache | None]:
+    """Logits [T, V] of every row (float32 at least), and the updated cache."""
+    hidden, cache = backbone(params, config, batch, cache, backend=backend)
+    return head(params, config, hidden, backend=backend), cache
+
+
+def backbone(
+    params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
+) -> tuple[jax.Array, Cache | None]:
+    """Hidden states [T, E] before the final norm, and the updated cache."""
+    x = jnp.take(params.embed, batch.tokens, axis=0, mode="clip")
+    cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
+    pools = []
+    for i, layer in enumerate(params.layers):
+        pages = None if cache is None else cache[i]
+        x, pages = _layer(layer, x, cos, sin, batch, pages, config=config, window=config.window(i), backend=backend)
+        pools.append(pages)
+    return x, None if cache is None else tuple(pools)
+
+
+def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None) -> jax.Array:
+    """Logits [..., V] of hidden states [..., E], float32 at least."""
+    x = rms_norm(hidden, params.norm, config.norm_eps)
+    weight = params.embed if params.head is None else params.head
+    return linear(x, weight, out_dtype=compute_dtype(x.dtype), backend=backend)
+
+
+# One trace and one lowering serve all layers with the same window.
+@partial(jax.jit, static_argnames=("config", "window", "backend"))
+def _layer(
+    p: LayerParams,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    batch: Packed | Paged,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+) -> tuple[jax.Array, KVPages | None]:
+    y = rms_norm(x, p.attn_norm, config.norm_eps)
+    q, k, v = _project_qkv(p, y, config, backend)
+    if pages is None:
+        assert isinstance(batch, Packed), "without a cache, the batch is Packed"
+        out = causal_attention(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            batch.segments,
+            scale=config.head_dim**-0.5,
+            window=window,
+            backend=backend,
+        )
+    else:
+        assert isinstance(batch, Paged), "with a cache, the batch is Paged"
+        q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        out = _paged_attention(q, pages, batch, config.head_dim**-0.5, window, backend)
+    x = x + linear(out.reshape(x.shape[0], -1), p.o, p.o_bias, backend=backend)
+    y = rms_norm(x, p.mlp_norm, config.norm_eps)
+    gate, up = jnp.split(linear(y, p.gate_up, p.gate_up_bias, backend=backend), 2, axis=-1)
+    x = x + linear(silu_mul(gate, up), p.down, p.down_bias, backend=backend)
+    return x, pages
+
+
+def _project_qkv(p: LayerParams, y: jax.Array, config: LlamaConfig, backend: str | None):
+    """q [T, H, D], k and v [T, K, D], before rotation."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = linear(y, p.qkv, p.qkv_bias, backend=backend).reshape(-1, H + 2 * K, D)
+    q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
+    if p.q_norm is not None and p.k_norm is not None:
+        q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
+    return q, k, v
+
+
+def _paged_attention(q: jax.Array, pages: KVPages, batch: Paged, scale: float, window: int | None, backend: str | None):
+    """Decode rows and prompt chunks each go to their own kernel, over the same pages: [T, H, D]."""
+    R = batch.decode_lengths.shape[0]
+    parts = []
+    if R > 0:
+        parts.append(
+            decode_attention(
+                q[:R], pages, batch.decode_pages, batch.decode_lengths, scale=scale, window=window, backend=backend
+            )
+        )
+    if q.shape[0] > R:
+        parts.append(
+            prefill_attention(
+                q[R:],
+                pages,
+                batch.chunk_pages,
+                batch.chunk_cu,
+                batch.chunk_lengths,
+                scale=scale,
+                window=window,
+                backend=backend,
+            )
+        )
+    return jnp.concatenate(parts)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at least."""
+    y = x.astype(compute_dtype(x.dtype))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return y.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SiLU(gate) * up, computed in float32 at least."""
+    g = gate.astype(compute_dtype(gate.dtype))
+    return (jax.nn.silu(g) * up.astype(g.dtype)).astype(gate.dtype)
+
+
+def compute_dtype(dtype):
+    """The type that norms, softmax, rotary embeddings and accumulation run in."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,308 @@
+"""The merged step: step(params, state, batch) -> state, outputs. One compiled function for every mix of requests.
+
+Decode rows come first, then prompt chunks. A decode row's input is its slot's last sampled token, which never leaves the
+device; a slot that the device has marked done writes nothing, so the host may dispatch step t + 1 before it has read the
+tokens of step t.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jllm.batch import STOP_IDS, Layout, RaggedBatch
+from jllm.config import LlamaConfig
+from jllm.model import Cache, Paged, backbone, head
+from jllm.params import Params
+from jllm.sampling import Penalties, RowParams, count_tokens, penalize, sample, token_logprobs, top_logprobs
+
+PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
+TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What costs memory or time when nobody asked; each combination is compiled once."""
+
+    penalties: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Per batch slot, on the device."""
+
+    token: jax.Array  # i32[S] last sampled token: the next input
+    length: jax.Array  # i32[S] tokens whose K and V are in the pages
+    done: jax.Array  # bool[S] ended: writes nothing and samples nothing
+    pages: jax.Array  # i32[S, M] page table
+    max_length: jax.Array  # i32[S]
+    stop_ids: jax.Array  # i32[S, STOP_IDS], -1 padded
+    temperature: jax.Array  # f32[S]
+    top_k: jax.Array  # i32[S]
+    top_p: jax.Array  # f32[S]
+    min_p: jax.Array  # f32[S]
+    seed: jax.Array  # i32[S], u32 bits
+    sample: jax.Array  # i32[S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotPenalties:
+    """Per batch slot, and only while a request asks for penalties or a bias."""
+
+    repetition: jax.Array  # f32[S]
+    presence: jax.Array  # f32[S]
+    frequency: jax.Array  # f32[S]
+    seen: jax.Array  # bool[S, V] token occurs in prompt or output
+    counts: jax.Array  # i32[S, V] occurrences in the output
+    bias_ids: jax.Array  # i32[S, X]
+    bias_values: jax.Array  # f32[S, X]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that the model remembers between steps."""
+
+    cache: Cache
+    slots: Slots
+    penalties: SlotPenalties | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outputs:
+    """What a step yields, in rows: R decode rows, then B chunks."""
+
+    tokens: jax.Array  # i32[R + B] the sampled token, or -1 for a row that samples nothing
+    logprobs: jax.Array | None  # f[R + B] of the sampled token
+    top_ids: jax.Array | None  # i32[R + B, TOP_LOGPROBS], best first
+    top_logprobs: jax.Array | None  # f[R + B, TOP_LOGPROBS]
+    prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
+
+
+def make_slots(slots: int, max_pages: int) -> Slots:
+    """S empty slots of M page table entries each."""
+    i, f = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.float32)
+    pages, stop_ids = jnp.zeros((slots, max_pages), jnp.int32), jnp.full((slots, STOP_IDS), -1, jnp.int32)
+    return Slots(i, i, jnp.ones(slots, bool), pages, i, stop_ids, f, i, f + 1, f, i, i)
+
+
+def make_penalties(slots: int, vocab: int, bias: int) -> SlotPenalties:
+    """Neutral penalties for S slots and V tokens, with room for X bias entries."""
+    f = jnp.zeros(slots, jnp.float32)
+    seen, counts = jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32)
+    bias_ids, bias_values = jnp.full((slots, bias), -1, jnp.int32), jnp.zeros((slots, bias), jnp.float32)
+    return SlotPenalties(f + 1, f, f, seen, counts, bias_ids, bias_values)
+
+
+def step(
+    params: Params,
+    state: State,
+    buffer: jax.Array,
+    *,
+    config: LlamaConfig,
+    layout: Layout,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+) -> tuple[State, Outputs]:
+    """Runs one merged step on a packed batch (see batch.Layout) and samples one token for each row that is due."""
+    batch = layout.unpack(buffer)
+    rung = layout.rung
+    slots = _apply_chunks(_apply_deltas(state.slots, batch.deltas), batch)
+    paged, rows = _lay_out(slots, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
+    hidden, cache = backbone(params, config, paged, state.cache, backend=backend)
+    last = rung.decodes + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(rung.tokens - 1, 0))
+    picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
+    raw = head(params, config, picked, backend=backend)
+    penalties = state.penalties
+    logits = raw
+    if variant.penalties:
+        assert penalties is not None, "the penalties variant needs State.penalties"
+        penalties = _count_prompt(_apply_penalties(penalties, batch), batch, paged, rung.decodes)
+        logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
+    tokens = sample(logits, _row_params(slots, rows.slot, raw.dtype), rows.length)
+    if variant.penalties:
+        seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
+        penalties = replace(penalties, seen=seen, counts=counts)
+    outputs = Outputs(
+        tokens=jnp.where(rows.valid, tokens, -1),
+        logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,
+        **_top(raw, variant),
+        prompt_logprobs=_prompt_logprobs(params, config, hidden[rung.decodes :], batch.targets, backend)
+        if variant.prompt_logprobs and rung.tokens
+        else None,
+    )
+    return State(cache, _advance(slots, rows, tokens), penalties), outputs
+
+
+STATIC = ("config", "layout", "variant", "backend")
+jit_step = partial(jax.jit, static_argnames=STATIC, donate_argnames="state")(step)
+undonated_step = partial(jax.jit, static_argnames=STATIC)(step)  # for notebooks: the old state stays usable
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that the head runs on: R decode rows, then the last row of each of B chunks."""
+
+    slot: jax.Array  # i32[R + B], clipped into range
+    target_slot: jax.Array  # i32[R + B], out of range where the row is not valid
+    length: jax.Array  # i32[R + B], tokens in the pages after this step = position of the new token
+    valid: jax.Array  # bool[R + B], whether a token is sampled
+    written: jax.Array  # bool[R + B], whether the slot's length changes
+
+
+def _apply_deltas(slots: Slots, deltas: jax.Array) -> Slots:
+    slot, index, page = deltas[:, 0], deltas[:, 1], deltas[:, 2]
+    return replace(slots, pages=slots.pages.at[slot, index].set(page, mode="drop"))
+
+
+def _apply_chunks(slots: Slots, batch: RaggedBatch) -> Slots:
+    """A chunk row (re)writes its slot's parameters; that is all there is to admission."""
+    names = ("max_length", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seed", "sample")
+
+    def put(old, new):
+        return old.at[batch.chunk_slot].set(new, mode="drop")
+
+    new = {name: put(getattr(slots, name), getattr(batch, name)) for name in names}
+    return replace(slots, **new, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
+
+
+def _lay_out(slots: Slots, batch: RaggedBatch, num_pages: int, page_size: int) -> tuple[Paged, _Rows]:
+    """Rows of the flat axis: what each token is, where it stands, and where its K and V go."""
+    S = slots.token.shape[0]
+    in_use = batch.decode_slot < S
+    decode_slot = jnp.where(in_use, batch.decode_slot, 0)
+    live = in_use & ~slots.done[decode_slot]
+    decode_position = jnp.where(live, slots.length[decode_slot], 0)
+
+    chunk_slot = jnp.where(batch.chunk_slot < S, batch.chunk_slot, 0)
+    cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(batch.chunk_len, dtype=jnp.int32)])
+    row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    chunk = jnp.searchsorted(cu[1:], row, side="right").astype(jnp.int32)  # B for the unused tail
+    in_chunk = row < cu[-1]
+    chunk_position = jnp.where(in_chunk, row - _at(cu, chunk) + _at(batch.chunk_start, chunk), 0)
+
+    position = jnp.concatenate([decode_position, chunk_position])
+    table_row = jnp.concatenate([decode_slot, jnp.where(in_chunk, _at(chunk_slot, chunk), 0)])
+    page = slots.pages[table_row, jnp.clip(position // page_size, 0, slots.pages.shape[1] - 1)]
+    writes = jnp.concatenate([live, in_chunk])
+    chunk_end = batch.chunk_start + batch.chunk_len
+    paged = Paged(
+        tokens=jnp.concatenate([slots.token[decode_slot], batch.tokens]),
+        positions=position,
+        page=jnp.where(writes, page, num_pages),
+        offset=position % page_size,
+        decode_pages=slots.pages[decode_slot],
+        decode_lengths=jnp.where(live, decode_position + 1, 0),
+        chunk_pages=slots.pages[chunk_slot],
+        chunk_cu=cu,
+        chunk_lengths=jnp.where(batch.chunk_len > 0, chunk_end, 0),
+    )
+    valid = jnp.concatenate([live, batch.chunk_final == 1])
+    slot = jnp.concatenate([decode_slot, chunk_slot])
+    rows = _Rows(
+        slot=slot,
+        target_slot=jnp.where(valid, slot, S),
+        length=jnp.concatenate([decode_position + 1, chunk_end]),
+        valid=valid,
+        written=jnp.concatenate([live, batch.chunk_len > 0]),
+    )
+    return paged, rows
+
+
+def _at(array: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(array, index, mode="clip")
+
+
+def _row_params(slots: Slots, slot: jax.Array, dtype) -> RowParams:
+    return RowParams(
+        temperature=slots.temperature[slot].astype(dtype),
+        top_k=slots.top_k[slot],
+        top_p=slots.top_p[slot].astype(dtype),
+        min_p=slots.min_p[slot].astype(dtype),
+        seed=jax.lax.bitcast_convert_type(slots.seed[slot], jnp.uint32),
+        sample=slots.sample[slot],
+    )
+
+
+def _advance(slots: Slots, rows: _Rows, tokens: jax.Array) -> Slots:
+    """Lengths grow by what was written; a sampled token becomes the next input and may end its sequence."""
+    S = slots.token.shape[0]
+    stop = jnp.any(slots.stop_ids[rows.slot] == tokens[:, None], axis=1)
+    done = stop | (rows.length + 1 >= slots.max_length[rows.slot])
+    written = jnp.where(rows.written, rows.slot, S)
+    return replace(
+        slots,
+        length=slots.length.at[written].set(rows.length, mode="drop"),
+        token=slots.token.at[rows.target_slot].set(tokens, mode="drop"),
+        done=slots.done.at[rows.target_slot].set(done, mode="drop"),
+    )
+
+
+def _apply_penalties(penalties: SlotPenalties, batch: RaggedBatch) -> SlotPenalties:
+    """A first chunk resets its slot; every chunk rewrites the parameters."""
+    S = penalties.repetition.shape[0]
+    first = jnp.where(batch.chunk_start == 0, batch.chunk_slot, S)
+
+    def put(old, new):
+        return old.at[batch.chunk_slot].set(new, mode="drop")
+
+    return SlotPenalties(
+        repetition=put(penalties.repetition, batch.repetition),
+        presence=put(penalties.presence, batch.presence),
+        frequency=put(penalties.frequency, batch.frequency),
+        seen=penalties.seen.at[first].set(False, mode="drop"),
+        counts=penalties.counts.at[first].set(0, mode="drop"),
+        bias_ids=put(penalties.bias_ids, batch.bias_ids),
+        bias_values=put(penalties.bias_values, batch.bias_values),
+    )
+
+
+def _count_prompt(penalties: SlotPenalties, batch: RaggedBatch, paged: Paged, decodes: int) -> SlotPenalties:
+    """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output."""
+    row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    chunk = jnp.searchsorted(paged.chunk_cu[1:], row, side="right").astype(jnp.int32)
+    slot = jnp.where(row < paged.chunk_cu[-1], _at(batch.chunk_slot, chunk), penalties.repetition.shape[0])
+    is_output = paged.positions[decodes:] >= _at(batch.prompt_len, chunk)
+    seen, counts = count_tokens(penalties.seen, penalties.counts, slot, batch.tokens, is_output)
+    return replace(penalties, seen=seen, counts=counts)
+
+
+def _gather_penalties(penalties: SlotPenalties, slot: jax.Array, dtype) -> Penalties:
+    return Penalties(
+        repetition=penalties.repetition[slot].astype(dtype),
+        presence=penalties.presence[slot].astype(dtype),
+        frequency=penalties.frequency[slot].astype(dtype),
+        seen=penalties.seen[slot],
+        counts=penalties.counts[slot],
+        bias_ids=penalties.bias_ids[slot],
+        bias_values=penalties.bias_values[slot].astype(dtype),
+    )
+
+
+def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:
+    if not variant.logprobs:
+        return {"top_ids": None, "top_logprobs": None}
+    ids, values = top_logprobs(logits, min(TOP_LOGPROBS, logits.shape[-1]))
+    return {"top_ids": ids, "top_logprobs": values}
+
+
+def _prompt_logprobs(
+    params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array, backend: str | None
+) -> jax.Array:
+    """log p(target) of each prompt row [C], in row blocks: never a [C, V] array."""
+    C, E = hidden.shape
+    block = min(PROMPT_LOGPROB_ROWS, C)
+    pad = -C % block
+    rows = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, block, E)
+    ids = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, block)
+
+    def one(x):
+        return token_logprobs(head(params, config, x[0], backend=backend), x[1])
+
+    return jax.lax.map(one, (rows, ids)).reshape(-1)[:C]
