@@ -3,28 +3,37 @@
 Shares nothing with kv_pages.py but its dataclasses. Also catches what shapes cannot tell: indices out of range.
 """
 
+import jax
 import numpy as np
 
 from pallas_kernels.kv_pages import KVPages, Pages
 
 
+def to_numpy(pages: KVPages) -> KVPages:
+    """A writable host copy."""
+    return jax.tree.map(np.array, pages)
+
+
 def read_row(pages: Pages, page: int, head: int, offset: int) -> np.ndarray:
-    """One token's K or V of one head, as stored -> float64 [D]."""
-    row = np.asarray(pages.values[page, head, offset])
-    if pages.scales is None:
+    """One token's K or V of one head, as stored in a host copy -> float64 [D]."""
+    row = np.asarray(pages.values)[page, head, offset]
+    group = pages.format.group
+    if group is None:
         return row.astype(np.float64)
     codes = [int(code) for code in row]
     if pages.format.dtype == "int4":  # two's complement nibbles, the low one first
         codes = [(byte >> shift) & 15 for byte in codes for shift in (0, 4)]
         codes = [code - 16 if code > 7 else code for code in codes]
-    group = pages.format.group
-    groups = len(codes) // group
-    scales = np.asarray(pages.scales[page, head], np.float64)[offset * groups : (offset + 1) * groups]
-    return np.array([code * scales[i // group] for i, code in enumerate(codes)], np.float64)
+    scales = np.asarray(pages.scales)[page, head].astype(np.float64)
+    first = offset * (len(codes) // group)
+    return np.array([code * scales[first + i // group] for i, code in enumerate(codes)], np.float64)
 
 
 def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Tokens start..stop of the sequence whose page table is `table` -> float64 [stop - start, K, D]."""
+    """Tokens start..stop of the sequence whose page table is `table`, from a host copy -> float64 [tokens, K, D].
+
+    Raises ValueError where the table is too short or names a page that doesn't exist.
+    """
     num_pages, num_heads, page_size = pages.values.shape[:3]
     if stop > len(table) * page_size:
         raise ValueError(f"{stop} keys do not fit {len(table)} pages of {page_size} tokens")
@@ -37,30 +46,23 @@ def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.
     return np.array(rows, np.float64)
 
 
-def to_numpy(pages: KVPages) -> KVPages:
-    """A writable host copy."""
-
-    def copy(part: Pages) -> Pages:
-        scales = None if part.scales is None else np.array(part.scales)
-        return Pages(np.array(part.values), scales, part.format)  # type: ignore[arg-type]
-
-    return KVPages(copy(pages.k), copy(pages.v))
-
-
 def write_row(pages: Pages, page: int, head: int, offset: int, x: np.ndarray) -> None:
     """Stores x [D] at one slot of a host copy, by the format's definition."""
-    if pages.scales is None:
+    values, group = np.asarray(pages.values), pages.format.group  # views: the host copy itself changes
+    if group is None:
         if pages.format.dtype == "float8_e4m3fn":
             x = np.maximum(np.minimum(x, 448.0), -448.0)
-        pages.values[page, head, offset] = x.astype(pages.values.dtype)  # type: ignore[index]
+        values[page, head, offset] = x.astype(values.dtype)
         return
+    scales = np.asarray(pages.scales)
     largest = {"int8": 127, "int4": 7}[pages.format.dtype]
-    groups = len(x) // pages.format.group
-    codes = []
-    for g, part in enumerate(np.split(x, groups)):
+    groups = len(x) // group
+    codes: list[int] = []
+    for g in range(groups):
+        part = x[g * group : (g + 1) * group]
         scale = np.float16(min(max(np.abs(part).max() / largest, 2.0**-14), 65504.0))
-        pages.scales[page, head, offset * groups + g] = scale  # type: ignore[index]
+        scales[page, head, offset * groups + g] = scale
         codes += [int(min(max(np.rint(value / np.float64(scale)), -largest), largest)) for value in part]
     if pages.format.dtype == "int4":
         codes = [(codes[i] & 15) + 16 * (codes[i + 1] & 15) for i in range(0, len(codes), 2)]
-    pages.values[page, head, offset] = codes  # type: ignore[index]
+    values[page, head, offset] = codes

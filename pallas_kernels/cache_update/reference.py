@@ -17,21 +17,22 @@ def cache_update(
     page: ArrayLike,
     offset: ArrayLike,
 ) -> tuple[np.ndarray, KVPages]:
-    """Arguments as api.py's, concrete -> q rotated float64 [T, H, D], pages as numpy. Raises ValueError for a slot
-    that doesn't exist or is written twice."""
-    q, k, v, cos, sin = (np.asarray(array).astype(np.float64) for array in (q, k, v, cos, sin))
-    # Pair i of a row is the complex number x[i] + j x[i + D/2]; rotating multiplies it by cos + j sin.
-    half = q.shape[-1] // 2
-    turn = (cos + 1j * sin)[:, None, :]
+    """Arguments as api.py's, concrete -> q rotated float64 [T, H, D], pages in numpy.
 
-    def rotated(x: np.ndarray) -> np.ndarray:
+    Raises ValueError for an offset outside of its page and for a slot that is written twice.
+    """
+    queries, keys, values = (np.asarray(array).astype(np.float64) for array in (q, k, v))
+    turn = (np.asarray(cos).astype(np.float64) + 1j * np.asarray(sin).astype(np.float64))[:, None, :]
+    half = turn.shape[-1]
+
+    def rotated(x: np.ndarray) -> np.ndarray:  # pair i is the complex number x[i] + j x[i + D/2]
         turned = (x[..., :half] + 1j * x[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
-    k = rotated(k)
+    keys = rotated(keys)
     pages = to_numpy(pages)
     written = set()
-    for t, (p, o) in enumerate(zip(np.asarray(page).tolist(), np.asarray(offset).tolist())):
+    for t, (p, o) in enumerate(zip(map(int, np.asarray(page)), map(int, np.asarray(offset)))):
         if not 0 <= p < pages.k.num_pages:
             continue
         if not 0 <= o < pages.k.page_size:
@@ -39,7 +40,7 @@ def cache_update(
         if (p, o) in written:
             raise ValueError(f"row {t} writes page {p} offset {o} again")
         written.add((p, o))
-        for head in range(k.shape[1]):
-            write_row(pages.k, p, head, o, k[t, head])
-            write_row(pages.v, p, head, o, v[t, head])
-    return rotated(q), pages
+        for head in range(keys.shape[1]):
+            write_row(pages.k, p, head, o, keys[t, head])
+            write_row(pages.v, p, head, o, values[t, head])
+    return rotated(queries), pages

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.reference_pages import read_sequence
+from pallas_kernels.reference_pages import read_sequence, to_numpy
 
 
 def prefill_attention(
@@ -17,28 +17,26 @@ def prefill_attention(
     window: int | None,
 ) -> np.ndarray:
     """Arguments as api.py's, concrete -> float64 [C, H, D]. Raises ValueError for lengths and pages out of range."""
-    q = np.asarray(q).astype(np.float64)
-    page_table, bounds, kv_lens = np.asarray(page_table), np.asarray(cu_q_lens).tolist(), np.asarray(kv_lens).tolist()
-    if bounds[0] != 0 or sorted(bounds) != bounds or bounds[-1] > len(q):
-        raise ValueError(f"cu_q_lens is {bounds}, expected a nondecreasing list from 0 to at most {len(q)}")
-    out = np.zeros(q.shape, np.float64)
-    for b, kv_len in enumerate(kv_lens):
-        q_len = bounds[b + 1] - bounds[b]
+    queries, tables, bounds = np.asarray(q).astype(np.float64), np.asarray(page_table), np.asarray(cu_q_lens)
+    pages = to_numpy(pages)
+    if bounds[0] != 0 or np.any(np.diff(bounds) < 0) or bounds[-1] > len(queries):
+        raise ValueError(f"cu_q_lens is {bounds}, expected nondecreasing from 0 to at most {len(queries)}")
+    out = np.zeros(queries.shape, np.float64)
+    for b, kv_len in enumerate(map(int, np.asarray(kv_lens))):
+        q_len = int(bounds[b + 1] - bounds[b])
         if q_len == 0:
             continue
         if kv_len < q_len:
             raise ValueError(f"chunk {b} has {q_len} queries but only {kv_len} keys")
-        first = kv_len - q_len if window is None else kv_len - q_len - window + 1
-        first = max(first, 0) if window is not None else 0
-        keys = read_sequence(pages.k, page_table[b], first, kv_len)
-        values = read_sequence(pages.v, page_table[b], first, kv_len)
+        first = 0 if window is None else max(0, kv_len - q_len - window + 1)
+        keys = read_sequence(pages.k, tables[b], first, kv_len)
+        values = read_sequence(pages.v, tables[b], first, kv_len)
         for i in range(q_len):
             position = kv_len - q_len + i
-            visible = [j for j in range(first, position + 1) if window is None or position - j < window]
-            at = np.array(visible) - first
-            for h in range(q.shape[1]):
-                kv_head = h * keys.shape[1] // q.shape[1]
-                logits = keys[at, kv_head] @ q[bounds[b] + i, h] * scale
+            visible = [j - first for j in range(first, position + 1) if window is None or position - j < window]
+            for h in range(queries.shape[1]):
+                kv_head = h * keys.shape[1] // queries.shape[1]
+                logits = keys[visible, kv_head] @ queries[bounds[b] + i, h] * scale
                 weights = np.exp(logits - logits.max())
-                out[bounds[b] + i, h] = weights @ values[at, kv_head] / weights.sum()
+                out[bounds[b] + i, h] = weights @ values[visible, kv_head] / weights.sum()
     return out
