@@ -1,6 +1,6 @@
 """Sampling on the device: per row, without a sort, and the same whatever else is in the batch.
 
-Order: penalties, bias, temperature, top-k, top-p, min-p. Each filter only raises one threshold per row, the lowest logit
+Order: penalties, bias, temperature, top-k, top-p, min-p. Each filter only raises one threshold a row, the lowest logit
 that may still be drawn, so ties at a threshold are all kept and filters compose by `maximum`. Thresholds are exact:
 they are found by bisection over the float's integer image, one pass over the logits a bit, rather than by sorting.
 
@@ -84,10 +84,10 @@ def sample(logits: Array, params: RowParams, position: Array) -> Array:
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
     row asks for is skipped at run time.
     """
-    logits = _clean(logits)
-    top = logits.max(axis=1)
+    clean = _clean(logits)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    greedy = jnp.where(logits == top[:, None], ids, logits.shape[1]).min(axis=1)  # an argmax, but vectorized by XLA
+    top = clean.max(axis=1)
+    greedy = jnp.where(clean == top[:, None], ids, logits.shape[1]).min(axis=1)  # an argmax, but vectorized by XLA
     sampled = params.temperature > 0
     drawn = lax.cond(jnp.any(sampled), lambda: _draw(logits, top, params, position), lambda: greedy)
     return jnp.where(sampled, drawn, greedy)
@@ -100,9 +100,8 @@ def threshold(logits: Array, params: RowParams) -> Array:
     probability, renormalized after top-k, reaches p; min-p what is at least min_p times as likely as the most likely
     token. Ties are kept together, and the most likely token always.
     """
-    logits = _clean(logits)
-    top = logits.max(axis=1)
-    return _threshold(_blocks(logits), _blocks(_weights(logits, top, params)), top, params, logits.shape[1])
+    blocks, top = _blocks(_clean(logits)), _clean(logits).max(axis=1)
+    return _threshold(blocks, _weights(blocks, top, params), top, params, logits.shape[1])
 
 
 def token_logprobs(logits: Array, tokens: Array) -> Array:
@@ -154,9 +153,9 @@ def _clean(logits: Array) -> Array:
 
 
 def _weights(logits: Array, top: Array, params: RowParams) -> Array:
-    """Probabilities [R, V] in units of the row's largest, so that no temperature overflows."""
+    """Probabilities [R, V/B, B] in units of the row's largest, so that no temperature overflows."""
     top = jnp.where(top == -jnp.inf, 0, top)  # a row of bans: all weights 0 rather than NaN
-    return jnp.exp((logits - top[:, None]) / _temperature(params, logits.dtype)[:, None])
+    return jnp.exp((logits - top[:, None, None]) / _temperature(params, logits.dtype)[:, None, None])
 
 
 def _temperature(params: RowParams, dtype: jnp.dtype) -> Array:
@@ -164,11 +163,12 @@ def _temperature(params: RowParams, dtype: jnp.dtype) -> Array:
 
 
 def _draw(logits: Array, top: Array, params: RowParams, position: Array) -> Array:
+    """sample's token i32[R] for rows that are not greedy, given the rows' largest logits [R]."""
     vocabulary = logits.shape[1]
-    weights = _blocks(_weights(logits, top, params))
-    logits = _blocks(logits)
+    logits = _blocks(_clean(logits))  # [R, V/B, B]
+    weights = _weights(logits, top, params)
     lowest = _threshold(logits, weights, top, params, vocabulary)
-    kept = jnp.where(logits >= lowest[:, None, None], weights, 0)  # [R, V/B, B]
+    kept = jnp.where(logits >= lowest[:, None, None], weights, 0)
     sums = kept.sum(axis=2)
     block, rest = _inverse_cdf(sums, _uniform(params, position, kept.dtype) * sums.sum(axis=1))
     inside, _ = _inverse_cdf(jnp.take_along_axis(kept, block[:, None, None], axis=1)[:, 0], rest)
@@ -179,12 +179,13 @@ def _threshold(logits: Array, weights: Array, top: Array, params: RowParams, voc
     """threshold over logits and weights in blocks [R, V/B, B], given the rows' largest logits [R]."""
     off = jnp.full_like(top, -jnp.inf)
     sampled = params.temperature > 0
+    limited = sampled & (params.top_k > 0) & (params.top_k < vocabulary)
+    nucleus = sampled & (params.top_p < 1)
 
     def by_count():
         k = params.top_k.astype(top.dtype)  # exact: V is far below 2^24
         return jnp.where(limited, _largest_reaching(logits, jnp.ones_like(logits), k, top), off)
 
-    limited = sampled & (params.top_k > 0) & (params.top_k < vocabulary)
     lowest = lax.cond(jnp.any(limited), by_count, lambda: off)
 
     def by_mass():
@@ -192,10 +193,8 @@ def _threshold(logits: Array, weights: Array, top: Array, params: RowParams, voc
         target = jnp.maximum(params.top_p.astype(top.dtype) * mass, jnp.finfo(top.dtype).tiny)
         return jnp.where(nucleus, _largest_reaching(logits, weights, target, top), off)
 
-    nucleus = sampled & (params.top_p < 1)
     lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
-
-    ratio = params.min_p.astype(top.dtype)  # p >= ratio p_max, in logarithms
+    ratio = params.min_p.astype(top.dtype)  # p >= ratio * p_max, in logarithms
     lowest = jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(params, top.dtype) * jnp.log(ratio), off))
     return jnp.minimum(lowest, top)
 
@@ -257,7 +256,7 @@ def _uniform(params: RowParams, position: Array, dtype: jnp.dtype) -> Array:
 
 
 def _inverse_cdf(weights: Array, target: Array) -> tuple[Array, Array]:
-    """First index at which the running sum of weights [R, N] exceeds target [R], and what of target it leaves -> [R], [R].
+    """First index at which the running sum of weights [R, N] exceeds target [R] -> index, target less what is below it.
 
     An index without weight is never chosen while there is another one, however sums are rounded: a target beyond the
     last sum falls to the last index that has weight.
