@@ -3,6 +3,7 @@
 The buffer is allocated anew for every step, because the runtime may still be reading it after dispatch.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +73,17 @@ class Layout:
             yield "bias_ids", (B, self.bias), -1
             yield "bias_values", (B, self.bias), 0.0
 
+    @property
+    def size(self) -> int:
+        """Integers in the buffer."""
+        return sum(math.prod(shape) for _, shape, _ in self.fields())
+
     def pack(self) -> tuple[np.ndarray, "RaggedBatch"]:
         """A fresh i32 buffer filled with padding, and a batch of views into it for the host to write."""
-        shapes = list(self.fields())
-        buffer = np.empty(sum(int(np.prod(shape)) for _, shape, _ in shapes), np.int32)
+        buffer = np.empty(self.size, np.int32)
         views, at = {}, 0
-        for name, shape, pad in shapes:
-            size = int(np.prod(shape))
+        for name, shape, pad in self.fields():
+            size = math.prod(shape)
             view = buffer[at : at + size].view(np.float32 if isinstance(pad, float) else np.int32).reshape(shape)
             view[...] = pad
             views[name], at = view, at + size
@@ -88,7 +93,7 @@ class Layout:
         """The same fields on the device, under jit."""
         fields, at = {}, 0
         for name, shape, pad in self.fields():
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             field = buffer[at : at + size].reshape(shape)
             fields[name] = jax.lax.bitcast_convert_type(field, jnp.float32) if isinstance(pad, float) else field
             at += size

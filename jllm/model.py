@@ -1,8 +1,9 @@
 """The LLaMA forward pass, a pure function of weights, tokens and (optionally) a paged KV cache.
 
-All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls and rotary embeddings see [T, E] and know
-nothing of sequences. Attention alone tells them apart. Without a cache (training) it runs over packed segments; with one
-(serving) this step's K and V are written to their pages first, and decode rows and prompt chunks then read the pages.
+All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls and rotary embeddings see [T, E] and
+know nothing of sequences. Attention alone tells them apart. Without a cache (training) it runs over packed segments;
+with one (serving) this step's K and V are written to their pages first, and decode rows and prompt chunks then read
+the pages.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The merged step: step(params, state, batch) -> state, outputs. One compiled function for every mix of requests.
 
-Decode rows come first, then prompt chunks. A decode row's input is its slot's last sampled token, which never leaves the
-device; a slot that the device has marked done writes nothing, so the host may dispatch step t + 1 before it has read the
-tokens of step t.
+Decode rows come first, then prompt chunks. A decode row's input is its slot's last sampled token, which never leaves
+the device; a slot that the device has marked done writes nothing, so the host may dispatch step t + 1 before it has
+read the tokens of step t.
 """
 
 from dataclasses import dataclass, replace
@@ -87,17 +87,37 @@ class Outputs:
 
 def make_slots(slots: int, max_pages: int) -> Slots:
     """S empty slots of M page table entries each."""
-    i, f = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.float32)
-    pages, stop_ids = jnp.zeros((slots, max_pages), jnp.int32), jnp.full((slots, STOP_IDS), -1, jnp.int32)
-    return Slots(i, i, jnp.ones(slots, bool), pages, i, stop_ids, f, i, f + 1, f, i, i)
+
+    def ints(*shape: int, fill: int = 0) -> jax.Array:  # each field its own buffer, since all are donated
+        return jnp.full((slots, *shape), fill, jnp.int32)
+
+    return Slots(
+        token=ints(),
+        length=ints(),
+        done=jnp.ones(slots, bool),
+        pages=ints(max_pages),
+        max_length=ints(),
+        stop_ids=ints(STOP_IDS, fill=-1),
+        temperature=jnp.zeros(slots, jnp.float32),
+        top_k=ints(),
+        top_p=jnp.ones(slots, jnp.float32),
+        min_p=jnp.zeros(slots, jnp.float32),
+        seed=ints(),
+        sample=ints(),
+    )
 
 
 def make_penalties(slots: int, vocab: int, bias: int) -> SlotPenalties:
     """Neutral penalties for S slots and V tokens, with room for X bias entries."""
-    f = jnp.zeros(slots, jnp.float32)
-    seen, counts = jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32)
-    bias_ids, bias_values = jnp.full((slots, bias), -1, jnp.int32), jnp.zeros((slots, bias), jnp.float32)
-    return SlotPenalties(f + 1, f, f, seen, counts, bias_ids, bias_values)
+    return SlotPenalties(
+        repetition=jnp.ones(slots, jnp.float32),
+        presence=jnp.zeros(slots, jnp.float32),
+        frequency=jnp.zeros(slots, jnp.float32),
+        seen=jnp.zeros((slots, vocab), bool),
+        counts=jnp.zeros((slots, vocab), jnp.int32),
+        bias_ids=jnp.full((slots, bias), -1, jnp.int32),
+        bias_values=jnp.zeros((slots, bias), jnp.float32),
+    )
 
 
 def step(
@@ -116,19 +136,21 @@ def step(
     slots = _apply_chunks(_apply_deltas(state.slots, batch.deltas), batch)
     paged, rows = _lay_out(slots, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
     hidden, cache = backbone(params, config, paged, state.cache, backend=backend)
+    assert cache is not None
     last = rung.decodes + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(rung.tokens - 1, 0))
     picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
     raw = head(params, config, picked, backend=backend)
+    row_params = _row_params(slots, rows.slot, raw.dtype)
     penalties = state.penalties
-    logits = raw
     if variant.penalties:
         assert penalties is not None, "the penalties variant needs State.penalties"
         penalties = _count_prompt(_apply_penalties(penalties, batch), batch, paged, rung.decodes)
         logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
-    tokens = sample(logits, _row_params(slots, rows.slot, raw.dtype), rows.length)
-    if variant.penalties:
+        tokens = sample(logits, row_params, rows.length)
         seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
         penalties = replace(penalties, seen=seen, counts=counts)
+    else:
+        tokens = sample(raw, row_params, rows.length)
     outputs = Outputs(
         tokens=jnp.where(rows.valid, tokens, -1),
         logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,

@@ -1,6 +1,7 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,19 +20,16 @@ MEMORY_FRACTION = 0.9  # of what is free on the device once the weights are ther
 
 
 class Device:
-    """Owns the state, which every step takes and returns, and one executable a (rung, variant)."""
+    """Owns the state, which every step takes and returns. Executables live in jit_step's own cache, which engines over
+    the same shapes share."""
 
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions):
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.embed.dtype)
         self._page_size = options.page_size
         self.sizes = resolve(options, config, self._affordable_pages())
-        self._steps: dict[tuple[Rung, Variant], jax.stages.Compiled] = {}
+        self.used: set[tuple[Rung, Variant]] = set()  # the compiled steps that this engine needed
         self.renew()
-
-    @property
-    def compilations(self) -> int:
-        return len(self._steps)
 
     def renew(self) -> None:
         """A fresh state: an empty page pool and empty slots."""
@@ -42,7 +40,6 @@ class Device:
     def close(self) -> None:
         """Drops everything that holds device memory."""
         del self._state, self._params
-        self._steps.clear()
 
     def layout(self, rung: Rung, variant: Variant) -> Layout:
         return Layout(rung, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
@@ -50,36 +47,29 @@ class Device:
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         self._state = self._with_penalties(self._state, variant.penalties)
-        if (layout.rung, variant) not in self._steps:
-            self._steps[layout.rung, variant] = self._compile(layout.rung, variant)
-        self._state, outputs = self._steps[layout.rung, variant](self._params, self._state, buffer)
+        self.used.add((layout.rung, variant))
+        self._state, outputs = jit_step(self._params, self._state, buffer, **self._static(layout, variant))
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
 
     def compile_ahead(self) -> int:
         """Compiles every rung for requests that ask for nothing special; returns how many there are."""
-        todo = [(rung, Variant()) for rung in self.sizes.ladder if (rung, Variant()) not in self._steps]
         with ThreadPoolExecutor() as threads:
-            jobs = {threads.submit(self._compile, *key): key for key in todo}
+            jobs = [
+                threads.submit(self._compile, self.layout(rung, Variant()), Variant()) for rung in self.sizes.ladder
+            ]
             for job in tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False):
-                self._steps[jobs[job]] = job.result()
-        return len(self.sizes.ladder)
+                job.result()
+        return len(jobs)
 
-    def _compile(self, rung: Rung, variant: Variant) -> jax.stages.Compiled:
-        layout = self.layout(rung, variant)
-        abstract = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
-        size = sum(int(np.prod(shape)) for _, shape, _ in layout.fields())
-        lowered = jit_step.lower(
-            self._params,
-            abstract,
-            jax.ShapeDtypeStruct((size,), np.int32),
-            config=self._config,
-            layout=layout,
-            variant=variant,
-            backend=self._backend,
-        )
-        return lowered.compile()
+    def _compile(self, layout: Layout, variant: Variant) -> None:
+        state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
+        buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
+        jit_step.lower(self._params, state, buffer, **self._static(layout, variant)).compile()
+
+    def _static(self, layout: Layout, variant: Variant) -> dict[str, Any]:
+        return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
 
     def _with_penalties(self, state: State, wanted: bool) -> State:
         """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the

@@ -145,7 +145,7 @@ class Engine:
             "preemptions": s.counts.preempted,
             "recomputed_tokens": s.counts.recomputed,
             "device_errors": c["device_errors"],
-            "compilations": self._device.compilations,
+            "compiled_steps": len(self._device.used),
             "slack": (padded - c["tokens"]) / padded if padded else 0.0,
         }
 
@@ -339,7 +339,9 @@ class Engine:
 
 
 def _token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
-    assert outputs.logprobs is not None and outputs.top_ids is not None and outputs.top_logprobs is not None
+    assert outputs.logprobs is not None
+    assert outputs.top_ids is not None
+    assert outputs.top_logprobs is not None
     top = zip(outputs.top_ids[row, :n].tolist(), outputs.top_logprobs[row, :n].tolist())
     return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
 

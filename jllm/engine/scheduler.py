@@ -108,8 +108,10 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. RequestError when it could never run to its max_length."""
-        if not 0 < len(seq.prompt) < seq.max_length:
-            raise RequestError(f"a prompt of {len(seq.prompt)} tokens must be in [1, max_length = {seq.max_length})")
+        if not 0 < seq.length < seq.max_length:
+            raise RequestError(
+                f"there must be at least 1 token and fewer than max_length = {seq.max_length}, not {seq.length}"
+            )
         need = self.pool.pages_for(seq.max_length - 1)  # the last token never gets KV
         if need > self.pool.num_pages:
             raise RequestError(
@@ -166,30 +168,26 @@ class Scheduler:
     def _prefill(self, budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
         """Chunks of at most budget tokens: running prefills first, then admissions, each in order."""
         chunks: list[Chunk] = []
-        prefilling = [s for s in self.running if s.prefilling]
-        for seq in prefilling:
+        for seq in [s for s in self.running if s.prefilling]:
             budget -= self._chunk(seq, budget, chunks, deltas)
         while self.waiting and self.free_slots and budget and len(chunks) < self.limits.max_chunks:
-            seq = self.waiting[0]
-            if len(deltas) == self.limits.max_deltas or not self._admissible(seq, prefilling):
+            if len(deltas) == self.limits.max_deltas or not self._admissible(self.waiting[0]):
                 break
-            self.waiting.popleft()
+            seq = self.waiting.popleft()
             seq.slot = self.free_slots.pop()
             seq.prefill_end = seq.length
             self.running.append(seq)
-            prefilling.append(seq)
             self.counts.admitted += 1
             budget -= self._chunk(seq, budget, chunks, deltas)
         return chunks
 
-    def _admissible(self, seq: Sequence, prefilling: list[Sequence]) -> bool:
-        """Whether pages are free for all of seq's prefill and first decode, beyond what running prefills still need
-        and one page for each running sequence to grow into. Pages are taken chunk by chunk all the same: the whole
-        prompt counts here because a prompt cut off half-way would be preempted and computed again. A sequence alone
-        always passes (see add)."""
+    def _admissible(self, seq: Sequence) -> bool:
+        """Whether pages are free for all of seq's prefill and first decode, and one more for each running sequence to
+        grow into. Pages are taken chunk by chunk all the same: the whole prompt counts here because a prompt that
+        fits only in part would be preempted and computed again. Running prefills have what they need by now, or
+        nothing is left to admit with. A sequence alone always passes (see add)."""
         need = self.pool.pages_for(min(seq.length + 1, seq.max_length - 1)) + len(self.running)
-        promised = sum(self.pool.pages_for(s.prefill_end) - len(s.pages) for s in prefilling)
-        return need + promised <= self.pool.num_free
+        return need <= self.pool.num_free
 
     def _chunk(self, seq: Sequence, budget: int, chunks: list[Chunk], deltas: list[tuple[int, int, int]]) -> int:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
