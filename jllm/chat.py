@@ -32,8 +32,8 @@ def one_line(error: BaseException) -> str:
 def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The default chat template of a checkpoint directory, None if it has none.
 
-    chat_template.jinja wins over chat_template.json, which wins over `chat_template` in tokenizer_config.json (`config`);
-    each of the latter two holds a string or a list of {"name", "template"}, of which "default" is taken.
+    chat_template.jinja wins over chat_template.json, and that over `chat_template` in tokenizer_config.json (`config`).
+    The latter two hold a string, or a list of {"name", "template"} of which "default" is taken.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():

@@ -1,9 +1,9 @@
 """Text to token ids and back: SentencePiece models and tokenizer.json behind one small protocol.
 
-Decoding is defined on bytes: every token shows some bytes (special tokens none), the text is their concatenation read as
-UTF-8, and broken sequences become U+FFFD as they come. So text once decoded never changes with what follows, and the
+Decoding is defined on bytes: every token shows some bytes (special tokens none), the text is their concatenation read
+as UTF-8, and broken sequences become U+FFFD as they come. So text once decoded never changes with what follows, and the
 incremental decoder needs no more state than one unfinished character. On whole characters this equals the decoders of
-the sentencepiece and tokenizers libraries. The spelling clean-up that transformers may apply to decoded text
+the sentencepiece and tokenizers libraries. The clean-up that transformers may apply to decoded text
 (clean_up_tokenization_spaces) is left out: it does not give the text back.
 """
 
@@ -50,10 +50,22 @@ class Vocabulary(Protocol):
 class StreamDecoder:
     """Text of a growing sequence of ids, given out as soon as its characters are whole. Constant work a token."""
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()):
         self._piece = vocabulary.piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=vocabulary.errors)
         self._leading = vocabulary.leading_spaces
+        self._owed = ""
+        tail, shown = [], b""
+        for id in reversed(prompt_ids):
+            tail.append(id)
+            shown = self._piece(operator.index(id)) + shown
+            # An unfinished character has at most 3 bytes, and any non-space ends the start of a text.
+            if len(shown) >= 3 and shown.strip(b" "):
+                break
+        for id in reversed(tail):
+            self.push(id)
+        # What decoding the prompt alone shows of a character that it leaves unfinished: not to be shown again.
+        self._owed = _mark_broken(self._utf8.getstate()[0].decode(errors=vocabulary.errors))
 
     def push(self, id: int) -> str:
         """Text that this token completes, maybe none. An id outside the vocabulary shows nothing: models often pad
@@ -70,8 +82,15 @@ class StreamDecoder:
         return self._text(b"", final=True)
 
     def _text(self, data: bytes, final: bool = False) -> str:
-        # Lone surrogates can only come from the error handler, one for each broken byte.
-        return re.sub("[\udc80-\udcff]", "\ufffd", self._utf8.decode(data, final))
+        text = _mark_broken(self._utf8.decode(data, final))
+        if text and self._owed:
+            text, self._owed = text.removeprefix(self._owed), ""
+        return text
+
+
+def _mark_broken(text: str) -> str:
+    """U+FFFD for lone surrogates, which only the error handler makes: one for each broken byte."""
+    return re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
 @dataclass(frozen=True)
@@ -93,9 +112,10 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written out in it become their ids, as in transformers.
 
-        add_bos adds what the tokenizer's files ask for at the start of a text: `add_bos_token` in tokenizer_config.json,
-        else tokenizer.json's post-processor, else a SentencePiece model's BOS. That may be nothing (Qwen), and is
-        not repeated where the text already begins with it. Use add_bos=False for the text of `chat`.
+        add_bos adds what the files ask for at the start of a text: as add_bos_token in tokenizer_config.json
+        says, else what tokenizer.json's post-processor adds, else a SentencePiece model's BOS. That may be nothing
+        (Qwen), and is not repeated where the text already begins with it. Use add_bos=False for the text of `chat`.
+        Raises TokenizerError for what is not a str or holds lone surrogates.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"text must be a string, not {type(text).__name__}")
@@ -124,18 +144,9 @@ class Tokenizer:
         """An incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.
 
         prompt_ids came before them: their text is not given out, but decides what is at a start (a leading space
-        is kept after other text) and may end in the first bytes of a character.
+        is kept after other text) and may end in the first bytes of a character. Only the last few are looked at.
         """
-        decoder, tail, shown = StreamDecoder(self.vocabulary), [], b""
-        # An unfinished character has at most 3 bytes, and any non-space ends the start of a text.
-        for id in reversed(prompt_ids):
-            tail.append(id)
-            shown = self.vocabulary.piece(operator.index(id)) + shown
-            if len(shown) >= 3 and not shown.isspace():
-                break
-        for id in reversed(tail):
-            decoder.push(id)
-        return decoder
+        return StreamDecoder(self.vocabulary, prompt_ids)
 
     def chat(self, messages: Sequence[Message]) -> str:
         """Prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False."""
@@ -229,17 +240,15 @@ class SentencePieceVocabulary:
     errors = "surrogateescape"  # one U+FFFD a byte, as sentencepiece
 
     def __init__(self, path: Path, added: Mapping[int, AddedToken], special: set[str], config: Mapping[str, Any]):
-        from sentencepiece import SentencePieceProcessor
-
         # Appended to a serialized model: normalizer_spec { add_dummy_prefix: false } (protobuf merges messages).
         bare = b"\x1a\x02\x18\x00"
         try:
             model = path.read_bytes() + (bare if config.get("add_prefix_space") is False else b"")
-            sp = SentencePieceProcessor(model_proto=model)
+            self._sp = _sentencepiece(model)
+            self._continue = self._sp if config.get("legacy") else _sentencepiece(model + bare)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"cannot read {path} as a SentencePiece model: {one_line(error)}") from error
-        self._sp, self._base = sp, sp.get_piece_size()
-        self._continue = sp if config.get("legacy") else SentencePieceProcessor(model_proto=model + bare)
+        sp, self._base = self._sp, self._sp.get_piece_size()
         control = [id for id in range(self._base) if sp.is_control(id) or sp.is_unknown(id)]
         named = [id for token in special if (id := sp.piece_to_id(token)) not in control]
         self._added = {id: AddedToken(sp.id_to_piece(id)) for id in [*control, *named]} | dict(added)
@@ -258,7 +267,7 @@ class SentencePieceVocabulary:
         ids, position = [], 0
         for match in self._pattern.finditer(text):
             ids += self._segment(text[position : match.start()], position)
-            ids.append(self._order[match.lastindex - 1])
+            ids.append(self._order[(match.lastindex or 0) - 1])
             position = match.end()
         return ids + self._segment(text[position:], position)
 
@@ -283,6 +292,14 @@ class SentencePieceVocabulary:
 
     def prefix(self, bos_id: int | None) -> list[int]:
         return [] if bos_id is None else [bos_id]
+
+
+def _sentencepiece(model: bytes):
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor()
+    processor.load_from_serialized_proto(model)  # unlike the constructor, this refuses an empty model
+    return processor
 
 
 class TokenizersVocabulary:
