@@ -1,0 +1,220 @@
+"""A model of the device, which reads its KV through the page table that the plans built, and a loop that drives a
+scheduler against it and checks whatever must hold."""
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Limits, Plan, Scheduler
+from jllm.engine.sequence import Sequence
+
+STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
+
+
+def sample(tokens) -> int:
+    """The device's model: the next token is a function of all tokens whose KV it reads, and of their order."""
+    return zlib.crc32(bytes(tokens)) % 12
+
+
+def ends(seq: Sequence, token: int, length: int) -> str | None:
+    """Why seq ends with this token, as length tokens are known."""
+    if token in seq.params.stop_token_ids or (token == STOP_TEXT and seq.params.stop):
+        return "stop"
+    return "length" if length == seq.max_length else None
+
+
+def alone(seq: Sequence) -> list[int]:
+    """The output that seq must have, whatever runs beside it."""
+    tokens = list(seq.prompt)
+    while True:
+        tokens.append(sample(tokens))
+        if ends(seq, tokens[-1], len(tokens)):
+            return tokens[len(seq.prompt) :]
+
+
+@dataclass
+class Row:
+    """A slot on the device."""
+
+    table: dict[int, int] = field(default_factory=dict)  # index -> page
+    seq: Sequence | None = None
+    length: int = 0  # KV written
+    last: int | None = None
+    done: bool = True
+
+
+class Device:
+    """Executes plans in order, as they are dispatched; a slot that it knows to be done writes nothing."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.rows = [Row() for _ in range(limits.max_slots)]
+        self.memory: dict[tuple[int, int], int] = {}  # (page, offset) -> token
+
+    def run(self, plan: Plan) -> list[tuple[Sequence, int]]:
+        assert len({(slot, index) for slot, index, _ in plan.deltas}) == len(plan.deltas), "two changes of one entry"
+        for slot, index, page in plan.deltas:
+            self.rows[slot].table[index] = page
+        out = []
+        for seq in plan.decodes:
+            row = self.rows[seq.slot]
+            assert row.seq is seq, "a slot decodes that was never filled"
+            if not row.done:
+                assert row.length == seq.computed - 1
+                self.write(row, [row.last])
+                out.append(self.sample(row))
+        for chunk in plan.chunks:
+            row = self.rows[chunk.seq.slot]
+            if chunk.start == 0:
+                row.seq, row.length, row.last, row.done = chunk.seq, 0, None, False
+            assert row.seq is chunk.seq
+            assert row.length == chunk.start, "a position is left out or written twice"
+            self.write(row, chunk.tokens)
+            if chunk.final:
+                out.append(self.sample(row))
+        return out
+
+    def write(self, row: Row, tokens):
+        for token in tokens:
+            index, offset = divmod(row.length, self.limits.page_size)
+            self.memory[row.table[index], offset] = token
+            row.length += 1
+
+    def sample(self, row: Row) -> tuple[Sequence, int]:
+        size = self.limits.page_size
+        row.last = sample([self.memory[row.table[i // size], i % size] for i in range(row.length)])
+        row.done = row.last in row.seq.params.stop_token_ids or row.length + 1 == row.seq.max_length
+        return row.seq, row.last
+
+
+class Loop:
+    """Drives a scheduler as the engine does and checks whatever must hold of each plan and between any two actions."""
+
+    def __init__(self, limits: Limits, scheduler=Scheduler):
+        self.limits = limits
+        self.scheduler: Scheduler = scheduler(limits)
+        self.device = Device(limits)
+        self.unread: deque = deque()  # (plan, outputs, what each of its sequences held)
+        self.seqs: list[Sequence] = []
+        self.admitted = False  # by the step before
+
+    def add(self, prompt, new_tokens=4, stop_id=False, stop_text=False) -> Sequence:
+        params = SamplingParams(stop_token_ids=(STOP_ID,) if stop_id else (), stop=("x",) if stop_text else ())
+        prompt = tuple(range(2, prompt + 2)) if isinstance(prompt, int) else tuple(prompt)
+        seq = Sequence(len(self.seqs), 0, prompt, params, 0, len(prompt) + new_tokens)
+        self.scheduler.add(seq)
+        self.seqs.append(seq)
+        return seq
+
+    def dispatch(self) -> Plan | None:
+        s = self.scheduler
+        before = {seq: (0 if seq.slot is None else seq.computed) for seq in self.seqs}
+        preempted, admissions = {seq: seq.preemptions for seq in self.seqs}, s.counts.admitted
+        plan = s.schedule()
+        assert not self.admitted or sum(preempted.values()) == s.counts.preempted, "admitted only to be preempted"
+        self.admitted = s.counts.admitted > admissions
+        if plan is None:
+            assert self.unread or not (s.running or s.waiting), "nothing runs though nothing stands in the way"
+            return None
+        assert plan.step == s.dispatched
+        self.check(plan, {seq: 0 if seq.preemptions > preempted[seq] else n for seq, n in before.items()})
+        self.unread.append((plan, self.device.run(plan), [(seq, seq.slot, list(seq.pages)) for seq in in_plan(plan)]))
+        return plan
+
+    def check(self, plan: Plan, before: dict[Sequence, int]):
+        s, limits = self.scheduler, self.limits
+        chunk_tokens = sum(len(c.tokens) for c in plan.chunks)
+        assert 0 < len(plan.decodes) + chunk_tokens <= limits.max_step_tokens
+        assert len(plan.chunks) <= limits.max_chunks
+        assert len(plan.deltas) <= limits.max_deltas
+        assert len(set(in_plan(plan))) == len(in_plan(plan)) <= limits.max_slots
+        for seq in in_plan(plan):
+            assert not seq.finished
+            assert seq in s.running
+            assert seq.last_step == plan.step
+            assert seq.length + seq.in_flight <= seq.max_length, "dispatched beyond max_length"
+            assert seq.computed < seq.max_length, "KV that nothing reads"
+            assert limits.page_size * len(seq.pages) >= seq.computed, "no page for a position that is written"
+        for seq in plan.decodes:
+            assert seq.computed == before[seq] + 1, "a position is left out or written twice"
+        for c in plan.chunks:
+            assert c.start == before[c.seq], "a position is left out or written twice"
+            assert c.tokens == c.seq.tokens[c.start : c.seq.computed] != ()
+            assert c.final == (c.seq.computed == c.seq.length)
+        oldest = s.running[0]
+        assert oldest in in_plan(plan) or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
+        left = limits.max_step_tokens - len(plan.decodes) - chunk_tokens
+        if left and len(plan.chunks) < limits.max_chunks and len(plan.deltas) < limits.max_deltas and s.pool.num_free:
+            assert all(not seq.prefilling for seq in s.running), "a prompt waits though there is room for it"
+
+    def read(self):
+        plan, outputs, _ = self.unread.popleft()
+        for seq, token in outputs:
+            self.scheduler.on_token(seq, token)
+            if not seq.finished and (reason := ends(seq, token, seq.length)):
+                self.scheduler.finish(seq, reason)
+        self.scheduler.step_read(plan.step)
+
+    def lose_device(self):
+        self.unread.clear()
+        self.device = Device(self.limits)
+        self.scheduler.reset()
+
+    def step(self, late=1) -> Plan | None:
+        """Dispatches a step and reads all but the last `late`; everything if there was none to dispatch."""
+        plan = self.dispatch()
+        self.check_state()
+        while self.unread and (plan is None or len(self.unread) > late):
+            self.read()
+            self.check_state()
+        return plan
+
+    def run(self, late=1):
+        """Until all have ended: in a bounded number of steps, as each advances the oldest sequence unless that one
+        waits for a read of its last token or has just ended on the device."""
+        bound = self.scheduler.dispatched + sum(seq.max_length + 2 for seq in self.seqs if not seq.finished)
+        while not self.scheduler.idle:
+            self.step(late)
+            assert self.scheduler.dispatched <= bound, "no progress"
+        self.check_end()
+
+    def check_state(self):
+        s, limits = self.scheduler, self.limits
+        owners = s.running + s.draining
+        pages = [page for seq in owners for page in seq.pages] + s.pool._free
+        assert sorted(pages) == list(range(limits.num_pages)), "a page is lost or has two owners"
+        slots = [seq.slot for seq in owners] + s.free_slots
+        assert sorted(slots) == list(range(limits.max_slots)), "a slot is lost or has two owners"
+        for seq in self.seqs:
+            if seq not in owners:
+                assert seq.slot is None
+                assert seq.pages == []
+        for seq in owners:
+            table = self.device.rows[seq.slot].table
+            assert [table.get(i) for i in range(len(seq.pages))] == seq.pages, "the device's page table is another"
+        for _, _, held in self.unread:
+            for seq, slot, taken in held:
+                assert seq.slot == slot, "a slot was given back though an unread step uses it"
+                assert seq.pages[: len(taken)] == taken, "pages were given back though an unread step may write them"
+        order = [seq.request_id for seq in [*s.running, *s.waiting]]
+        assert order == sorted(order), "one that came later stands before one that came earlier"
+        assert sorted(order) == [seq.request_id for seq in self.seqs if not seq.finished]
+
+    def check_end(self):
+        s = self.scheduler
+        assert all(seq.finished for seq in self.seqs)
+        assert s.pool.num_free == self.limits.num_pages
+        assert s.counts.added == s.counts.finished == len(self.seqs)
+        assert s.counts.preempted == sum(seq.preemptions for seq in self.seqs)
+        for seq in self.seqs:
+            expected = alone(seq)
+            if seq.finish_reason == "abort":
+                assert seq.output == expected[: len(seq.output)]
+            else:
+                assert seq.output == expected
+                assert seq.finish_reason == ends(seq, seq.output[-1], seq.length)
+
+
+def in_plan(plan: Plan) -> list[Sequence]:
+    return [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
