@@ -1,0 +1,293 @@
+"""Hugging Face checkpoint directories <-> Params, one tensor at a time: host memory never holds a second copy."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import DTYPES, LlamaConfig, to_hf
+from jllm.errors import CheckpointError, OutputError
+from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs
+from jllm.params import Params
+from jllm.safetensors_io import DTYPES as STORED_DTYPES
+from jllm.safetensors_io import StoredTensor, encode_header, read_header, read_tensor
+
+__all__ = ["abstract_params", "find_model", "init_params", "load_params", "save"]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+BLOCK = 64 << 20  # bytes moved from device to disk at a time
+
+
+def find_model(path_or_id: str | Path) -> Path:
+    """A model's directory: a local one as it is, else the Hugging Face Hub's under that id, downloaded once and cached.
+
+    Raises CheckpointError, in one line, for what is neither, or cannot be had now (offline, gated, no such model).
+    """
+    path, name = Path(path_or_id).expanduser(), str(path_or_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name}: is not a directory; a model is a directory with config.json and {WEIGHTS}")
+    if not HUB_ID.fullmatch(name):
+        raise CheckpointError(f"{name}: no such directory")
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
+    try:
+        found = huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"], etag_timeout=5)
+    except errors.GatedRepoError:
+        problem = "is gated: accept its terms on the Hub and log in with `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        problem = "is not a model of the Hugging Face Hub, or a private one without log-in"
+    except errors.LocalEntryNotFoundError as error:
+        problem = (
+            f"is not in the local cache, and the Hugging Face Hub cannot be reached ({error.__cause__ or 'offline'})"
+        )
+    except Exception as error:  # whatever the network, the proxy or the disk may do
+        problem = f"could not be downloaded: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    else:
+        return Path(found)
+    raise CheckpointError(f"{name}: no such directory; as a Hub id it {problem}")
+
+
+def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None) -> Params:
+    """Read a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
+
+    Every leaf is read, part by part, into one host buffer of its own shape, put on the device, and dropped before the
+    next: host memory beyond the params stays under the largest leaf. All names and shapes are checked before any data
+    is read. Raises CheckpointError for what is missing, superfluous, misshapen or damaged.
+    """
+    dtype = param_dtype(config, dtype)
+    specs = param_specs(config)
+    stored = _stored_tensors(Path(path))
+    _check_tensors(specs, stored, tied=config.tie_embeddings)
+    with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
+
+        def load(spec: LeafSpec) -> jax.Array:
+            host, row = np.empty(spec.shape, dtype), 0
+            for name, rows in spec.parts:
+                read_tensor(stored[name], host[row : row + rows], advance)
+                row += rows
+            return jax.block_until_ready(jax.device_put(host))  # before the next buffer is made
+
+        params = jax.tree.map(load, specs)
+        if config.tie_embeddings and "lm_head.weight" in stored:
+            _check_tied(stored["model.embed_tokens.weight"], stored["lm_head.weight"], advance)
+    return params
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
+    if not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from tqdm import tqdm
+
+    delay = 0 if total > 1 << 30 else 2
+    with tqdm(
+        total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, delay=delay, leave=False
+    ) as bar:
+        yield bar.update
+
+
+def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint directory by name, from its one file or from the shards that its index lists."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'is not a directory' if path.exists() else 'no such directory'}")
+    if (path / WEIGHTS).exists():
+        return read_header(path / WEIGHTS)
+    if (path / INDEX).exists():
+        return _sharded_tensors(path)
+    names = sorted(file.name for file in path.iterdir())
+    if any(SHARD.fullmatch(name) for name in names):
+        raise CheckpointError(f"{path}: has shards of safetensors, but no {INDEX} to list them")
+    if other := [name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack"))]:
+        raise CheckpointError(f"{path}: has {other[0]}, but no {WEIGHTS}: convert the weights to safetensors")
+    raise CheckpointError(f"{path}: has neither {WEIGHTS} nor {INDEX}")
+
+
+def _sharded_tensors(path: Path) -> dict[str, StoredTensor]:
+    index = path / INDEX
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{index}: not a readable index: a JSON object with a weight_map is needed") from None
+    if odd := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
+        raise CheckpointError(f"{index}: {odd[0]!r} is not the name of a file beside it")
+    if missing := [name for name in files if not (path / name).exists()]:
+        raise CheckpointError(f"{path}: {len(missing)} of {len(files)} shards missing, the first is {missing[0]}")
+    extra = sorted(file.name for file in path.iterdir() if SHARD.fullmatch(file.name) and file.name not in files)
+    if extra:
+        raise CheckpointError(f"{path}: shard {extra[0]} is not listed in {INDEX}")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(path / file).items():
+            if places.get(name) != file:
+                where = f"places it in {places[name]}" if name in places else "does not list it"
+                raise CheckpointError(f"{path / file}: holds tensor {name}, but {INDEX} {where}")
+            tensors[name] = tensor
+    if missing := sorted(set(places) - set(tensors)):
+        raise CheckpointError(f"{path / places[missing[0]]}: lacks tensor {missing[0]}, which {INDEX} places in it")
+    return tensors
+
+
+def _check_tensors(specs: Params, stored: dict[str, StoredTensor], *, tied: bool) -> None:
+    wanted = {name: spec.part_shape(rows) for spec in jax.tree.leaves(specs) for name, rows in spec.parts}
+    if missing := [name for name in wanted if name not in stored]:
+        raise CheckpointError(f"{len(missing)} of {len(wanted)} tensors missing, the first is {missing[0]}")
+    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+    if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
+        raise CheckpointError(f"{len(extra)} tensors that the config has no use for, the first is {extra[0]}")
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(stored[name].shape)}, but the config says {list(shape)}"
+            )
+        if stored[name].dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} is stored as {stored[name].dtype}; supported are {', '.join(STORED_DTYPES)}"
+            )
+
+
+def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int], object]) -> None:
+    """A tied model may store its head as well, but it has to be the embedding."""
+    same = (embed.dtype, embed.shape) == (head.dtype, head.shape)
+    if same:
+        with embed.path.open("rb") as one, head.path.open("rb") as other:
+            one.seek(embed.offset)
+            other.seek(head.offset)
+            for start in range(0, embed.nbytes, BLOCK):
+                count = min(BLOCK, embed.nbytes - start)
+                same = same and one.read(count) == other.read(count)
+                advance(count)
+    if not same:
+        raise CheckpointError(
+            f"{head.path}: lm_head.weight is not the embedding, though config.json ties them; "
+            "set tie_word_embeddings to false"
+        )
+
+
+def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
+    safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
+
+    Exact: loading gives the same bits. Streams tensor by tensor. All files appear together at the end, in place of
+    those of a checkpoint that was there before, or (OutputError: a full disk, say) none does. Raises CheckpointError
+    for params that do not fit the config, ConfigError for a config that its architecture cannot express.
+    """
+    path = Path(path)
+    tensors, dtype = _tensors_to_store(params, config)
+    config = replace(config, dtype=dtype.name)
+    raw = to_hf(config)
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    count = len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    with _all_or_nothing(path) as create:
+        for name, shard in zip(names, shards):
+            with create(name) as file:
+                file.write(encode_header((t.name, dtype, t.shape) for t in shard))
+                for tensor in shard:
+                    tensor.write(file)
+        ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
+        documents = {"generation_config.json": ids, "config.json": raw}
+        if count > 1:
+            places = {t.name: name for name, shard in zip(names, shards) for t in shard}
+            total = {"total_size": sum(t.nbytes for t in tensors)}
+            documents[INDEX] = {"metadata": total, "weight_map": places}
+        for name, document in documents.items():
+            with create(name) as file:
+                file.write((json.dumps(document, indent=2) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Rows start .. start + shape[0] of a leaf, under the name that they have in files."""
+
+    name: str
+    leaf: jax.Array
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.leaf.dtype.itemsize
+
+    def write(self, file: BinaryIO) -> None:
+        rows = self.shape[0]
+        step = max(1, BLOCK * rows // max(1, self.nbytes))
+        for start in range(0, rows, step):
+            # A copy, as a jax.Array keeps the host value that it was asked for: asking the leaves would pile them up.
+            block = jnp.copy(self.leaf[self.start + start : self.start + min(start + step, rows)])
+            file.write(memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8)))
+
+
+def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor], np.dtype]:
+    specs = dict(jax.tree_util.tree_flatten_with_path(param_specs(config))[0])
+    leaves = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+    if odd := [path for path in [*specs, *leaves] if path not in specs or path not in leaves]:
+        problem = "is not in the params" if odd[0] in specs else "is in the params, but not in the config"
+        raise CheckpointError(f"params{jax.tree_util.keystr(odd[0])} {problem}")
+    for path, spec in specs.items():
+        if leaves[path].shape != spec.shape:
+            where, shape = jax.tree_util.keystr(path), list(leaves[path].shape)
+            raise CheckpointError(f"params{where} has shape {shape}, but the config says {list(spec.shape)}")
+    dtypes = {leaf.dtype for leaf in leaves.values()}
+    if len(dtypes) != 1 or not dtypes <= set(STORED_DTYPES.values()):
+        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise CheckpointError(f"params are of {found}; one dtype of {', '.join(DTYPES)} can be saved")
+    tensors = []
+    for path, spec in specs.items():
+        start = 0
+        for name, rows in spec.parts:
+            tensors.append(_Tensor(name, leaves[path], start, spec.part_shape(rows)))
+            start += rows
+    return tensors, dtypes.pop()
+
+
+@contextlib.contextmanager
+def _all_or_nothing(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
+    """Files made through the yielded function get their names when all are complete; on any error none is left."""
+    made_directory, made = not directory.exists(), []
+    current = directory
+
+    def create(name: str) -> BinaryIO:
+        nonlocal current
+        current = directory / name
+        made.append(name)
+        return (directory / f"{name}.partial").open("wb")
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield create
+        for file in directory.iterdir():  # a checkpoint that was here before must not mix with this one
+            if (file.name in (WEIGHTS, INDEX) or SHARD.fullmatch(file.name)) and file.name not in made:
+                file.unlink()
+        for name in made:
+            os.replace(directory / f"{name}.partial", directory / name)
+    except BaseException as error:
+        for name in made:
+            (directory / f"{name}.partial").unlink(missing_ok=True)
+        if made_directory:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if isinstance(error, OSError):
+            raise OutputError(f"{current}: cannot be written: {error.strerror}; nothing was saved") from None
+        raise

@@ -1,0 +1,122 @@
+"""What Params of a config consist of: one table from which shapes, initial values and the names in files all follow."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import DTYPES, LlamaConfig
+from jllm.errors import ConfigError
+from jllm.params import LayerParams, Params
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of Params: its shape, the normal distribution that it starts from (std 0: a constant), and the stored
+    tensors, as (name, rows), that make it up when stacked along the first axis."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+    mean: float = 0.0
+    std: float = 0.0
+
+    def part_shape(self, rows: int) -> tuple[int, ...]:
+        return (rows, *self.shape[1:])
+
+
+def param_specs(config: LlamaConfig) -> Params:
+    """Params with a LeafSpec at every leaf: the one description of shapes, initial values and names in files."""
+    E, V, std = config.hidden_size, config.vocab_size, 0.02
+    fields: dict[str, Any] = {
+        "embed": LeafSpec((V, E), (("model.embed_tokens.weight", V),), std=std),
+        "layers": tuple(_layer_specs(config, f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        "norm": LeafSpec((E,), (("model.norm.weight", E),), mean=1.0),
+        "head": None if config.tie_embeddings else LeafSpec((V, E), (("lm_head.weight", V),), std=std),
+    }
+    return Params(**fields)
+
+
+def _layer_specs(config: LlamaConfig, prefix: str) -> LayerParams:
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+    qkv = (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
+    o = (("self_attn.o_proj", E),)
+    gate_up, down = (("mlp.gate_proj", F), ("mlp.up_proj", F)), (("mlp.down_proj", E),)
+    residual = 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
+
+    def weight(modules: tuple[tuple[str, int], ...], columns: int, scale: float = 1.0) -> LeafSpec:
+        parts = tuple((f"{prefix}{name}.weight", rows) for name, rows in modules)
+        return LeafSpec((sum(rows for _, rows in modules), columns), parts, std=0.02 * scale)
+
+    def bias(modules: tuple[tuple[str, int], ...], used: bool) -> LeafSpec | None:
+        parts = tuple((f"{prefix}{name}.bias", rows) for name, rows in modules)
+        return LeafSpec((sum(rows for _, rows in modules),), parts) if used else None
+
+    def norm(name: str, size: int, used: bool = True) -> LeafSpec | None:
+        return LeafSpec((size,), ((f"{prefix}{name}.weight", size),), mean=1.0) if used else None
+
+    fields: dict[str, Any] = {
+        "attn_norm": norm("input_layernorm", E),
+        "qkv": weight(qkv, E),
+        "qkv_bias": bias(qkv, config.qkv_bias),
+        "q_norm": norm("self_attn.q_norm", D, config.qk_norm),
+        "k_norm": norm("self_attn.k_norm", D, config.qk_norm),
+        "o": weight(o, q, residual),
+        "o_bias": bias(o, config.o_bias),
+        "mlp_norm": norm("post_attention_layernorm", E),
+        "gate_up": weight(gate_up, E),
+        "gate_up_bias": bias(gate_up, config.mlp_bias),
+        "down": weight(down, F, residual),
+        "down_bias": bias(down, config.mlp_bias),
+    }
+    return LayerParams(**fields)
+
+
+def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
+    """Params of jax.ShapeDtypeStruct: what to lower a step with, or count, without memory. dtype None: config.dtype."""
+    dtype = param_dtype(config, dtype)
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
+
+
+def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
+    """Random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2 layers)
+    smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype."""
+    dtype = param_dtype(config, dtype)
+    specs = param_specs(config)
+    keys = jax.random.split(key, config.num_layers + 1)
+    top = _draw(replace(specs, layers=()), keys[0], dtype)
+    layers = tuple(_draw(layer, keys[i + 1], dtype) for i, layer in enumerate(specs.layers))
+    return replace(top, layers=layers)
+
+
+def _draw(specs: Any, key: jax.Array, dtype: np.dtype) -> Any:
+    leaves, tree = jax.tree.flatten(specs)
+    return jax.tree.unflatten(tree, _normals(key, tuple((s.shape, s.mean, s.std) for s in leaves), dtype))
+
+
+@partial(jax.jit, static_argnums=(1, 2))  # all layers look alike: one compilation serves them
+def _normals(
+    key: jax.Array, shapes: tuple[tuple[tuple[int, ...], float, float], ...], dtype: np.dtype
+) -> list[jax.Array]:
+    compute = jnp.promote_types(dtype, jnp.float32)
+
+    def draw(key: jax.Array, shape: tuple[int, ...], mean: float, std: float) -> jax.Array:
+        if std == 0:
+            return jnp.full(shape, mean, dtype)
+        return (mean + std * jax.random.normal(key, shape, compute)).astype(dtype)
+
+    return [draw(k, *spec) for k, spec in zip(jax.random.split(key, len(shapes)), shapes)]
+
+
+def param_dtype(config: LlamaConfig, dtype: Any = None) -> np.dtype:
+    """The dtype of all leaves: the one asked for, or config.dtype. Raises ConfigError for one that is no use."""
+    dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+    if dtype.name not in DTYPES:
+        raise ConfigError(f"dtype {dtype.name} is not supported for parameters; supported are {', '.join(DTYPES)}")
+    if dtype.name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ConfigError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
+    return dtype

@@ -1,0 +1,127 @@
+"""The safetensors file format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+
+Read and written here with plain file calls, piece by piece: mapped pages would count as resident memory, and a damaged
+file should say what is wrong with it. Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jllm.errors import CheckpointError
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the format's own limit
+_PIECE = 16 << 20  # bytes read at a time when they must be converted
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: `nbytes` bytes from `offset` of file `path`."""
+
+    name: str
+    path: Path
+    dtype: str  # as the format spells it, e.g. "BF16"
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of a file by name. Raises CheckpointError unless they fill the file exactly, without gap or overlap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise CheckpointError(f"{path}: not a safetensors file, or truncated within its header ({size} bytes)")
+            raw = json.loads(file.read(length))
+        tensors = [_entry(path, 8 + length, name, entry) for name, entry in raw.items() if name != "__metadata__"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: garbled safetensors header") from None
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.offset != end:
+            problem = "overlaps the one before it" if tensor.offset < end else "leaves a gap before it"
+            raise CheckpointError(f"{path}: garbled safetensors header: tensor {tensor.name} {problem}")
+        end += tensor.nbytes
+    if size < end:
+        raise CheckpointError(f"{path}: truncated: {size} bytes, but its header describes {end}")
+    if size > end:
+        raise CheckpointError(f"{path}: {size - end} bytes too long: {size} bytes, but its header describes {end}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+        raise ValueError
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{path}: tensor {name}: {dtype} of shape {list(shape)} cannot take {end - begin} bytes")
+    return StoredTensor(name, path, dtype, shape, data_start + begin, end - begin)
+
+
+def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int], object] = lambda n: None) -> None:
+    """Read a tensor into the C-contiguous array `out`, whose shape is the tensor's, converting to its dtype.
+
+    Converting holds at most one piece of the stored bytes besides `out`. `progress` is told the bytes read.
+    Raises CheckpointError when the file ends early or a value is out of the new dtype's range.
+    """
+    stored, flat = DTYPES[tensor.dtype], out.reshape(-1)
+    narrower = ml_dtypes.finfo(out.dtype).maxexp < ml_dtypes.finfo(stored).maxexp
+    buffer = np.empty(0 if stored == out.dtype else min(_PIECE // stored.itemsize, flat.size), stored)
+    step = max(1, _PIECE // stored.itemsize)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        for start in range(0, flat.size, step):
+            target = flat[start : start + step]
+            source = target if stored == out.dtype else buffer[: target.size]
+            _read_exactly(file, source, tensor)
+            if source is not target:
+                with np.errstate(over="ignore"):
+                    target[:] = source
+                if narrower and np.isfinite(source).all() and not np.isfinite(target).all():
+                    raise CheckpointError(
+                        f"{tensor.path}: tensor {tensor.name} has values beyond the range of {out.dtype}; "
+                        "load it as bfloat16 or float32"
+                    )
+            progress(source.nbytes)
+
+
+def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
+    view = memoryview(out.view(np.uint8))
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(f"{tensor.path}: truncated within tensor {tensor.name}")
+        view = view[count:]
+
+
+def encode_header(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
+    """The bytes before the data of a file that holds `tensors` (name, dtype, shape) one after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return struct.pack("<Q", len(text)) + text
