@@ -90,7 +90,7 @@ class StreamDecoder:
 
 def _mark_broken(text: str) -> str:
     """U+FFFD for lone surrogates, which only the error handler makes: one for each broken byte."""
-    return re.sub("[\udc80-\udcff]", "\ufffd", text)
+    return text if text.isascii() else re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,9 @@ class SentencePieceVocabulary:
         if not 0 <= id < self._base:
             return b""
         piece = self._sp.id_to_piece(id)
-        return bytes([int(piece[3:5], 16)]) if self._sp.is_byte(id) else piece.replace(SPACE, " ").encode()
+        if piece.startswith("<0x") and self._sp.is_byte(id):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPACE, " ").encode()
 
     def id(self, token: str) -> int | None:
         id = self._sp.piece_to_id(token)
@@ -317,7 +319,7 @@ class TokenizersVocabulary:
         self._tokenizer.add_special_tokens([token for token in sorted(special) if self.id(token) is not None])
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.size = max(self._tokenizer.get_vocab_size(with_added_tokens=True), *(id + 1 for id in added), 0)
         decoder = self._tokenizer.decoder
         self._bytes, self.leading_spaces, self.errors = _decoding(json.loads(decoder.__getstate__()) if decoder else {})
 
@@ -363,21 +365,26 @@ def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, 
                     f"tokenizer.json has decoder {step.get('type')}, which is not supported here: ByteLevel, Metaspace"
                     " or a Sequence of Replace, ByteFallback, Fuse and Strip (leading spaces) is"
                 )
-    alphabet = _byte_level_alphabet() if byte_level else {}
+    to_latin1 = _byte_level_alphabet()
 
     def show(token: str) -> bytes:
         for pattern, content in replace:
             token = token.replace(pattern, content)
         if fallback and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
             return bytes([int(byte[1], 16)])
-        in_alphabet = byte_level and all(char in alphabet for char in token)
-        return bytes(alphabet[char] for char in token) if in_alphabet else token.encode()
+        if byte_level:
+            try:
+                return token.translate(to_latin1).encode("latin-1")
+            except UnicodeEncodeError:  # an added token that is not written in the alphabet
+                pass
+        return token.encode()
 
     return show, leading, "surrogateescape" if fallback else "replace"
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte: itself where Latin-1 prints it, else the next free one from U+0100."""
+def _byte_level_alphabet() -> dict[int, int]:
+    """Back from GPT-2's printable stand-ins for bytes (the byte itself where Latin-1 prints it, else the next free
+    character from U+0100) to the bytes, as a table for str.translate that takes other Latin-1 out of it."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return dict.fromkeys(others, 0xFFFF) | {256 + i: byte for i, byte in enumerate(others)}
