@@ -123,15 +123,15 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
-        decodes = self._make_room()
-        if decodes is None:
+        room = self._make_room()
+        if room is None:
             self.counts.drains += 1
             return None
+        decodes, short, prefills = room
         deltas: list[tuple[int, int, int]] = []
-        for seq in decodes:
-            if seq.computed == len(seq.pages) * self.pool.page_size:
-                self._grow(seq, 1, deltas)
-        chunks = self._prefill(self.limits.max_step_tokens - len(decodes), deltas)
+        for seq in short:
+            self._grow(seq, 1, deltas)
+        chunks = self._prefill(prefills, self.limits.max_step_tokens - len(decodes), deltas)
         if not decodes and not chunks:
             if self.running and not self.unread:
                 raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
@@ -147,28 +147,27 @@ class Scheduler:
             chunk.seq.last_step = self.dispatched
         return Plan(self.dispatched, tuple(decodes), tuple(chunks), tuple(deltas))
 
-    def _make_room(self) -> list[Sequence] | None:
-        """The sequences that decode now, after preempting until each of them and the oldest prefill can have the page
-        that it may need. None: pages are short and a step is unread; reading it may end a sequence, and its tokens
-        must be known before one is preempted."""
+    def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
+        """(decodes, short, prefills): the sequences that decode now, those that prefill, and those among the decodes
+        and the oldest prefill that need a page to go on; after preempting until there is a page for each of these.
+        None: pages are short and a step is unread. Reading it may end a sequence, and the tokens of one must be known
+        before it is preempted."""
         size = self.pool.page_size
         while True:
+            prefills = [s for s in self.running if s.computed < s.prefill_end]
             # A decode whose sampled tokens already reach max_length waits for its read.
             decodes = [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
-            oldest_prefill = next((s for s in self.running if s.prefilling), None)
-            need = sum(s.computed == len(s.pages) * size for s in decodes)
-            if oldest_prefill is not None and oldest_prefill.computed == len(oldest_prefill.pages) * size:
-                need += 1
-            if need <= self.pool.num_free:
-                return decodes
+            short = [s for s in decodes + prefills[:1] if s.computed == len(s.pages) * size]
+            if len(short) <= self.pool.num_free:
+                return decodes, short, prefills
             if self.unread:
                 return None
             self._preempt(self.running[-1])
 
-    def _prefill(self, budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
-        """Chunks of at most budget tokens: running prefills first, then admissions, each in order."""
+    def _prefill(self, running: list[Sequence], budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
+        """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
         chunks: list[Chunk] = []
-        for seq in [s for s in self.running if s.prefilling]:
+        for seq in running:
             budget -= self._chunk(seq, budget, chunks, deltas)
         while self.waiting and self.free_slots and budget and len(chunks) < self.limits.max_chunks:
             if len(deltas) == self.limits.max_deltas or not self._admissible(self.waiting[0]):

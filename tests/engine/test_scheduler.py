@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from scheduler_harness import STOP_ID, Loop, alone, sample
 
 from jllm.engine.scheduler import Limits, Plan
 from jllm.errors import ConfigError, RequestError
+from tests.engine.scheduler_harness import STOP_ID, Loop, alone, sample
 
 
 def make(slots=4, tokens=16, chunks=4, page=4, pages=32, deltas=64) -> Loop:

@@ -13,9 +13,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_harness import Loop
 
 from jllm.engine.scheduler import Limits, Plan, Scheduler
+from tests.engine.scheduler_harness import Loop
 
 
 @st.composite
