@@ -1,0 +1,154 @@
+"""Make tests/data/parity: tiny random checkpoints and what Hugging Face transformers computes from them.
+
+    pip install torch transformers && python tests/data/make_parity.py
+
+The tests read its results and need neither torch nor transformers. Each parity/<family>/ holds config.json, float32
+safetensors (one file, or shards with their index) and expected.npz with, for prompts i = 0, 1, 2 of different lengths:
+
+    prompt_i  int32 [T]                 token ids
+    logits_i  float32 [T, V]            logits at every prompt position
+    greedy_i  int32 [GREEDY]            the greedy continuation (no end token)
+    gap_i     float32 [GREEDY]          how far the best logit is above the second, at each of its steps
+
+Weights are large and everything is random, biases and norm weights too, so that no mistake hides behind a zero or a
+one; seeds are tried until every greedy step is decided by a clear gap.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+OUT = Path(__file__).parent / "parity"
+GREEDY = 24
+LENGTHS = (3, 17, 40)
+CLEAR_GAP = 0.02
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # small enough for the scaling to bite at these lengths
+}
+OLDER = {"torch_dtype": "float32"}
+NEWER = {"dtype": "float32"}
+
+
+def base(family: str, model_type: str, **fields: object) -> dict:
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | fields
+
+
+def llama(**fields: object) -> dict:
+    return base("Llama", "llama", **fields)
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3}
+SMALLER = {"intermediate_size": 40}  # for three layers
+
+FAMILIES = {
+    "llama1": llama(num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, **OLDER),
+    "llama2": llama(num_key_value_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **NEWER),
+    "llama3": llama(rope_theta=500000.0, **OLDER),
+    "llama3.1": llama(rope_theta=10000.0, rope_scaling=LLAMA3, **OLDER),
+    "llama3.1-newer": llama(rope_parameters=LLAMA3 | {"rope_theta": 10000.0}, **NEWER),
+    "llama3.2": llama(
+        rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "factor": 32.0},
+        tie_word_embeddings=True,
+        head_dim=16,
+        **NEWER,
+    ),
+    "llama-linear": llama(rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}, **OLDER),
+    "llama-mqa": llama(num_key_value_heads=1, num_hidden_layers=3, **SMALLER, **OLDER),
+    "llama-bias": llama(attention_bias=True, mlp_bias=True, **OLDER),
+    "mistral": base("Mistral", "mistral", sliding_window=8, rope_theta=10000.0, **OLDER),
+    "qwen2": base("Qwen2", "qwen2", rope_theta=1000000.0, rms_norm_eps=1e-6, **OLDER),
+    "qwen2-window": base("Qwen2", "qwen2", rope_parameters={"rope_theta": 1e6}, **QWEN_WINDOW, **SMALLER, **NEWER),
+    "qwen3": base("Qwen3", "qwen3", head_dim=32, rope_parameters={"rope_theta": 1e6}, intermediate_size=32, **NEWER),
+}
+SHARDED = ("llama2", "qwen2-window")
+
+
+def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * noise
+        elif name.endswith("bias"):
+            parameter.data = 0.3 * noise
+        else:
+            parameter.data = (0.5 if "embed" in name else 0.15) * noise
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits of the prompt, greedy continuation, top-two gaps; each step recomputed from the start, without a cache."""
+    ids, gaps = prompt, []
+    prompt_logits = model(prompt[None], use_cache=False).logits[0]
+    for _ in range(GREEDY):
+        best = torch.topk(model(ids[None], use_cache=False).logits[0, -1], 2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        ids = torch.cat([ids, best.indices[:1]])
+    return prompt_logits.numpy(), ids[len(prompt) :].numpy().astype(np.int32), np.array(gaps, np.float32)
+
+
+def expected(directory: Path, seed: int) -> dict[str, np.ndarray] | None:
+    """What the saved checkpoint computes; None when some greedy step is a near tie."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    arrays = {}
+    for i, length in enumerate(LENGTHS):
+        prompt = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
+        logits, greedy, gaps = run(model, prompt)
+        if gaps.min() < CLEAR_GAP or len(set(greedy.tolist())) < 6:  # nor one that repeats itself at once
+            return None
+        arrays |= {f"prompt_{i}": prompt.numpy().astype(np.int32), f"logits_{i}": logits}
+        arrays |= {f"greedy_{i}": greedy, f"gap_{i}": gaps}
+    return arrays
+
+
+def make(family: str, raw: dict) -> None:
+    directory = OUT / family
+    for seed in range(1000):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        config = directory / "config.json"
+        config.write_text(json.dumps(raw, indent=2) + "\n")
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
+        randomize(model, torch.Generator().manual_seed(seed))
+        model.save_pretrained(directory, max_shard_size="100KB" if family in SHARDED else "1GB")
+        (directory / "generation_config.json").unlink(missing_ok=True)
+        config.write_text(json.dumps(raw, indent=2) + "\n")  # in the layout that this family is about
+        arrays = expected(directory, seed)
+        if arrays is not None:
+            break
+    np.savez_compressed(directory / "expected.npz", **arrays)
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    gap = min(float(arrays[f"gap_{i}"].min()) for i in range(len(LENGTHS)))
+    norm = float(np.std(arrays["logits_2"]))
+    print(f"{family:16} {size / 1000:6.1f} kB, seed {seed}, least gap {gap:.3f}, logits' deviation {norm:.2f}")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for family, raw in FAMILIES.items():
+        make(family, raw)
