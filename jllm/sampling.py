@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.numerics import compute_dtype
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def penalize(logits: Array, penalties: Penalties | None) -> Array:
     """
     if penalties is None:
         return logits
-    logits = logits.astype(_compute_dtype(logits))
+    logits = logits.astype(compute_dtype(logits.dtype))
     repetition, presence, frequency, bias = (
         x.astype(logits.dtype)
         for x in (penalties.repetition, penalties.presence, penalties.frequency, penalties.bias_values)
@@ -106,21 +108,21 @@ def threshold(logits: Array, params: RowParams) -> Array:
 
 def token_logprobs(logits: Array, tokens: Array) -> Array:
     """Log-softmax of raw logits [R, V] at tokens i32[R] -> [R] in the compute dtype; no [R, V] softmax is kept."""
-    logits = logits.astype(_compute_dtype(logits))
+    logits = logits.astype(compute_dtype(logits.dtype))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
 def top_logprobs(logits: Array, n: int) -> tuple[Array, Array]:
     """The n most likely tokens of raw logits [R, V], best first -> ids i32[R, n], log-probabilities [R, n]."""
-    logits = logits.astype(_compute_dtype(logits))
+    logits = logits.astype(compute_dtype(logits.dtype))
     values, ids = lax.top_k(logits, n)
     return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
 
 
 def sample_reference(logits: Array, params: RowParams, position: Array) -> Array:
     """`sample` as one would first write it, by sorting each row: the reference in tests and a baseline for speed."""
-    dtype, vocabulary = _compute_dtype(logits), logits.shape[1]
+    dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
     logits = logits.astype(dtype)
     temperature = jnp.where(params.temperature > 0, params.temperature, 1).astype(dtype)[:, None]
     probability = jax.nn.softmax(logits / temperature, axis=1)
@@ -142,13 +144,9 @@ def sample_reference(logits: Array, params: RowParams, position: Array) -> Array
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
 
 
-def _compute_dtype(logits: Array) -> jnp.dtype:
-    return jnp.promote_types(logits.dtype, jnp.float32)
-
-
 def _clean(logits: Array) -> Array:
     """NaN becomes -inf and +inf the largest number, so that comparisons and differences are well defined."""
-    logits = logits.astype(_compute_dtype(logits))
+    logits = logits.astype(compute_dtype(logits.dtype))
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
 
 

@@ -1,0 +1,419 @@
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from jllm.sampling import (
+    Penalties,
+    RowParams,
+    _inverse_cdf,
+    count_tokens,
+    penalize,
+    sample,
+    sample_reference,
+    threshold,
+    token_logprobs,
+    top_logprobs,
+)
+
+jit_sample = jax.jit(sample)
+jit_threshold = jax.jit(threshold)
+FALSE_ALARM = 1e-6
+ALL_ON = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
+
+
+def make(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, sample=0, dtype=np.float32):
+    def full(x, kind):
+        return jnp.asarray(np.broadcast_to(np.asarray(x, kind), rows))
+
+    real = [full(x, dtype) for x in (temperature, top_p, min_p)]
+    return RowParams(real[0], full(top_k, np.int32), real[1], real[2], full(seed, np.uint32), full(sample, np.int32))
+
+
+def positions(rows, first=0):
+    return jnp.arange(first, first + rows, dtype=jnp.int32)
+
+
+def weights_of(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Unnormalized probabilities of one row after all filters, from their definitions in float64; and the margin, by
+    which the closest decision was clear of its boundary."""
+    logits = np.asarray(logits, np.float64)
+    weights = np.exp((logits - logits.max()) / temperature)
+    if 0 < top_k < logits.size:
+        weights = np.where(logits >= np.sort(logits)[-top_k], weights, 0)
+    margin = math.inf
+    if top_p < 1:
+        total = math.fsum(weights)
+        for lowest in np.unique(logits)[::-1]:
+            mass = math.fsum(weights[logits >= lowest]) / total
+            margin = min(margin, abs(mass - top_p))
+            if mass >= top_p:
+                weights = np.where(logits >= lowest, weights, 0)
+                break
+    if min_p > 0:
+        margin = min(margin, np.abs(weights / min_p - 1)[logits < logits.max()].min(initial=math.inf))
+        weights = np.where(weights >= min_p, weights, 0)  # the largest weight is 1
+    return weights, margin
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_greedy_takes_the_lowest_of_the_most_likely(dtype):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 300)), dtype)  # bfloat16: many ties
+    expected = np.argmax(np.asarray(logits, np.float32), axis=1)
+    np.testing.assert_array_equal(jit_sample(logits, make(64, temperature=0), positions(64)), expected)
+    tied = jnp.zeros((64, 300), dtype)
+    np.testing.assert_array_equal(jit_sample(tied, make(64, temperature=0), positions(64)), 0)
+
+
+def test_top_k_1_is_greedy_but_draws_among_exact_ties():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, 300)), jnp.float32)
+    tokens = jit_sample(logits, make(64, temperature=5.0, top_k=1), positions(64))
+    np.testing.assert_array_equal(tokens, np.argmax(np.asarray(logits), axis=1))
+    tied = logits.at[:, 250].set(9.0).at[:, 31].set(9.0)
+    assert set(np.asarray(jit_sample(tied, make(64, top_k=1), positions(64))).tolist()) == {31, 250}
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-45])
+def test_tiny_temperatures_are_greedy_in_the_limit(temperature):
+    logits = jnp.asarray(1e4 * np.random.default_rng(2).normal(size=(64, 300)), jnp.float32)
+    tokens = jit_sample(logits, make(64, temperature=temperature, top_p=0.9, min_p=0.1), positions(64))
+    np.testing.assert_array_equal(tokens, np.argmax(np.asarray(logits), axis=1))
+
+
+# Filters: the sets they keep
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_thresholds_keep_exactly_the_sets_of_the_definitions(data):
+    vocabulary = data.draw(st.sampled_from([1, 2, 7, 33, 100]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    rows, grid = 6, data.draw(st.sampled_from([0.0, 0.125, 1.0]))
+    logits = rng.normal(size=(rows, vocabulary)) * data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    if grid:
+        logits = np.round(logits / grid) * grid  # ties, and zeros of both signs
+    logits[:, 1:][rng.random((rows, vocabulary - 1)) < data.draw(st.sampled_from([0.0, 0.5]))] = -np.inf
+    off = rng.random((3, rows)) < 0.4
+    asked = {
+        "temperature": np.exp(rng.uniform(-3, 3, rows)),
+        "top_k": np.where(off[0], 0, rng.integers(1, vocabulary + 3, rows)),
+        "top_p": np.where(off[1], 1.0, rng.uniform(1e-3, 1, rows)),
+        "min_p": np.where(off[2], 0.0, rng.uniform(0, 1, rows)),
+    }
+    with jax.enable_x64(True):
+        lowest = np.asarray(jit_threshold(jnp.asarray(logits), make(rows, **asked, dtype=np.float64)))
+    assert lowest.dtype == np.float64
+    for row in range(rows):
+        weights, margin = weights_of(logits[row], **{name: values[row] for name, values in asked.items()})
+        assume(margin > 1e-12)
+        possible = np.exp((logits[row] - logits[row].max()) / asked["temperature"][row]) > 0
+        np.testing.assert_array_equal((logits[row] >= lowest[row]) & possible, weights > 0)
+        assert (logits[row] >= lowest[row]).any()
+
+
+def test_thresholds_are_exact_where_the_temperature_makes_probabilities_equal():
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, 500)), jnp.float32)
+    lowest = jit_threshold(logits, make(8, temperature=1e9, top_k=5))
+    assert (np.asarray(logits) >= np.asarray(lowest)[:, None]).sum(axis=1).tolist() == [5] * 8
+
+
+def test_tokens_equal_those_of_sorting():
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(256, 300)) * 3
+    logits[:64] = np.round(logits[:64])
+    asked = {
+        "temperature": rng.choice([0.0, 0.5, 1.0, 2.0], 256),
+        "top_k": rng.choice([0, 1, 5, 50, 1000], 256),
+        "top_p": rng.choice([0.1, 0.5, 0.95, 1.0], 256),
+        "min_p": rng.choice([0.0, 0.01, 0.3], 256),
+    }
+    with jax.enable_x64(True):
+        args = jnp.asarray(logits), make(256, **asked, seed=np.arange(256), dtype=np.float64), positions(256)
+        np.testing.assert_array_equal(jit_sample(*args), jax.jit(sample_reference)(*args))
+
+
+# Distributions
+
+LOGITS = np.asarray([0.3, -0.5, 1.1, -np.inf, 0.9, -1.3, 1.1, 0.0, 2.0, -0.7, 0.4, 1.6])
+
+
+def p_value(tokens, weights):
+    """Of Pearson's chi-square test; 0 if anything impossible was drawn."""
+    counts = np.bincount(np.asarray(tokens), minlength=weights.size)
+    expected = weights / weights.sum() * counts.sum()
+    possible = weights > 0
+    if counts[~possible].any():
+        return 0.0
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    return stats.chi2.sf(statistic, possible.sum() - 1)
+
+
+def draw_many(keys="position", logits=LOGITS, draws=20_000, **asked):
+    key = {} if keys == "position" else {keys: np.arange(draws)}
+    where = positions(draws, 100) if keys == "position" else jnp.full(draws, 100, jnp.int32)
+    rows = jnp.asarray(np.broadcast_to(logits.astype(np.float32), (draws, logits.size)))
+    return jit_sample(rows, make(draws, **asked, **key), where)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 5},
+        {"top_p": 0.75},
+        {"min_p": 0.2},
+        ALL_ON,
+    ],
+)
+def test_draws_follow_the_distribution(asked):
+    weights, margin = weights_of(LOGITS, **asked)
+    assert margin > 1e-3
+    assert p_value(draw_many(**asked), weights) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("keys", ["position", "seed", "sample"])
+def test_every_part_of_the_key_gives_independent_draws(keys):
+    tokens = np.asarray(draw_many(keys, **ALL_ON))
+    weights, _ = weights_of(LOGITS, **ALL_ON)
+    assert p_value(tokens, weights) > FALSE_ALARM
+    pairs = np.outer(weights, weights).ravel()
+    assert p_value(tokens[0::2] * weights.size + tokens[1::2], pairs) > FALSE_ALARM  # neighbours are independent
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"temperature": 1.0}, {"temperature": 0.95}, {"top_k": 7}, {"top_k": 5}, {"top_p": 0.95}, {"min_p": 0.3}],
+)
+def test_the_chi_square_catches_faults(fault):
+    asked = {"temperature": 0.8, "top_k": 6, "top_p": 0.97, "min_p": 0.05} if "top_k" in fault else ALL_ON
+    weights, _ = weights_of(LOGITS, **asked)
+    assert p_value(draw_many(**asked), weights) > FALSE_ALARM
+    assert p_value(draw_many(**(asked | fault)), weights) < FALSE_ALARM
+
+
+def test_draws_follow_the_distribution_over_many_blocks():
+    logits = np.random.default_rng(5).normal(size=997)
+    tokens = np.asarray(draw_many(logits=logits, draws=5000, top_p=0.9))
+    weights, _ = weights_of(logits, top_p=0.9)
+    assert (weights[tokens] > 0).all()
+    order = np.arange(997) // 20  # expected counts of bins, not of tokens
+    assert p_value(order[tokens], np.bincount(order, weights)) > FALSE_ALARM
+    assert p_value(tokens % 50, np.bincount(np.arange(997) % 50, weights)) > FALSE_ALARM
+
+
+def test_float32_inverts_the_distribution_of_a_large_vocabulary():
+    """Key and uniform from their definition; a nearly flat tail, where a plain float32 running sum would drift."""
+    rows, vocabulary = 6, 128_256
+    logits = np.random.default_rng(6).normal(size=(rows, vocabulary)).astype(np.float32)
+    logits[:, 17] += 5
+    params = make(rows, temperature=2.0, seed=np.arange(rows) + 2**31, sample=np.arange(rows) % 3)
+    tokens = np.asarray(jit_sample(jnp.asarray(logits), params, positions(rows, 50)))
+    for row, token in enumerate(tokens):
+        key = jax.random.key(np.uint32(row + 2**31), impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, row % 3), 50 + row)
+        cdf = np.cumsum(weights_of(logits[row], temperature=2.0)[0])
+        target, tolerance = float(jax.random.uniform(key, (), jnp.float32)), 1e-6
+        assert (cdf[token - 1] if token else 0) / cdf[-1] - tolerance <= target <= cdf[token] / cdf[-1] + tolerance
+
+
+def test_keys_differ_by_seed_sample_and_position():
+    rows, vocabulary = 64, 300
+    logits = jnp.zeros((rows, vocabulary))
+    base = np.asarray(jit_sample(logits, make(rows), positions(rows)))
+    np.testing.assert_array_equal(base, jit_sample(logits, make(rows), positions(rows)))
+    others = [
+        jit_sample(logits, make(rows, seed=8), positions(rows)),
+        jit_sample(logits, make(rows, seed=7 + 2**31), positions(rows)),
+        jit_sample(logits, make(rows, sample=1), positions(rows)),
+        jit_sample(logits, make(rows), positions(rows, 1)),
+        jit_sample(logits, make(rows, seed=0, sample=7), positions(rows)),  # parts are not merely added up
+    ]
+    for other in others:
+        assert (base == np.asarray(other)).sum() <= 3
+
+
+# Rows are on their own
+
+
+@pytest.mark.parametrize(("vocabulary", "x64"), [(50, False), (4099, False), (1000, True)])
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocabulary, x64):
+    rng = np.random.default_rng(vocabulary)
+    rows, dtype = 9, np.float64 if x64 else np.float32
+    logits = (rng.normal(size=(rows, vocabulary)) * 2).astype(dtype)
+    temperature = np.asarray([0, 1, 0.7, 1, 1.3, 1, 0.9, 3, 1])
+    top_k = np.asarray([0, 0, 0, 40, 5, 0, 7, 0, 0])
+    top_p = np.asarray([1, 1, 1, 1, 1, 0.8, 0.9, 1, 0.3])
+    min_p = np.asarray([0, 0, 0, 0, 0, 0, 0.05, 0.1, 0])
+
+    def run(index):
+        asked = {"temperature": temperature[index], "top_k": top_k[index], "top_p": top_p[index], "min_p": min_p[index]}
+        params = make(len(index), **asked, seed=np.asarray(index) * 31, dtype=dtype)
+        out = [both(logits[index], params, jnp.asarray(index, jnp.int32) + p) for p in range(5)]
+        return np.stack([tokens for tokens, _ in out], axis=1), np.asarray(out[0][1])
+
+    @jax.jit
+    def both(logits, params, position):
+        return sample(logits, params, position), threshold(logits, params)
+
+    with jax.enable_x64(x64):
+        together, lowest = run(list(range(rows)))
+        for index in [[row] for row in range(rows)] + [[8, 3, 0], [6, 6, 6], list(range(rows))[::-1]]:
+            tokens, thresholds = run(index)
+            np.testing.assert_array_equal(tokens, together[index])
+            np.testing.assert_array_equal(thresholds, lowest[index])
+    assert len(np.unique(together[1:])) > 10
+
+
+def test_padding_rows_may_hold_anything():
+    rng = np.random.default_rng(8)
+    logits = rng.normal(size=(64, 300)).astype(np.float32)
+    params, where = make(64, **ALL_ON, seed=np.arange(64)), positions(64)
+    expected = np.asarray(jit_sample(jnp.asarray(logits), params, where))
+    logits[58:] = np.asarray([np.nan, -np.inf, np.inf, 0, 3e38, -3e38])[:, None]
+    odd = np.asarray([0, np.nan, -1, np.inf, 1e38, 0])
+    spoilt = RowParams(
+        temperature=params.temperature.at[58:].set(odd),
+        top_k=params.top_k.at[58:].set(jnp.asarray([0, -5, 2**31 - 1, -(2**31), 3, 0])),
+        top_p=params.top_p.at[58:].set(odd),
+        min_p=params.min_p.at[58:].set(odd),
+        seed=params.seed,
+        sample=params.sample.at[58:].set(0),
+    )
+    for shift in range(6):  # every odd row with every odd parameter
+        tokens = np.asarray(
+            jit_sample(jnp.asarray(logits[[*range(58), *np.roll(range(58, 64), shift)]]), spoilt, where)
+        )
+        np.testing.assert_array_equal(tokens[:58], expected[:58])
+        assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, ALL_ON])
+def test_bans_and_broken_logits(asked):
+    logits = np.full((64, 300), -np.inf, np.float32)
+    logits[:, 5], logits[:, 299] = 1.0, 0.5
+    logits[:, 11] = np.nan
+    params = make(64, **asked)
+    assert set(np.asarray(jit_sample(jnp.asarray(logits), params, positions(64))).tolist()) <= {5, 299}
+    logits[:, 20] = np.inf
+    assert (np.asarray(jit_sample(jnp.asarray(logits), params, positions(64))) == 20).all()
+    for nothing in (-np.inf, np.nan):
+        tokens = jit_sample(jnp.full((64, 300), nothing), params, positions(64))
+        np.testing.assert_array_equal(tokens, 0)
+
+
+def test_the_inverse_never_chooses_an_index_without_weight():
+    weights = jnp.asarray([[0, 2, 0, 1, 0, 0]] * 5, jnp.float32)
+    index, rest = _inverse_cdf(weights, jnp.asarray([-0.1, 0.0, 1.9, 2.0, 3.5]))
+    np.testing.assert_array_equal(index, [1, 1, 1, 3, 3])
+    np.testing.assert_allclose(rest, [-0.1, 0.0, 1.9, 0.0, 1.5], atol=1e-6)
+
+
+# Compilation
+
+
+def test_compiles_once_whatever_is_asked_and_sorts_nothing():
+    chex.clear_trace_counter()
+    run = jax.jit(chex.assert_max_traces(lambda *args: sample(*args), n=1))
+    logits = jnp.asarray(np.random.default_rng(9).normal(size=(4, 60)), jnp.float32)
+    for asked in ({"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, ALL_ON):
+        assert run(logits, make(4, **asked), positions(4)).dtype == jnp.int32
+    assert "stablehlo.sort" not in run.lower(logits, make(4), positions(4)).as_text()
+
+
+# Penalties
+
+
+def penalties_of(rng, rows, vocabulary, dtype):
+    ids = np.stack([rng.permutation(vocabulary)[:4] for _ in range(rows)])
+    ids[:, 2:] = np.where(rng.random((rows, 2)) < 0.5, -1, ids[:, 2:])
+    values = rng.normal(size=(rows, 4)).astype(dtype)
+    values[:, 0] = -np.inf
+    values[0], ids[0] = 0, -1
+    return Penalties(
+        repetition=jnp.asarray(rng.uniform(0.5, 2, rows).astype(dtype)),
+        presence=jnp.asarray(rng.normal(size=rows).astype(dtype)),
+        frequency=jnp.asarray(rng.normal(size=rows).astype(dtype)),
+        seen=jnp.asarray(rng.random((rows, vocabulary)) < 0.5),
+        counts=jnp.asarray(rng.integers(0, 4, (rows, vocabulary)).astype(np.int32)),
+        bias_ids=jnp.asarray(ids.astype(np.int32)),
+        bias_values=jnp.asarray(values),
+    )
+
+
+@pytest.mark.parametrize(("x64", "dtype"), [(True, np.float64), (False, np.float32), (False, jnp.bfloat16)])
+def test_penalties_are_those_of_the_formulas(x64, dtype):
+    rng = np.random.default_rng(10)
+    with jax.enable_x64(x64):
+        logits = jnp.asarray(rng.normal(size=(5, 40)), dtype)
+        penalties = penalties_of(rng, 5, 40, np.float64 if x64 else np.float32)
+        out = jax.jit(penalize)(logits, penalties)
+        assert out.dtype == (np.float64 if x64 else np.float32)
+        assert penalize(logits, None) is logits
+    expected = np.array(logits, np.float64)
+    for row, values in enumerate(expected):
+        for token in range(40):
+            if penalties.seen[row, token]:
+                r = float(penalties.repetition[row])
+                values[token] = values[token] / r if values[token] > 0 else values[token] * r
+            count = int(penalties.counts[row, token])
+            values[token] -= count * float(penalties.frequency[row]) + (count > 0) * float(penalties.presence[row])
+        for token, value in zip(np.asarray(penalties.bias_ids[row]), np.asarray(penalties.bias_values[row])):
+            if token >= 0:
+                values[token] += value
+    np.testing.assert_allclose(out, expected, rtol=1e-14 if x64 else 1e-5, atol=1e-14 if x64 else 1e-6)
+    assert np.isinf(expected[1:]).sum() == 4
+
+
+def test_a_banned_token_is_never_drawn():
+    rows, vocabulary, ban = 64, 300, 77
+    zeros, none = jnp.zeros(rows), jnp.zeros((rows, vocabulary), jnp.int32)
+    ids, values = jnp.full((rows, 1), ban, jnp.int32), jnp.full((rows, 1), -jnp.inf)
+    penalties = Penalties(jnp.ones(rows), zeros, zeros, none.astype(bool), none, ids, values)
+    logits = jnp.zeros((rows, vocabulary)).at[:, ban].set(6.0)
+    assert (np.asarray(jit_sample(logits, make(rows), positions(rows))) == ban).any()
+    assert not (np.asarray(jit_sample(penalize(logits, penalties), make(rows), positions(rows))) == ban).any()
+
+
+def test_count_tokens():
+    seen, counts = count_tokens(
+        jnp.zeros((2, 6), bool).at[1, 5].set(True),
+        jnp.zeros((2, 6), jnp.int32).at[1, 4].set(2),
+        slot=jnp.asarray([0, 1, 1, 0, 2, 9, 1], jnp.int32),
+        tokens=jnp.asarray([3, 4, 4, 3, 1, 1, 0], jnp.int32),
+        is_output=jnp.asarray([False, True, True, True, True, True, False]),
+    )
+    np.testing.assert_array_equal(counts, [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 4, 0]])
+    np.testing.assert_array_equal(seen, np.asarray([[0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1]], bool))
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize(("x64", "dtype"), [(True, np.float64), (False, np.float32), (False, jnp.bfloat16)])
+def test_logprobs_are_of_the_log_softmax(x64, dtype):
+    rng = np.random.default_rng(11)
+    with jax.enable_x64(x64):
+        logits = jnp.asarray(rng.normal(size=(5, 20_000)) * 4 + 300, dtype)
+        tokens = rng.integers(0, 20_000, 5).astype(np.int32)
+        chosen = jax.jit(token_logprobs)(logits, jnp.asarray(tokens))
+        ids, values = jax.jit(top_logprobs, static_argnums=1)(logits, 7)
+        assert chosen.dtype == values.dtype == (np.float64 if x64 else np.float32)
+        assert ids.dtype == np.int32
+    exact = np.asarray(logits, np.float64)
+    shifted = exact - exact.max(axis=1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    tolerance = 1e-12 if x64 else 1e-4  # an absolute rounding of logits near 300
+    np.testing.assert_allclose(chosen, np.take_along_axis(expected, tokens[:, None], 1)[:, 0], rtol=0, atol=tolerance)
+    order = np.argsort(-exact, axis=1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(values, np.take_along_axis(expected, order, 1), rtol=0, atol=tolerance)
