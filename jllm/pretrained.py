@@ -40,15 +40,14 @@ def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | None = None)
     16-bit arithmetic, 16-bit weights are widened to float32. quantize names a scheme: "bf16" so far, which is a dtype.
     A directory without a tokenizer gives a model that takes and yields token ids.
     """
+    dtype = _dtype(dtype, quantize)
     folder = find_model(path)
     config = load_config(folder)
-    if quantize is not None:
-        dtype = _scheme_dtype(quantize, dtype)
     if dtype is None:
-        dtype = config.dtype
-        if jax.default_backend() == "cpu" and jnp.dtype(dtype).itemsize < 4:
-            dtype = "float32"
-    params = load_params(folder, config, jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype))
+        dtype = jnp.dtype(config.dtype)
+        if jax.default_backend() == "cpu" and dtype.itemsize < 4:
+            dtype = jnp.dtype("float32")
+    params = load_params(folder, config, dtype)
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:
@@ -58,9 +57,16 @@ def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | None = None)
     return Model(config, params, tokenizer)
 
 
-def _scheme_dtype(scheme: str, dtype):
-    if scheme != "bf16":
-        raise ConfigError(f"quantization scheme {scheme!r} is not supported; supported so far: bf16")
-    if dtype is not None and jnp.dtype(dtype) != jnp.bfloat16:
-        raise ConfigError(f"quantize='bf16' and dtype={jnp.dtype(dtype).name!r} contradict each other")
-    return jnp.bfloat16
+def _dtype(dtype, quantize: str | None) -> jnp.dtype | None:
+    """The dtype that the arguments ask for, None if that is left to the checkpoint."""
+    if quantize is not None and quantize != "bf16":
+        raise ConfigError(f"quantization scheme {quantize!r} is not supported; supported so far: bf16")
+    if dtype is None:
+        return None if quantize is None else jnp.dtype("bfloat16")
+    try:
+        wanted = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        raise ConfigError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}") from None
+    if quantize is not None and wanted.name != "bfloat16":
+        raise ConfigError(f"quantize='bf16' and dtype={wanted.name!r} contradict each other")
+    return wanted

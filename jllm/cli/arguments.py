@@ -1,0 +1,178 @@
+"""The command line's arguments. Parsing them imports no JAX, so that --help is quick."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jllm.engine.request import SamplingParams
+
+DESCRIPTION = """\
+Continue text with a LLaMA-like language model: prompts in, text out, as it is generated. Without a
+prompt, one is read from standard input. Without --model, a small bundled one tells fairy tales."""
+
+EPILOG = """\
+examples:
+  python -m jllm.generate "Once upon a time"
+  python -m jllm.generate --model ~/models/Llama-3.2-1B-Instruct --chat "Why is the sky blue?"
+  python -m jllm.generate --temperature 0.8 --top-p 0.95 --seed 7 -n 3 "The old king"
+  echo "Once upon a time" | python -m jllm.generate --json > story.json
+  python -m jllm.generate --input prompts.jsonl --output results.jsonl --max-new-tokens 256
+
+input file: each line is a JSON object with "prompt" (text, or a list of token ids) or "messages" (a list of
+  {"role", "content"}, for the chat template), perhaps an "id" (any value, repeated in its results), and perhaps
+  sampling parameters of its own, which win over the flags:
+  %(fields)s.
+  Any other key is an error, like every broken line, and is reported with the line's number before anything runs.
+
+output file: one JSON object a completion, written as it finishes: index (of the input line, from 0), id, prompt
+  or messages, text, token_ids, finish_reason, seed, timings; sample where n > 1; logprobs where asked for. Running
+  the same command again resumes: what is there is kept, what is missing is added.
+
+seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without, each prompt draws one,
+  which its result reports. Equal seeds give equal text, whatever else runs at the same time.
+
+exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
+
+KV_FORMATS = "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension)"
+SCHEMES = "bf16"
+DTYPES = "bf16, f16, f32"
+NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sampling parameters
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other error."""
+        print(f"error: {message} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; ends the process with status 2 and one line for a wrong one."""
+    args = make_parser().parse_args(argv)
+    problem = None
+    if args.input is not None:
+        if args.prompts:
+            problem = "give prompts or --input, not both"
+        elif args.output is None and not args.json:
+            problem = "--input needs --output FILE (or --json, for results on standard output)"
+        elif args.output is not None and args.input.resolve() == args.output.resolve():
+            problem = "--input and --output are the same file"
+    elif args.output is not None:
+        problem = "--output needs --input"
+    if args.logprobs is not None and args.output is None and not args.json:
+        problem = "--logprobs needs --json or --output: text has no place for them"
+    if problem:
+        make_parser().error(problem)
+    return args
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The flags' sampling parameters. Raises RequestError, naming the field, for a bad value."""
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FLAGS})
+
+
+def make_parser() -> Parser:
+    width = {"width": 104, "max_help_position": 34}
+    parser = Parser(
+        prog="python -m jllm.generate",
+        usage="%(prog)s [PROMPT ...] [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG % {"fields": _wrapped(sampling_fields())},
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, **width),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_what(parser.add_argument_group("what to run"))
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_numbers(parser.add_argument_group("numbers"))
+    _add_engine(parser.add_argument_group("engine"))
+    other = parser.add_argument_group("other")
+    other.add_argument("-h", "--help", action="help", help="show this text")
+    other.add_argument("--version", action="store_true", help="show the versions of jllm and JAX")
+    return parser
+
+
+def sampling_fields() -> list[str]:
+    """Names of the sampling parameters that an input line may have."""
+    return list(SamplingParams.__dataclass_fields__)
+
+
+def _wrapped(names: list[str]) -> str:
+    return textwrap.fill(", ".join(names), 100, subsequent_indent="  ")
+
+
+Group = argparse._ArgumentGroup
+
+
+def _add_what(group: Group) -> None:
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; several run side by side")
+    group.add_argument(
+        "--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: the bundled model)"
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message, put through the model's chat template"
+    )
+    group.add_argument("--input", type=Path, metavar="F.jsonl", help="take prompts from a file, one a line (see below)")
+    group.add_argument("--output", type=Path, metavar="F.jsonl", help="write results of --input there, or resume it")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object a completion on standard output, and nothing else"
+    )
+
+
+SAMPLING_FLAGS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "stop", "ignore_eos", "logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+def _add_sampling(group: Group) -> None:
+    def add(flag: str, kind: type, metavar: str, text: str, *names: str, **more: Any) -> None:
+        field = more.get("dest", flag[2:].replace("-", "_"))
+        default = getattr(SamplingParams, field)
+        shown = "" if default is None else f" (default: {default})"
+        group.add_argument(*names, flag, type=kind, metavar=metavar, default=default, help=text + shown, **more)
+
+    add("--max-new-tokens", int, "N", "most tokens to generate")
+    add("--temperature", float, "T", "0 always takes the most likely token; below 1 is tamer, above 1 wilder")
+    add("--top-k", int, "K", "draw from the K most likely tokens only; 0 is off")
+    add("--top-p", float, "P", "draw from the most likely tokens that together reach probability P; 1 is off")
+    add("--min-p", float, "P", "leave out tokens less than P times as likely as the most likely one; 0 is off")
+    add("--seed", int, "S", "makes the run repeatable (see below; default: drawn anew)")
+    add("--samples", int, "N", "completions of each prompt", "-n", dest="n")
+    stop = "end where the text would contain STR, which is left out; may be given several times"
+    group.add_argument("--stop", action="append", default=[], metavar="STR", help=stop)
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    add("--repetition-penalty", float, "X", "above 1 makes tokens of the prompt and the output less likely")
+    add("--presence-penalty", float, "X", "subtracted from the logits of tokens in the output")
+    add("--frequency-penalty", float, "X", "subtracted from them once for each time they occur")
+    top = "log-probability of each token and of the N most likely ones (0 to 20); they appear in JSON only"
+    add("--logprobs", int, "N", top)
+
+
+def _add_numbers(group: Group) -> None:
+    group.add_argument(
+        "--dtype", help=f"dtype of weights and arithmetic: {DTYPES} (default: as stored; on a CPU at least f32)"
+    )
+    group.add_argument("--quantize", metavar="SCHEME", help=f"quantize the weights: {SCHEMES} (default: none)")
+    group.add_argument(
+        "--kv-cache",
+        metavar="FORMAT",
+        help=f"how keys and values are kept: {KV_FORMATS}; or k=FORMAT,v=FORMAT (default: the weights' dtype)",
+    )
+
+
+def _add_engine(group: Group) -> None:
+    group.add_argument("--max-slots", type=int, metavar="N", help="most sequences that run at once (default: 16)")
+    group.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page: 8, 16, 32, 64, 128 (default: 16)")
+    group.add_argument("--num-pages", type=int, metavar="N", help="KV pages in all (default: as memory allows)")
+    group.add_argument(
+        "--max-step-tokens", type=int, metavar="N", help="most tokens computed in one step (default: 256, or max-slots)"
+    )
+    cache = group.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache", type=Path, metavar="DIR", help="keep compiled code there (default: the user's cache folder)"
+    )
+    cache.add_argument("--no-compile-cache", action="store_true", help="compile anew, and keep nothing")

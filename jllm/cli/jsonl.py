@@ -1,0 +1,218 @@
+"""Input lines in, result lines out, and taking up an interrupted run."""
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jllm.engine.request import Completion, SamplingParams
+from jllm.errors import InputFileError, JllmError, OutputError
+
+GIVEN = ("id", "prompt", "messages")  # what an input line says beside sampling parameters; results repeat it
+FIELDS = tuple(SamplingParams.__dataclass_fields__)
+RECORD_START = b'{"index": '
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: a prompt of the command line or a line of an input file."""
+
+    index: int  # prompt or input line, counted from 0
+    given: dict[str, Any]  # of GIVEN: as it was written
+    sampling: SamplingParams
+    where: str = ""  # how to name it in an error
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an output file holds already."""
+
+    seeds: dict[tuple[int, int], int]  # seed of each result, by index and sample
+    size: int  # bytes up to the end of the last whole line
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs that lack a result. One that has some goes on with their seed."""
+        todo = []
+        for job in jobs:
+            seeds = [self.seeds.get((job.index, sample)) for sample in range(job.sampling.n)]
+            if None in seeds:
+                used = next((seed for seed in seeds if seed is not None), job.sampling.seed)
+                todo.append(replace(job, sampling=replace(job.sampling, seed=used)))
+        return todo
+
+
+def nth_seed(seed: int | None, index: int) -> int | None:
+    """The seed of prompt number `index` when `seed` was given for all."""
+    return None if seed is None else (seed + index) % 2**32
+
+
+def read_jobs(path: Path, base: SamplingParams) -> list[Job]:
+    """The requests of an input file; blank lines count, but say nothing. `base` are the sampling parameters of the
+    command line, over which those of a line win. Raises InputFileError, with the line's number, for a broken one."""
+    jobs = []
+    try:
+        with path.open("rb") as file:
+            for index, line in enumerate(file):
+                if line.strip():
+                    jobs.append(_job(line, index, base, f"{path}, line {index + 1}"))
+    except OSError as error:
+        raise InputFileError(f"cannot read {path}: {error.strerror}") from None
+    if not jobs:
+        raise InputFileError(f"{path} holds no prompts: give one JSON object a line")
+    return jobs
+
+
+def _job(line: bytes, index: int, base: SamplingParams, where: str) -> Job:
+    raw = _parse(line, where)
+    unknown = [key for key in raw if key not in GIVEN and key not in FIELDS]
+    if unknown:
+        raise InputFileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join((*GIVEN, *FIELDS))}")
+    if ("prompt" in raw) == ("messages" in raw):
+        raise InputFileError(f'{where}: needs either "prompt" or "messages"')
+    prompt = raw.get("prompt", "")
+    ids = isinstance(prompt, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in prompt)
+    if not isinstance(prompt, str) and not ids:
+        raise InputFileError(f'{where}: "prompt" must be text or a list of token ids, not {_short(prompt)}')
+    try:
+        fields = {name: _field(name, raw[name]) for name in FIELDS if name in raw}
+        sampling = replace(base, **{"seed": nth_seed(base.seed, index), **fields})
+    except JllmError as error:
+        raise InputFileError(f"{where}: {error}") from None
+    return Job(index, {key: raw[key] for key in GIVEN if key in raw}, sampling, where)
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        problem = getattr(error, "msg", "the text is not UTF-8" if isinstance(error, UnicodeError) else str(error))
+        column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputFileError(f"{where}: not JSON: {problem}{column}") from None
+    if not isinstance(raw, dict):
+        raise InputFileError(f"{where}: must be a JSON object, not {_short(raw)}")
+    return raw
+
+
+def _field(name: str, value: Any) -> Any:
+    """A sampling parameter out of JSON, checked by itself, so that an error names it."""
+    boolean = isinstance(getattr(SamplingParams, name), bool)
+    if boolean != isinstance(value, bool):
+        raise InputFileError(f"{name} must {'' if boolean else 'not '}be true or false: {_short(value)}")
+    try:
+        if name == "logit_bias" and isinstance(value, dict):
+            value = {int(id): bias for id, bias in value.items()}  # JSON's keys are text
+        SamplingParams(**{name: value})
+    except JllmError:
+        raise
+    except (TypeError, ValueError):
+        raise InputFileError(f"{name} has a value of a wrong type: {_short(value)}") from None
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
+    """A result as it is written: one JSON object a completion."""
+    c = completion
+    made: dict[str, Any] = {"index": job.index, **job.given}
+    if job.sampling.n > 1:
+        made["sample"] = sample
+    made |= {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "seed": c.seed}
+    if c.logprobs is not None:
+        made["logprobs"] = [asdict(logprob) for logprob in c.logprobs]
+    if c.prompt_logprobs is not None:
+        made["prompt_logprobs"] = list(c.prompt_logprobs)
+    return made | {"timings": asdict(c.timings)}
+
+
+def to_json(result: dict[str, Any]) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"
+
+
+def read_results(path: Path, jobs: Sequence[Job]) -> Done:
+    """What an interrupted run left in its output file; nothing where there is none. A last line that was cut off does
+    not count. Raises OutputError when the file holds anything but results of these jobs, and is then left alone."""
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"cannot write {path}: there is no directory {path.parent}")
+    seeds: dict[tuple[int, int], int] = {}
+    size = 0
+    if not path.is_file():  # not there yet, or a pipe or device
+        return Done(seeds, size)
+    by_index = {job.index: job for job in jobs}
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") and (line.startswith(RECORD_START) or RECORD_START.startswith(line)):
+                    break
+                key, seed = _read_result(line, by_index, f"{path}, line {number}")
+                if key in seeds:
+                    raise OutputError(f"{path}, line {number}: a second result for index {key[0]}; {OTHER_FILE}")
+                seeds[key] = seed
+                size += len(line)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot read {path}, to take it up again: {error.strerror}") from None
+    return Done(seeds, size)
+
+
+OTHER_FILE = "it is not an output of this input and is left as it is: choose another --output"
+
+
+def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[int, int], int]:
+    try:
+        raw = json.loads(line)
+        index, sample, seed = raw["index"], raw.get("sample", 0), raw["seed"]
+        job = jobs.get(index)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise OutputError(f"{where}: not a result; {OTHER_FILE}") from None
+    if job is None:
+        raise OutputError(f"{where}: index {index} is not a prompt of the input; {OTHER_FILE}")
+    if sample not in range(job.sampling.n):
+        raise OutputError(f"{where}: sample {sample} is not one of {job.sampling.n}; {OTHER_FILE}")
+    for key in GIVEN:
+        if (key in raw, raw.get(key)) != (key in job.given, job.given.get(key)):
+            raise OutputError(f"{where}: its {key} is not that of {job.where}; {OTHER_FILE}")
+    return (index, sample), seed
+
+
+class ResultsFile:
+    """An output file to which whole lines are added, each at once and unbuffered. Raises OutputError when it cannot;
+    then the file ends with the last whole line."""
+
+    def __init__(self, path: Path, size: int):
+        self._path, self._size = path, size
+        with self._guard():
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        if path.is_file():
+            with self._guard():
+                self._file.truncate(size)
+
+    def write(self, text: str) -> None:
+        # Only a lone surrogate does not encode, and what backslashreplace makes of it is its JSON escape.
+        line = text.encode("utf-8", "backslashreplace")
+        with self._guard():
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self._size += len(line)
+
+    def close(self) -> None:
+        with self._guard():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _guard(self):
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError, AttributeError):
+                os.ftruncate(self._file.fileno(), self._size)  # a full disk may have taken a part of the line
+            reason = error.strerror or error
+            raise OutputError(f"cannot write {self._path}: {reason}; what was written before is kept") from None

@@ -1,0 +1,216 @@
+"""The command that people run: prompts from the command line, standard input or a file, through one engine."""
+
+import contextlib
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jllm.cli.arguments import parse_args, sampling_params
+from jllm.cli.display import Speed, write_stdout
+from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
+from jllm.engine.request import SamplingParams
+from jllm.errors import InputFileError, JllmError, OutputError, RequestError
+
+if TYPE_CHECKING:
+    from jllm.cli.sinks import Sink
+    from jllm.engine.loop import Engine
+    from jllm.tokenizer import Tokenizer
+
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what shells report for SIGINT and SIGPIPE
+MAX_SLOTS = 16  # unless --max-slots says otherwise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    started = time.perf_counter()
+    args = parse_args(argv)
+    try:
+        with _plain_warnings():
+            return _run(args, started)
+    except KeyboardInterrupt:
+        _note("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        return BROKEN_PIPE
+    except JllmError as error:
+        _note(f"error: {error}")
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        _note(f"error: out of memory; try fewer --num-pages or --max-slots, or a smaller --dtype ({reason})")
+        return 2
+
+
+def _run(args: Namespace, started: float) -> int:
+    if args.version:
+        return _print_version()
+    jobs, done = _jobs(args, sampling_params(args))
+    todo = done.missing(jobs)
+    if not todo:
+        _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
+        return 0
+    engine, running = _prepare(args, todo)
+    from jllm.cli.sinks import Lines, Screen
+
+    speed = Speed(started)
+    sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed)
+    return _drive(engine, running, sink, speed)
+
+
+def _drive(engine: "Engine", running: dict[int, Job], sink: "Sink", speed: Speed) -> int:
+    """Runs the engine until nothing is left or somebody presses Ctrl-C, and says how fast that was."""
+    status = 0
+    try:
+        for event in engine.run():
+            speed.count(event)
+            sink.take(running[event.id], event)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        sink.close()
+    _note(speed.line(*sink.notes(), *(["interrupted"] if status else [])))
+    return status
+
+
+# What to run
+
+
+def _jobs(args: Namespace, base: SamplingParams) -> tuple[list[Job], Done]:
+    """All requests, and what of them is done already. No model is needed to find most mistakes."""
+    if args.input is not None:
+        jobs = read_jobs(args.input, base)
+        return jobs, Done({}, 0) if args.output is None else read_results(args.output, jobs)
+    prompts = args.prompts or [_stdin_prompt()]
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        sampling = replace(base, seed=nth_seed(base.seed, i))
+        jobs.append(Job(i, {"prompt": prompt}, sampling, "" if len(prompts) == 1 else f"prompt {i + 1}"))
+    return jobs, Done({}, 0)
+
+
+def _stdin_prompt() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise RequestError("no prompt: give one as an argument or on standard input (--help shows examples)")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputFileError(f"standard input is not UTF-8 text: {error}") from None
+    text = text.removesuffix("\n")  # the one that echo adds
+    if not text:
+        raise RequestError("no prompt: standard input is empty, and no argument gives one (--help shows examples)")
+    return text
+
+
+def _prepare(args: Namespace, jobs: list[Job]) -> tuple["Engine", dict[int, Job]]:
+    """The engine with all requests submitted, which checks them, and its compiled steps: nothing has run yet."""
+    _enable_compile_cache(args)
+    from jllm.engine.loop import Engine
+    from jllm.pretrained import BUNDLED, load
+
+    model = load(BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize)
+    prompts = []
+    for job in jobs:
+        with _named(job):
+            prompts.append(_prompt(job, model.tokenizer, args.chat))
+    engine = Engine(model, **_engine_options(args, jobs, prompts))
+    running = {}
+    for job, prompt in zip(jobs, prompts):
+        with _named(job):
+            running[engine.submit(prompt, job.sampling)] = job
+    if not any(_unusual(job.sampling) for job in jobs):
+        engine.compile_ahead()
+    return engine, running
+
+
+def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> str | list[int]:
+    """What to submit: token ids where possible, else the text that the engine will refuse with a reason."""
+    prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
+    if messages is None and not chat:
+        return tokenizer.encode(prompt) if isinstance(prompt, str) and prompt and tokenizer else prompt
+    if tokenizer is None:
+        raise RequestError("a chat needs a tokenizer with a chat template, and this model has none")
+    if messages is None:
+        if not isinstance(prompt, str):
+            raise RequestError("--chat needs text or messages, not token ids")
+        messages = [{"role": "user", "content": prompt}]
+    return tokenizer.encode(tokenizer.chat(messages), add_bos=False)
+
+
+def _engine_options(args: Namespace, jobs: list[Job], prompts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Flags, and sizes that suit one run from its beginning to its end.
+
+    Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
+    first steps only: one size for them and one for decoding are all that has to be compiled.
+    """
+    from jllm.batch import Rung
+
+    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache")
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    samples = sum(job.sampling.n for job in jobs)
+    bounds = [options[name] for name in ("num_pages", "max_step_tokens") if name in options]
+    slots = options.setdefault("max_slots", max(1, min(MAX_SLOTS, samples, *bounds)))
+    at_once = samples <= slots
+    total = sum(job.sampling.n * len(prompt) for job, prompt in zip(jobs, prompts))
+    most = options.setdefault("max_step_tokens", max(slots, 64 if at_once and total <= 64 else 256))
+    sizes = (0, most) if at_once else (0, -(-most // 4), most)
+    options["ladder"] = tuple(Rung(slots, tokens, min(slots, -(-tokens // 8))) for tokens in sizes)
+    return options
+
+
+def _unusual(sampling: SamplingParams) -> bool:
+    """Whether it needs other steps than compile_ahead makes; those are compiled when they are first used."""
+    return sampling.penalizes or sampling.logprobs is not None or sampling.prompt_logprobs
+
+
+@contextlib.contextmanager
+def _named(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except JllmError as error:
+        if not job.where:
+            raise
+        raise type(error)(f"{job.where}: {error}") from None
+
+
+# Around it
+
+
+def _enable_compile_cache(args: Namespace) -> None:
+    if args.no_compile_cache:
+        return
+    from jllm.compile_cache import enable_compile_cache
+
+    try:
+        enable_compile_cache(args.compile_cache)
+    except OutputError as error:
+        _note(f"warning: {error}; compiling without it")
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Each warning in one line, without the place in the code that gave it."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *where, **more: _note(f"warning: {_one_line(message)}")
+        yield
+
+
+def _note(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(_one_line(text), file=sys.stderr, flush=True)
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split("\n"))
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    write_stdout(f"jllm {version('jllm')}, jax {version('jax')}\n")
+    return 0

@@ -1,0 +1,107 @@
+"""Where completions go: a screen (or pipe) in the order of the prompts, or a file in the order of their ends."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Protocol
+
+from tqdm import tqdm
+
+from jllm.cli.display import InOrder, Speed, in_colour, write_stdout
+from jllm.cli.jsonl import Done, Job, ResultsFile, record, to_json
+from jllm.engine.request import Event
+
+PROMPT, TITLE, PLAIN = "\x1b[36m", "\x1b[1m", "\x1b[0m"  # cyan, bold
+
+
+class Sink(Protocol):
+    def take(self, job: Job, event: Event) -> None:
+        """News of a job's sample."""
+
+    def close(self) -> None:
+        """No more will come, be it that all is done or that something went wrong."""
+
+    def notes(self) -> Sequence[str]:
+        """What to add to the summary."""
+
+
+class Screen:
+    """Prompts of the command line, on standard output: text as it comes, or a JSON object for each completion."""
+
+    def __init__(self, args: Namespace, jobs: Sequence[Job]):
+        self._json, self._chat = args.json, args.chat
+        self._prompts, self._samples = [job.given["prompt"] for job in jobs], args.n
+        self._terminal, self._colour = sys.stdout.isatty(), in_colour(sys.stdout)
+        keys = [(job.index, sample) for job in jobs for sample in range(args.n)]
+        self._out = InOrder(keys, self._heading, "" if args.json else "\n", write_stdout)
+        self._out.show()
+
+    def take(self, job: Job, event: Event) -> None:
+        text, completion = event.text, event.completion
+        if self._json:
+            text = to_json(record(job, event.sample, completion)) if completion else ""
+        self._out.add((job.index, event.sample), text, last=completion is not None)
+
+    def close(self) -> None:
+        self._out.show_rest()
+
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    def _heading(self, key: tuple[int, int]) -> str:
+        """What comes before a completion: its place, where there are several, and on a terminal its prompt."""
+        if self._json:
+            return ""
+        places = [("prompt", key[0], len(self._prompts)), ("sample", key[1], self._samples)]
+        title = ", ".join(f"{name} {i + 1} of {count}" for name, i, count in places if count > 1)
+        heading = self._paint(TITLE, f"== {title} ==") + "\n" if title else ""
+        if self._terminal:
+            heading += self._paint(PROMPT, self._prompts[key[0]]) + ("\n" if self._chat else "")
+        return heading
+
+    def _paint(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{PLAIN}" if self._colour else text
+
+
+class Lines:
+    """Lines of an input file: each result is written as it finishes, and a bar says how far the run is."""
+
+    def __init__(self, args: Namespace, todo: Sequence[Job], done: Done, total: int, speed: Speed):
+        self._done, self._json, self._speed = done.seeds, args.json, speed
+        self._left = {job.index: job.sampling.n for job in todo}
+        self._total, self._before = total, total - len(todo)
+        self._file = None if args.output is None else ResultsFile(args.output, done.size)
+        terminal = sys.stderr.isatty()
+        pace = 0.1 if terminal else 30.0  # seconds; a log file gets a line now and then, and none from a short run
+        self._bar = tqdm(
+            total=total,
+            initial=self._before,
+            unit=" prompts",
+            mininterval=pace,
+            delay=0 if terminal else pace,
+            leave=terminal,
+        )
+
+    def take(self, job: Job, event: Event) -> None:
+        if event.completion is None:
+            return
+        if (job.index, event.sample) not in self._done:
+            line = to_json(record(job, event.sample, event.completion))
+            if self._file is not None:
+                self._file.write(line)
+            if self._json:
+                write_stdout(line)
+        self._left[job.index] -= 1
+        if not self._left[job.index]:
+            del self._left[job.index]
+            self._bar.set_postfix_str(f"{self._speed.rate:.0f} tokens/s", refresh=False)
+            self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def notes(self) -> Sequence[str]:
+        done = f"{self._total - len(self._left)} of {self._total} prompts done"
+        return (done, f"{self._before} of them before") if self._before else (done,)
