@@ -73,7 +73,7 @@ def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None) -> Par
     dtype = param_dtype(config, dtype)
     specs = param_specs(config)
     stored = _stored_tensors(Path(path))
-    _check_tensors(specs, stored, tied=config.tie_embeddings)
+    _check_tensors(Path(path), specs, stored, tied=config.tie_embeddings)
     with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
 
         def load(spec: LeafSpec) -> jax.Array:
@@ -145,22 +145,22 @@ def _sharded_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _check_tensors(specs: Params, stored: dict[str, StoredTensor], *, tied: bool) -> None:
+def _check_tensors(path: Path, specs: Params, stored: dict[str, StoredTensor], *, tied: bool) -> None:
     wanted = {name: spec.part_shape(rows) for spec in jax.tree.leaves(specs) for name, rows in spec.parts}
     if missing := [name for name in wanted if name not in stored]:
-        raise CheckpointError(f"{len(missing)} of {len(wanted)} tensors missing, the first is {missing[0]}")
+        raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing, the first is {missing[0]}")
     ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
     if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
-        raise CheckpointError(f"{len(extra)} tensors that the config has no use for, the first is {extra[0]}")
+        raise CheckpointError(f"{path}: {len(extra)} tensors that its config has no use for, the first is {extra[0]}")
     for name, shape in wanted.items():
-        if stored[name].shape != shape:
+        found = stored[name]
+        if found.shape != shape:
             raise CheckpointError(
-                f"tensor {name} has shape {list(stored[name].shape)}, but the config says {list(shape)}"
+                f"{path}: tensor {name} has shape {list(found.shape)}, but the config says {list(shape)}"
             )
-        if stored[name].dtype not in STORED_DTYPES:
-            raise CheckpointError(
-                f"tensor {name} is stored as {stored[name].dtype}; supported are {', '.join(STORED_DTYPES)}"
-            )
+        if found.dtype not in STORED_DTYPES:
+            supported = ", ".join(STORED_DTYPES)
+            raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}; supported are {supported}")
 
 
 def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int], object]) -> None:

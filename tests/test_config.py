@@ -144,7 +144,8 @@ def test_original_context_defaults_to_the_context_and_may_stand_beside_the_rope_
     rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
     plain = from_hf(hf(rope_scaling=rope, max_position_embeddings=77))
     beside = from_hf(hf(rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=48))
-    assert (plain.rope_scaling.original_context, beside.rope_scaling.original_context) == (77, 48)
+    assert plain.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 77)
+    assert beside.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 48)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""What host memory loading takes beyond the params: `python tests/check_load_memory.py 2048` for a 2 GiB checkpoint.
+
+Generates a bfloat16 checkpoint of about that many MiB, loads it in this process, and prints one JSON object: MiB of
+params, of the largest fused tensor, and of the peak resident set over baseline and params (`overhead_mib`). `--naive`
+loads a whole file first, as a check that the measure would show it. Linux only (/proc).
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+
+from jllm.checkpoint import load_params
+from jllm.config import LlamaConfig, to_hf
+from jllm.param_specs import abstract_params, param_specs
+from jllm.safetensors_io import DTYPES, encode_header
+
+MIB = 1 << 20
+
+
+def make_config(mib: int) -> LlamaConfig:
+    hidden = 2048 if mib >= 1024 else 512
+    layer = 2 * 16 * hidden * hidden  # bytes: 4 E^2 of attention, 12 E^2 of feed-forward
+    return LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=16 * hidden,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_layers=max(1, (mib * MIB - 2 * 2 * 16 * hidden * hidden) // layer),
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 64,
+        head_dim=64,
+        context=2048,
+        dtype="bfloat16",
+    )
+
+
+def generate(directory: Path, config: LlamaConfig) -> None:
+    specs = jax.tree.leaves(param_specs(config))
+    tensors = [(name, DTYPES["BF16"], spec.part_shape(rows)) for spec in specs for name, rows in spec.parts]
+    block = np.random.default_rng(0).standard_normal(MIB // 4, np.float32).astype(DTYPES["BF16"]).tobytes()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(encode_header(tensors))
+        for _, dtype, shape in tensors:
+            size = math.prod(shape) * dtype.itemsize
+            for start in range(0, size, len(block)):
+                file.write(block[: min(len(block), size - start)])
+    (directory / "config.json").write_text(json.dumps(to_hf(config)))
+
+
+def memory(field: str) -> float:
+    """MiB that /proc says: VmRSS is resident now, VmHWM the most that ever was."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
+
+
+def load_naively(directory: Path, config: LlamaConfig, dtype: str) -> object:
+    from safetensors.numpy import load_file
+
+    tensors = load_file(directory / "model.safetensors")
+    return [jax.device_put(tensor.astype(dtype)) for tensor in tensors.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mib", type=int)
+    parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
+    parser.add_argument("--naive", action="store_true")
+    args = parser.parse_args()
+    config = make_config(args.mib)
+    jax.block_until_ready(jax.device_put(np.zeros(1, np.float32)))  # the backend is up before the baseline
+    with tempfile.TemporaryDirectory() as directory:
+        generate(Path(directory), config)
+        baseline, start = memory("VmRSS"), time.perf_counter()
+        params = (load_naively if args.naive else load_params)(Path(directory), config, args.dtype)
+        seconds, peak = time.perf_counter() - start, memory("VmHWM")
+    params_mib = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / MIB
+    leaves = jax.tree.leaves(abstract_params(config, args.dtype))
+    print(
+        json.dumps(
+            {
+                "params_mib": round(params_mib, 1),
+                "largest_leaf_mib": round(max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / MIB, 1),
+                "baseline_mib": round(baseline, 1),
+                "peak_mib": round(peak, 1),
+                "overhead_mib": round(peak - baseline - params_mib, 1),
+                "seconds": round(seconds, 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

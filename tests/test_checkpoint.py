@@ -1,0 +1,485 @@
+"""Checkpoint directories: what is read is what was stored, what is written is read back, and damage is named."""
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jllm.checkpoint import abstract_params, find_model, init_params, load_params, save
+from jllm.config import LlamaConfig, RopeScaling, load_config
+from jllm.errors import CheckpointError, ConfigError, OutputError
+from jllm.safetensors_io import encode_header, read_header
+
+PARITY = Path(__file__).parent / "data" / "parity"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def make_config(**changes):
+    config = LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=20,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        context=32,
+        dtype="float32",
+        bos_id=1,
+        eos_ids=(2, 3),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+VARIANTS = {
+    "llama": make_config(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16)),
+    "tied": make_config(tie_embeddings=True, eos_ids=()),
+    "bias": make_config(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "mistral": make_config(architecture="MistralForCausalLM", windows=(8, 8)),
+    "qwen2": make_config(architecture="Qwen2ForCausalLM", qkv_bias=True, windows=(None, 8), bos_id=None),
+    "qwen3": make_config(architecture="Qwen3ForCausalLM", qk_norm=True),
+}
+
+
+def random_params(config, dtype="float32"):
+    """Params without a single zero or one, so that swapped or unread rows show."""
+    leaves, tree = jax.tree.flatten(abstract_params(config, dtype))
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in leaves])
+
+
+def assert_same_bits(one, other):
+    assert str(jax.tree.structure(one)) == str(jax.tree.structure(other))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with one safetensors file, and one with the same in shards."""
+    config = make_config()
+    save(tmp_path / "one", random_params(config), config)
+    save(tmp_path / "many", random_params(config), config, max_shard_bytes=4000)
+    return tmp_path, config
+
+
+def rewrite(path, change):
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 4000, 1])
+def test_round_trip_is_exact(tmp_path, name, max_shard_bytes):
+    config, params = VARIANTS[name], random_params(VARIANTS[name])
+    save(tmp_path / "a" / "b", params, config, max_shard_bytes=max_shard_bytes)
+    assert load_config(tmp_path / "a" / "b") == config
+    assert_same_bits(load_params(tmp_path / "a" / "b", config), params)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_round_trip_in_every_dtype(tmp_path, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        params = random_params(make_config(), dtype)
+        save(tmp_path, params, make_config())  # the config follows the params
+        config = load_config(tmp_path)
+        assert config == make_config(dtype=dtype)
+        assert_same_bits(load_params(tmp_path, config), params)
+
+
+@pytest.mark.parametrize("directory", sorted(PARITY.iterdir()), ids=lambda path: path.name)
+def test_files_of_transformers_come_back_byte_for_byte(tmp_path, directory):
+    config = load_config(directory)
+    save(tmp_path, load_params(directory, config), config)
+    theirs: dict[str, np.ndarray] = {}
+    for file in directory.glob("*.safetensors"):
+        theirs |= safetensors.numpy.load_file(file)
+    ours = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    assert load_config(tmp_path) == config
+
+
+def test_fused_leaves_stack_the_stored_tensors(saved):
+    path, config = saved
+    stored = safetensors.numpy.load_file(path / "one" / WEIGHTS)
+    layer = load_params(path / "many", config).layers[1]
+    for leaf, names in [
+        (layer.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        (layer.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+        (layer.down, ["mlp.down_proj"]),
+        (layer.attn_norm, ["input_layernorm"]),
+        (layer.mlp_norm, ["post_attention_layernorm"]),
+    ]:
+        np.testing.assert_array_equal(leaf, np.concatenate([stored[f"model.layers.1.{name}.weight"] for name in names]))
+
+
+def test_shards_keep_to_their_size_and_the_index_to_the_shards(saved):
+    path, config = saved
+    index = json.loads((path / "many" / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files == sorted(file.name for file in (path / "many").glob("*.safetensors"))
+    stored: dict[str, np.ndarray] = {}
+    for file in files:
+        tensors = safetensors.numpy.load_file(path / "many" / file)
+        assert all(index["weight_map"][name] == file for name in tensors)
+        assert sum(t.nbytes for t in tensors.values()) <= 4000
+        stored |= tensors
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    assert stored.keys() == index["weight_map"].keys()
+
+
+@pytest.mark.parametrize("stored", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
+def test_conversion(tmp_path, monkeypatch, stored, wanted):
+    monkeypatch.setattr("jllm.safetensors_io._PIECE", 64)  # so that tensors take many pieces
+    config = make_config()
+    dtype = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[stored]
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), random_params(config))
+    save(tmp_path, jax.tree.map(np.asarray, random_params(config)), config)
+    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    safetensors.numpy.save_file({name: t.astype(dtype) for name, t in tensors.items()}, tmp_path / WEIGHTS)
+    expected = jax.tree.map(lambda leaf: jnp.asarray(leaf.astype(wanted)), params)
+    assert_same_bits(load_params(tmp_path, config, wanted), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_values_beyond_the_range_of_float16_are_not_turned_into_infinity(saved, dtype):
+    path, config = saved
+
+    def huge(tensors):
+        tensors["model.norm.weight"] = np.full(16, 1e6, dtype)
+
+    rewrite(path / "one" / WEIGHTS, huge)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has values beyond the range of float16"):
+        load_params(path / "one", config, "float16")
+    assert float(load_params(path / "one", config).norm[0]) == pytest.approx(1e6, rel=1e-2)
+
+
+def test_float64_needs_x64(saved):
+    path, config = saved
+    with pytest.raises(ConfigError, match="jax_enable_x64"):
+        load_params(path / "one", config, "float64")
+    with pytest.raises(ConfigError, match="int8"):
+        load_params(path / "one", config, "int8")
+
+
+def test_init_params():
+    config = make_config(hidden_size=64, intermediate_size=96, num_layers=8, qkv_bias=True, o_bias=True, qk_norm=True)
+    params = init_params(config, jax.random.key(0), "float32")
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract_params(config, "float32"))
+    params = jax.tree.map(np.asarray, params)
+    for layer in params.layers:
+        assert all(np.all(leaf == 1) for leaf in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm))
+        assert np.all(layer.qkv_bias == 0)
+        for leaf, std in [(layer.qkv, 0.02), (layer.gate_up, 0.02), (layer.o, 0.005), (layer.down, 0.005)]:
+            assert np.std(leaf) == pytest.approx(std, rel=0.1)
+            assert abs(np.mean(leaf)) < std / 10
+    matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
+    starts = {tuple(np.round(leaf / np.std(leaf), 2).ravel()[:4].tolist()) for leaf in matrices}
+    assert len(starts) == len(matrices)  # no two leaves share their draws
+    assert_same_bits(params, init_params(config, jax.random.key(0), "float32"))
+    for other in (make_config(dtype="bfloat16"), make_config(tie_embeddings=True)):
+        assert jax.eval_shape(lambda key, c=other: init_params(c, key), jax.random.key(0)) == abstract_params(other)
+
+
+def test_known_superfluous_tensors_are_ignored(tmp_path):
+    config = make_config(tie_embeddings=True)
+    params = random_params(config)
+    save(tmp_path, params, config)
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    rewrite(tmp_path / WEIGHTS, add)
+    assert_same_bits(load_params(tmp_path, config), params)
+    rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, though config\.json ties them"):
+        load_params(tmp_path, config)
+
+
+def refuse(path, config, *words):
+    with pytest.raises(CheckpointError) as error:
+        load_params(path, config)
+    text = str(error.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_missing_and_foreign_directories(tmp_path):
+    config = make_config()
+    refuse(tmp_path / "nowhere", config, "nowhere: no such directory")
+    refuse(tmp_path, config, f"neither {WEIGHTS} nor {INDEX}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    refuse(tmp_path, config, "has pytorch_model.bin", "convert the weights to safetensors")
+    refuse(tmp_path / "pytorch_model.bin", config, "is not a directory")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["1 of 21", "model.layers.1.mlp.up_proj.weight"]),
+        (lambda t: t.pop("lm_head.weight"), ["missing", "lm_head.weight"]),
+        (lambda t: t.update(extra=np.zeros(1)), ["no use for", "extra"]),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(24)}), ["no use for", "q_proj.bias"]),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": np.zeros((24, 16), np.float32)}),
+            ["model.layers.0.self_attn.k_proj.weight", "[24, 16]", "[12, 16]"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.down_proj.weight": np.zeros((20, 16), np.float32)}),
+            ["model.layers.0.mlp.down_proj.weight", "[20, 16]", "[16, 20]"],
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(16, np.int32)}),
+            ["model.norm.weight", "I32", "F64, F32, F16, BF16"],
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(saved, change, words):
+    path, config = saved
+    rewrite(path / "one" / WEIGHTS, change)
+    refuse(path / "one", config, f"{path / 'one'}: ", *words)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_truncated_file(saved, keep):
+    path, config = saved
+    for file in (path / "one" / WEIGHTS, sorted((path / "many").glob("*.safetensors"))[1]):
+        data = file.read_bytes()
+        file.write_bytes(data[:keep])
+        refuse(file.parent, config, file.name, "truncated")
+
+
+def test_truncated_while_reading(saved, monkeypatch):
+    path, config = saved
+    file = path / "one" / WEIGHTS
+    header = read_header(file)
+    os.truncate(file, file.stat().st_size - 1)
+    monkeypatch.setattr("jllm.checkpoint.read_header", lambda path: header)
+    refuse(path / "one", config, "truncated within tensor lm_head.weight")
+
+
+def edited(path, edit):
+    """The file with its header changed by `edit`."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(edit(header) or header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def shift(name, begin, end):
+    def edit(header):
+        offsets = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [offsets[0] + begin, offsets[1] + end]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (shift("model.norm.weight", -4, -4), ["model.norm.weight", "overlaps"]),
+        (shift("model.norm.weight", 4, 4), ["model.norm.weight", "gap"]),
+        (shift("model.norm.weight", 0, -4), ["model.norm.weight", "[16]", "60 bytes"]),
+        (lambda header: header["model.norm.weight"].update(shape=[16, -1]), ["garbled"]),
+        (lambda header: header["model.norm.weight"].update(shape=None), ["garbled"]),
+        (lambda header: header["model.norm.weight"].pop("dtype") and None, ["garbled"]),
+        (lambda header: [1], ["garbled"]),
+        (lambda header: header.pop("lm_head.weight") and None, ["1536 bytes too long"]),
+    ],
+)
+def test_garbled_header(saved, edit, words):
+    path, config = saved
+    edited(path / "one" / WEIGHTS, edit)
+    refuse(path / "one", config, WEIGHTS, *words)
+
+
+def test_not_json(saved):
+    path, config = saved
+    (path / "one" / WEIGHTS).write_bytes(struct.pack("<Q", 8) + b"\xff{{{{{{{")
+    refuse(path / "one", config, "garbled")
+
+
+def test_shards_and_index_must_agree(saved):
+    path, config = saved
+    path = path / "many"
+    first, second = sorted(file.name for file in path.glob("*.safetensors"))[:2]
+    index = json.loads((path / INDEX).read_text())
+
+    def with_index(**weight_map):
+        (path / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | weight_map}))
+
+    shutil.copy(path / first, path / "model-00099-of-00099.safetensors")
+    refuse(path, config, "model-00099-of-00099.safetensors is not listed")
+    (path / "model-00099-of-00099.safetensors").unlink()
+    with_index(**{"model.embed_tokens.weight": second})
+    refuse(path, config, first, "model.embed_tokens.weight", f"places it in {second}")
+    with_index(ghost=first)
+    refuse(path, config, first, "lacks tensor ghost")
+    with_index(ghost="../elsewhere.safetensors")
+    refuse(path, config, "../elsewhere.safetensors")
+    (path / INDEX).write_text("{}")
+    refuse(path, config, INDEX, "weight_map")
+    with_index()
+    (path / second).unlink()
+    refuse(path, config, "shards missing", second)
+    (path / INDEX).unlink()
+    refuse(path, config, "no " + INDEX)
+
+
+def test_saving_replaces_the_checkpoint_that_was_there(tmp_path):
+    config = make_config()
+    few, many = random_params(config), jax.tree.map(lambda leaf: leaf + 1, random_params(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for params, size in [(many, 4000), (few, 10**9), (many, 4000), (few, 8000)]:
+        save(tmp_path, params, config, max_shard_bytes=size)
+        assert_same_bits(load_params(tmp_path, config), params)
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_what_cannot_be_saved(tmp_path):
+    config = make_config()
+    params = random_params(config)
+    cases = [
+        (
+            dataclasses.replace(params, norm=params.norm[:5]),
+            r"params\.norm has shape \[5\], but the config says \[16\]",
+        ),
+        (dataclasses.replace(params, head=None), r"params\.head is not in the params"),
+        (dataclasses.replace(params, norm=params.norm.astype("bfloat16")), "bfloat16, float32"),
+        (jax.tree.map(lambda leaf: leaf.astype("int8"), params), "int8"),
+    ]
+    for bad, words in cases:
+        with pytest.raises(CheckpointError, match=words):
+            save(tmp_path / "out", bad, config)
+    odd = make_config(qk_norm=True)
+    with pytest.raises(ConfigError, match="qk_norm=True"):
+        save(tmp_path / "out", random_params(odd), odd)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow past the limit that the test sets: writes fail as on a full disk."""
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_full_disk_leaves_what_was_there(saved, full_disk):
+    path, config = saved
+    params = load_params(path / "one", config)
+    before = {file: file.read_bytes() for file in (path / "one").iterdir()}
+    full_disk(3000)
+    for target in ("one", "new"):
+        with pytest.raises(OutputError) as error:
+            save(path / target, params, config)
+        assert str(error.value).startswith(f"{path / target / WEIGHTS}: cannot be written: ")
+    assert {file: file.read_bytes() for file in (path / "one").iterdir()} == before
+    assert not (path / "new").exists()
+
+
+def test_directory_that_cannot_be_made(saved):
+    path, config = saved
+    with pytest.raises(OutputError, match="config.json/x: cannot be written: Not a directory"):
+        save(path / "one" / "config.json" / "x", random_params(config), config)
+
+
+def test_headers_are_what_the_library_reads(tmp_path):
+    file = tmp_path / "x.safetensors"
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    header = encode_header([("a", values.dtype, values.shape), ("é", values.dtype, values.shape)])
+    file.write_bytes(header + values.tobytes() * 2)
+    assert len(header) % 8 == 0
+    loaded = safetensors.numpy.load_file(file)
+    assert np.array_equal(loaded["a"], values)
+    assert np.array_equal(loaded["é"], values)
+    assert read_header(file)["é"].offset == len(header) + values.nbytes
+
+
+def test_find_model(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    assert find_model(tmp_path) == tmp_path
+    (tmp_path / "file").write_text("")
+    for name, words in [
+        (tmp_path / "file", "is not a directory"),
+        (tmp_path / "nothing", "no such directory"),
+        ("./org/model", "no such directory$"),
+        ("~/model that is not here", "no such directory$"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            find_model(name)
+
+    def hub(name, *, allow_patterns, ignore_patterns, etag_timeout):
+        assert name == "org/model-1.5B"
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert find_model("org/model-1.5B") == tmp_path
+
+    def offline(*args, **kwargs):
+        raise errors.LocalEntryNotFoundError("Got: ConnectError\nand much more") from OSError("Name not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(CheckpointError) as error:
+        find_model("org/model")
+    assert str(error.value) == (
+        "org/model: no such directory; as a Hub id it is not in the local cache, "
+        "and the Hugging Face Hub cannot be reached (Name not known)"
+    )
+
+
+def test_hub_failure_is_one_line():
+    """The real client, with nothing listening where the Hub should be."""
+    code = "from jllm.checkpoint import find_model\ntry: find_model('org/model')\nexcept Exception as e: print(repr(e))"
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("CheckpointError('org/model: no such directory; as a Hub id it is not in the local")
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_holds_one_leaf_besides_the_params(dtype):
+    figures = measure("--dtype", dtype)
+    assert figures["params_mib"] > 190
+    assert figures["overhead_mib"] < figures["largest_leaf_mib"] + 64, figures
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_memory_bound_catches_a_second_copy():
+    figures = measure("--naive")
+    assert figures["overhead_mib"] > figures["largest_leaf_mib"] + 64, figures
+
+
+def measure(*options):
+    script = Path(__file__).parent / "check_load_memory.py"
+    done = subprocess.run([sys.executable, script, "192", *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
