@@ -193,8 +193,7 @@ def _threshold(logits: Array, weights: Array, top: Array, params: RowParams, voc
 
     lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
     ratio = params.min_p.astype(top.dtype)  # p >= ratio * p_max, in logarithms
-    lowest = jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(params, top.dtype) * jnp.log(ratio), off))
-    return jnp.minimum(lowest, top)
+    return jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(params, top.dtype) * jnp.log(ratio), off))
 
 
 def _largest_reaching(logits: Array, weights: Array, target: Array, top: Array) -> Array:

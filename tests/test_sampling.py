@@ -120,10 +120,13 @@ def test_thresholds_keep_exactly_the_sets_of_the_definitions(data):
         assert (logits[row] >= lowest[row]).any()
 
 
-def test_thresholds_are_exact_where_the_temperature_makes_probabilities_equal():
-    logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, 500)), jnp.float32)
-    lowest = jit_threshold(logits, make(8, temperature=1e9, top_k=5))
-    assert (np.asarray(logits) >= np.asarray(lowest)[:, None]).sum(axis=1).tolist() == [5] * 8
+def test_thresholds_tell_adjacent_floats_apart():
+    logits = np.random.default_rng(3).normal(size=(64, 300)).astype(np.float32)
+    lowest = jit_threshold(logits, make(64, temperature=1e9, top_k=5))  # float32 sees equal probabilities here
+    assert (logits >= np.asarray(lowest)[:, None]).sum(axis=1).tolist() == [5] * 64
+    logits[:, 7], logits[:, 8] = 20, np.nextafter(np.float32(20), np.float32(0))
+    for asked in ({"top_k": 1}, {"top_p": 0.4}):
+        np.testing.assert_array_equal(jit_threshold(logits, make(64, **asked)), 20)
 
 
 def test_tokens_equal_those_of_sorting():
