@@ -20,6 +20,7 @@ from pallas_kernels.cache_update import cache_update
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rotary import rotate
 
@@ -167,8 +168,3 @@ def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
     """SiLU(gate) * up, computed in float32 at least."""
     g = gate.astype(compute_dtype(gate.dtype))
     return (jax.nn.silu(g) * up.astype(g.dtype)).astype(gate.dtype)
-
-
-def compute_dtype(dtype):
-    """The type that norms, softmax, rotary embeddings and accumulation run in."""
-    return jnp.promote_types(dtype, jnp.float32)

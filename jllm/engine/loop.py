@@ -36,6 +36,14 @@ class _Live:
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the prompt token
 
 
+@dataclass
+class _Request:
+    """What samples of one prompt have in common."""
+
+    samples: int = 0  # that were ever started: the next sample index
+    unfinished: int = 0
+
+
 @dataclass(frozen=True)
 class _InFlight:
     """A dispatched step whose outputs have not been read."""
@@ -57,7 +65,8 @@ class Engine:
         self._device = Device(model.config, model.params, EngineOptions(**options))
         self._scheduler = Scheduler(self._device.sizes.limits)
         self._live: dict[tuple[int, int], _Live] = {}
-        self._samples: Counter[int] = Counter()  # per unfinished request, the next free sample index
+        self._requests: dict[int, _Request] = {}  # the unfinished ones
+        self._penalized = 0  # unfinished sequences that ask for penalties or a bias
         self._in_flight: _InFlight | None = None
         self._next_id = 0
         self._counts: Counter[str] = Counter()
@@ -92,7 +101,7 @@ class Engine:
         self._check_open()
         live = self._find(request_id, sample)
         seq = live.seq
-        index = self._samples[request_id]
+        index = self._requests[request_id].samples
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         new = self._add(twin)
         for token in seq.output:
@@ -103,11 +112,12 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
         self._check_open()
-        lives = [live for (id, _), live in self._live.items() if id == request_id]
-        if not lives:
+        request = self._requests.get(request_id)
+        if request is None:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
-        for live in lives:
-            self._finish(live, "abort")
+        for sample in range(request.samples):
+            if (request_id, sample) in self._live:
+                self._finish(self._live[request_id, sample], "abort")
 
     def step(self) -> list[Event]:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times)."""
@@ -139,7 +149,7 @@ class Engine:
             "pages_free": s.pool.num_free,
             "pages_total": s.pool.num_pages,
             "steps": c["steps"],
-            "requests_finished": s.counts.finished,
+            "requests_finished": self._next_id - len(self._requests),
             "prompt_tokens": c["prompt_tokens"],
             "output_tokens": c["output_tokens"],
             "preemptions": s.counts.preempted,
@@ -194,7 +204,10 @@ class Engine:
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
         live = _Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
         self._live[seq.request_id, seq.sample] = live
-        self._samples[seq.request_id] = max(self._samples[seq.request_id], seq.sample + 1)
+        request = self._requests.setdefault(seq.request_id, _Request())
+        request.samples = max(request.samples, seq.sample + 1)
+        request.unfinished += 1
+        self._penalized += seq.params.penalizes
         return live
 
     def _find(self, request_id: int, sample: int) -> _Live:
@@ -206,11 +219,10 @@ class Engine:
     # One step
 
     def _dispatch(self, plan: Plan) -> _InFlight:
-        params = [live.seq.params for live in self._live.values()]
         prompts = [c for c in plan.chunks if c.seq.params.prompt_logprobs]
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
         variant = Variant(
-            penalties=any(p.penalizes for p in params),
+            penalties=self._penalized > 0,
             logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=bool(prompts),
         )
@@ -304,8 +316,10 @@ class Engine:
             reason = "stop"
         self._scheduler.finish(seq, reason)
         del self._live[seq.request_id, seq.sample]
-        if not any(id == seq.request_id for id, _ in self._live):
-            del self._samples[seq.request_id]
+        self._penalized -= seq.params.penalizes
+        self._requests[seq.request_id].unfinished -= 1
+        if not self._requests[seq.request_id].unfinished:
+            del self._requests[seq.request_id]
         text, tokens = live.output.take(final=True)
         completion = self._completion(live, reason)
         self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))

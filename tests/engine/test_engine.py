@@ -1,0 +1,323 @@
+"""What the engine promises besides the oracle: ends, text, logprobs, penalties, forks, aborts, errors, compilations."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from jllm import step as step_module
+from jllm.batch import Rung
+from jllm.engine import device as device_module
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, EngineClosed, RequestError
+from tests.tiny import CONFIG, full_logits, greedy, serve, tiny_model
+
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
+
+
+class Letters:
+    """A tokenizer of one letter a token: token i is chr(i + 32), and 2 is the end."""
+
+    def encode(self, text, add_bos=True):
+        return [ord(c) - 32 for c in text]
+
+    def stream_decoder(self, prompt_ids=()):
+        return self
+
+    def push(self, id):
+        return chr(id + 32)
+
+    def finish(self):
+        return ""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def log_softmax(x):
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def test_greedy_is_the_argmax_of_the_forward_without_a_cache(model):
+    for prompt, done in zip(PROMPTS, serve(model, PROMPTS, [greedy(20)] * 3, **OPTIONS), strict=True):
+        logits = full_logits(model, prompt + list(done.token_ids))
+        assert list(done.token_ids) == logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist()
+        assert done.finish_reason == "length"
+        assert done.timings.prompt_tokens == len(prompt)
+        assert done.timings.output_tokens == 20
+        assert 0 < done.timings.first_token <= done.timings.total
+
+
+def test_logprobs_are_of_the_raw_logits(model):
+    params = SamplingParams(temperature=0.5, seed=3, logprobs=4, prompt_logprobs=True, max_new_tokens=9, top_k=3)
+    for prompt, done in zip(PROMPTS, serve(model, PROMPTS, [params] * 3, **OPTIONS), strict=True):
+        ids = prompt + list(done.token_ids)
+        want = log_softmax(full_logits(model, ids).astype(np.float64))
+        got = [x.logprob for x in done.logprobs]
+        np.testing.assert_allclose(got, [want[len(prompt) - 1 + i, t] for i, t in enumerate(done.token_ids)], atol=1e-4)
+        assert [x.token_id for x in done.logprobs] == list(done.token_ids)
+        for i, entry in enumerate(done.logprobs):
+            row = want[len(prompt) - 1 + i]
+            assert [t for t, _ in entry.top] == np.argsort(-row, kind="stable")[:4].tolist()
+            np.testing.assert_allclose([lp for _, lp in entry.top], np.sort(row)[::-1][:4], atol=1e-4)
+        assert len(done.prompt_logprobs) == len(prompt) - 1
+        np.testing.assert_allclose(
+            done.prompt_logprobs, [want[i, t] for i, t in enumerate(prompt[1:])], atol=1e-4, rtol=0
+        )
+
+
+def test_stop_ids_end_and_are_in_neither_tokens_nor_text(model):
+    free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    done = serve(model, [PROMPTS[0]], [greedy(20, stop_token_ids=(stop,))], **OPTIONS)[0]
+    assert done.token_ids == free.token_ids[:first]
+    assert done.finish_reason == "stop"
+
+
+def test_more_stop_ids_than_the_device_checks(model):
+    free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
+    unseen = [i for i in range(CONFIG.vocab_size) if i not in free.token_ids]
+    stops = (*unseen[:20], free.token_ids[5])  # sorted, the one that matters may come last
+    done = serve(model, [PROMPTS[0]], [greedy(20, stop_token_ids=stops)], **OPTIONS)[0]
+    assert done.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5])]
+
+
+def test_end_token_of_the_config_unless_ignored(model):
+    free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
+    ends = tiny_model(eos_ids=(free.token_ids[4],))
+    cut = free.token_ids.index(free.token_ids[4])
+    stopped, ignored = serve(ends, [PROMPTS[0]] * 2, [greedy(20, ignore_eos=False), greedy(20)], **OPTIONS)
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:cut], "stop")
+    assert ignored.token_ids == free.token_ids
+
+
+def test_stop_strings_cut_text_and_tokens_and_stream_what_is_certain():
+    model = tiny_model(tokenizer=Letters())
+    free = serve(model, [PROMPTS[0]], [greedy(24)], **OPTIONS)[0]
+    text = "".join(chr(i + 32) for i in free.token_ids)
+    stop = text[9:12]
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy(24, stop=("never seen", stop)))
+    events = list(engine.run())
+    done = events[-1].completion
+    assert done.text == text[: text.index(stop)]
+    assert done.finish_reason == "stop"
+    assert done.token_ids == free.token_ids[: len(done.text)]
+    assert "".join(e.text for e in events) == done.text
+    assert sum((e.token_ids for e in events), ()) == done.token_ids
+    assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
+
+
+def test_penalties_and_bias_follow_their_formulas(model):
+    params = greedy(16, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={40: 1.5})
+    prompt = PROMPTS[0]
+    done = serve(model, [prompt, PROMPTS[1]], [params, greedy(16)], **OPTIONS)
+    ids = list(prompt)
+    for token in done[0].token_ids:
+        logits = full_logits(model, ids)[-1].astype(np.float64)
+        seen = np.isin(np.arange(CONFIG.vocab_size), ids)
+        logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
+        counts = np.bincount(ids[len(prompt) :], minlength=CONFIG.vocab_size)
+        logits -= 0.25 * counts + 0.5 * (counts > 0)
+        logits[40] += 1.5
+        assert token == logits.argmax()
+        ids.append(token)
+    assert done[1].token_ids == serve(model, [PROMPTS[1]], [greedy(16)], **OPTIONS)[0].token_ids
+
+
+def test_a_ban_holds(model):
+    free = serve(model, [PROMPTS[0]], [greedy(12)], **OPTIONS)[0]
+    bans = {t: -float("inf") for t in set(free.token_ids)}
+    done = serve(model, [PROMPTS[0]], [greedy(12, logit_bias=bans)], **OPTIONS)[0]
+    assert not set(done.token_ids) & set(bans)
+
+
+def test_samples_differ_and_seeds_repeat(model):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], SamplingParams(n=3, seed=11, max_new_tokens=12, ignore_eos=True))
+    done = {e.sample: e.completion for e in engine.run() if e.completion}
+    assert sorted(done) == [0, 1, 2]
+    assert len({c.token_ids for c in done.values()}) == 3
+    alone = SamplingParams(seed=11, max_new_tokens=12, ignore_eos=True)
+    assert serve(model, [PROMPTS[0]], [alone], **OPTIONS)[0].token_ids == done[0].token_ids
+
+
+def test_a_drawn_seed_is_reported_and_gives_the_same_tokens(model):
+    params = {"max_new_tokens": 12, "ignore_eos": True}
+    first = serve(model, [PROMPTS[0]], [SamplingParams(**params)], **OPTIONS)[0]
+    again = serve(model, [PROMPTS[0]], [SamplingParams(**params, seed=first.seed)], **OPTIONS)[0]
+    assert again.token_ids == first.token_ids
+
+
+def test_fork_continues_with_a_key_of_its_own(model):
+    engine = Engine(model, **OPTIONS)
+    params = SamplingParams(seed=5, max_new_tokens=20, ignore_eos=True, logprobs=1)
+    request = engine.submit(PROMPTS[0], params)
+    seen = 0
+    while seen < 6:
+        seen += sum(len(e.token_ids) for e in engine.step())
+    assert engine.fork(request) == 1
+    events = list(engine.run())
+    done = {e.sample: e.completion for e in events if e.completion}
+    assert done[1].token_ids[:6] == done[0].token_ids[:6]
+    assert done[1].token_ids != done[0].token_ids
+    assert len(done[1].token_ids) == len(done[1].logprobs) == 20
+    assert sum((e.token_ids for e in events if e.sample == 1), ()) == done[1].token_ids
+    with pytest.raises(RequestError, match="no running sample"):
+        engine.fork(request)
+
+
+def test_abort_frees_everything_and_keeps_what_was_done(model):
+    engine = Engine(model, **OPTIONS)
+    running, other = engine.submit(PROMPTS[1], greedy(40)), engine.submit(PROMPTS[0], greedy(8))
+    for _ in range(8):
+        engine.step()
+    engine.abort(running)
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    assert done[running].finish_reason == "abort"
+    free = serve(model, [PROMPTS[1], PROMPTS[0]], [greedy(40), greedy(8)], **OPTIONS)
+    assert done[running].token_ids == free[0].token_ids[: len(done[running].token_ids)]
+    assert done[other].token_ids == free[1].token_ids
+    assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
+    with pytest.raises(RequestError, match="not running"):
+        engine.abort(running)
+
+
+def test_the_context_ends_a_sequence(model):
+    prompt = list(range(2, 90))
+    done = serve(model, [prompt], [greedy(1000)], **OPTIONS)[0]
+    assert len(prompt) + len(done.token_ids) == CONFIG.context
+    assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([], greedy(), "empty"),
+        ([97], greedy(), r"token id 97 is not in \[0, 97\)"),
+        ([-1], greedy(), "token id -1"),
+        ("text", greedy(), "needs a tokenizer"),
+        ([3] * 128, greedy(), "128 tokens is too long: the model's context leaves room for 127"),
+        ([3], greedy(stop=("x",)), "stop strings need a tokenizer"),
+        ([3], greedy(stop_token_ids=(99,)), "stop_token_ids: token id 99"),
+        ([3], greedy(logit_bias={99: 1.0}), "logit_bias: token id 99"),
+    ],
+)
+def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params, says):
+    engine = Engine(model, **OPTIONS)
+    with pytest.raises(RequestError, match=says):
+        engine.submit(prompt, params)
+    assert not engine.has_work
+
+
+def test_a_prompt_longer_than_the_pool_is_named(model):
+    engine = Engine(model, **{**OPTIONS, "num_pages": 4})
+    with pytest.raises(RequestError, match=r"40 tokens is too long: the page pool \(32 tokens\) leaves room for 31"):
+        engine.submit([3] * 40, greedy())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"page_size": 7}, "page_size must be one of 8, 16, 32, 64, 128, not 7"),
+        ({"max_slots": 0}, "max_slots must be an integer >= 1, not 0"),
+        ({"max_slots": 8, "max_step_tokens": 4}, "max_step_tokens must be at least max_slots = 8"),
+        ({"kv_cache": "int3"}, "int3"),
+        ({"kv_cache": "int8-g32"}, "32"),  # a group over D = 16
+    ],
+)
+def test_bad_options_are_named(model, options, says):
+    with pytest.raises(ConfigError, match=says):
+        Engine(model, **options)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 5])
+def test_a_device_error_recomputes_what_runs(model, monkeypatch, failing):
+    want = serve(model, PROMPTS, [greedy(20)] * 3, **OPTIONS)
+    engine = Engine(model, **OPTIONS)
+    run, calls = engine._device.run, iter(range(1, 1000))
+
+    def fail_once(*args):
+        if next(calls) == failing:
+            engine._device._state = None  # what was donated is lost
+            raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
+        return run(*args)
+
+    monkeypatch.setattr(engine._device, "run", fail_once)
+    ids = [engine.submit(p, greedy(20)) for p in PROMPTS]
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    assert [done[i].token_ids for i in ids] == [w.token_ids for w in want]
+    assert engine.metrics()["device_errors"] == 1
+
+
+def test_a_device_that_keeps_failing_closes_the_engine_clearly(model, monkeypatch):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy())
+
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over\nlong trace")
+
+    monkeypatch.setattr(engine._device, "run", fail)
+    with pytest.raises(EngineClosed, match="failed again right after recovery: INTERNAL: the device fell over$"):
+        list(engine.run())
+    with pytest.raises(EngineClosed):
+        engine.submit(PROMPTS[0], greedy())
+
+
+def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
+    """One rung: every mix must run the one traced step, whatever is in it. Asking for logprobs adds a variant."""
+    counted = chex.assert_max_traces(step_module.step, n=1)
+    jitted = jax.jit(counted, static_argnames=step_module.STATIC, donate_argnames="state")
+    monkeypatch.setattr(device_module, "jit_step", jitted)
+    options = {**OPTIONS, "ladder": (Rung(5, 17, 5),)}
+    mixes = [
+        ([PROMPTS[0]], [greedy(4)]),
+        (PROMPTS, [greedy(9), SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=1), greedy(2, stop_token_ids=(4, 5))]),
+        ([[3] * n for n in range(1, 9)], [SamplingParams(temperature=t / 4, max_new_tokens=t + 1) for t in range(8)]),
+    ]
+    for prompts, params in mixes:
+        serve(model, prompts, params, **options)
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        serve(model, [PROMPTS[0]], [greedy(4, logprobs=1)], **options)
+
+
+def test_compile_ahead_leaves_nothing_to_compile(model):
+    options = {**OPTIONS, "ladder": (Rung(3, 0, 0), Rung(4, 18, 3))}
+    engine = Engine(model, **options)
+    assert engine.compile_ahead() == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "backbone", None)  # tracing again would call it
+        engine.submit(PROMPTS[0], greedy(4))
+        assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
+
+
+def test_reads_come_one_step_late(model):
+    """The step after is dispatched before a step's tokens are read."""
+    engine = Engine(model, **OPTIONS)
+    order = []
+    dispatch, read = engine._dispatch, engine._read
+    engine._dispatch = lambda plan: order.append(("dispatch", plan.step)) or dispatch(plan)
+    engine._read = lambda step: order.append(("read", step.plan.step)) or read(step)
+    engine.submit(PROMPTS[0], greedy(6))
+    list(engine.run())
+    for step in range(1, 5):
+        assert order.index(("dispatch", step)) < order.index(("read", step - 1))
+
+
+def test_metrics_add_up(model):
+    engine = Engine(model, **OPTIONS)
+    for prompt in PROMPTS:
+        engine.submit(prompt, greedy(5))
+    list(engine.run())
+    m = engine.metrics()
+    assert m["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert m["output_tokens"] == 15
+    assert m["requests_finished"] == 3
+    assert m["running"] == m["waiting"] == m["device_errors"] == m["preemptions"] == 0
+    assert m["slack"] == pytest.approx(1 - (34 + 12) / (20 * m["steps"]))

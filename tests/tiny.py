@@ -1,0 +1,86 @@
+"""Small random models for tests: sharp enough that greedy tokens differ, quick to compile."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.engine.loop import Engine
+from jllm.engine.request import Completion, SamplingParams
+from jllm.model import Packed, forward
+from jllm.params import LayerParams, Params
+from jllm.pretrained import Model
+
+CONFIG = LlamaConfig(
+    "LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context=128,
+    eos_ids=(2,),
+    dtype="float32",
+)
+
+
+def tiny_model(dtype="float32", seed: int = 0, tokenizer=None, **changes) -> Model:
+    """A model of CONFIG's shapes (with changes) and zero-mean random weights."""
+    c = replace(CONFIG, dtype=str(dtype), **changes)
+    rng = np.random.default_rng(seed)
+    H, K, D, E, F, V = c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, c.intermediate_size, c.vocab_size
+
+    def normal(*shape: int, scale: float = 0.2, mean: float = 0.0) -> jax.Array:
+        return jnp.asarray(mean + scale * rng.normal(size=shape), dtype)
+
+    def layer() -> LayerParams:
+        return LayerParams(
+            attn_norm=normal(E, mean=1.0),
+            qkv=normal((H + 2 * K) * D, E),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o=normal(E, H * D),
+            o_bias=None,
+            mlp_norm=normal(E, mean=1.0),
+            gate_up=normal(2 * F, E),
+            gate_up_bias=None,
+            down=normal(E, F),
+            down_bias=None,
+        )
+
+    layers = tuple(layer() for _ in range(c.num_layers))
+    head = None if c.tie_embeddings else normal(V, E, scale=0.4)
+    return Model(c, Params(normal(V, E, scale=1.0), layers, normal(E, mean=1.0), head), tokenizer)
+
+
+def serve(model: Model, prompts, sampling, **options) -> list[Completion]:
+    """All prompts at once through a fresh engine; completions by prompt (one sample each)."""
+    engine = Engine(model, **options)
+    ids = [engine.submit(p, s) for p, s in zip(prompts, sampling, strict=True)]
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    return [done[i] for i in ids]
+
+
+def full_logits(model: Model, tokens, pad: int = 128) -> np.ndarray:
+    """Logits [len(tokens), V] of the forward without a cache, padded so that it compiles once."""
+    padded = np.zeros(pad, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_full(model.params, model.config, jnp.asarray(padded)))[: len(tokens)]
+
+
+def _full_impl(params, config, tokens):
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return forward(params, config, Packed(tokens, positions, jnp.zeros_like(tokens)), None)[0]
+
+
+_full = jax.jit(_full_impl, static_argnames="config")
+
+
+def greedy(n: int = 16, **kw) -> SamplingParams:
+    """Greedy for n tokens whatever they are."""
+    return SamplingParams(**{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True, **kw})
