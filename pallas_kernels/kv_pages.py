@@ -4,7 +4,8 @@ One layer keeps K and V each as a pool of N pages: values [N, K, P, D], so that 
 copy. Quantized formats add float16 scales [N, K, P * G], G = D / group: flat, because a copy engine wants every stride
 but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. int4 packs two
 values a byte along D, the even one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8
-[N, K, P, D / 2].
+[N, K, P, D / 2]. fp8 is stored as its bits, uint8 too: where XLA has no native fp8 (the CPU), a gather or scatter of it
+converts the whole pool.
 """
 
 import re
@@ -16,7 +17,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import compute_dtype
 
-FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": "float8_e4m3fn"}
+FP8 = "float8_e4m3fn"
+FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": FP8}
 LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are never written
 
 
@@ -30,7 +32,7 @@ class KVFormat:
     @property
     def storage_dtype(self) -> jnp.dtype:
         """The dtype of the values array."""
-        return jnp.dtype("uint8" if self.dtype == "int4" else self.dtype)
+        return jnp.dtype("uint8" if self.dtype in ("int4", FP8) else self.dtype)
 
     def groups(self, head_dim: int) -> int:
         """Scales per token and head (0 for float formats)."""
@@ -42,7 +44,7 @@ class KVFormat:
 class Pages:
     """K or V of one layer."""
 
-    values: jax.Array  # [N, K, P, D]; int4: uint8 [N, K, P, D/2]
+    values: jax.Array  # [N, K, P, D]; fp8: uint8 [N, K, P, D]; int4: uint8 [N, K, P, D/2]
     scales: jax.Array | None  # float16 [N, K, P*G], or None for float formats
     format: KVFormat = field(metadata={"static": True})
 
@@ -113,10 +115,10 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
     Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range; values are x over
     the *rounded* scale, to nearest even, clipped. fp8 saturates at 448.
     """
+    if fmt.dtype == FP8:
+        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(fmt.dtype), jnp.uint8), None
     if fmt.group is None:
-        if fmt.dtype == "float8_e4m3fn":
-            largest = float(jnp.finfo(fmt.dtype).max)
-            x = jnp.clip(x, -largest, largest)
         return x.astype(fmt.dtype), None
     largest = LARGEST_CODE[fmt.dtype]
     x = x.astype(compute_dtype(x.dtype))
@@ -134,6 +136,8 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
 
 def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
     """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] -> [..., D]."""
+    if fmt.dtype == FP8:
+        values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
     if fmt.group is None:
         return values.astype(dtype)
     assert scales is not None

@@ -4,6 +4,7 @@ Shares nothing with kv_pages.py but its dataclasses. Also catches what shapes ca
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_pages import KVPages, Pages
@@ -18,6 +19,8 @@ def read_row(pages: Pages, page: int, head: int, offset: int) -> np.ndarray:
     """One token's K or V of one head, as stored in a host copy -> float64 [D]."""
     row = np.asarray(pages.values)[page, head, offset]
     group = pages.format.group
+    if pages.format.dtype == "float8_e4m3fn":
+        row = row.view(jnp.float8_e4m3fn)
     if group is None:
         return row.astype(np.float64)
     codes = [int(code) for code in row]
@@ -49,9 +52,11 @@ def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.
 def write_row(pages: Pages, page: int, head: int, offset: int, x: np.ndarray) -> None:
     """Stores x [D] at one slot of a host copy, by the format's definition."""
     values, group = np.asarray(pages.values), pages.format.group  # views: the host copy itself changes
+    if pages.format.dtype == "float8_e4m3fn":
+        x = np.maximum(np.minimum(x, 448.0), -448.0).astype(jnp.float8_e4m3fn)
+        values[page, head, offset] = x.view(np.uint8)
+        return
     if group is None:
-        if pages.format.dtype == "float8_e4m3fn":
-            x = np.maximum(np.minimum(x, 448.0), -448.0)
         values[page, head, offset] = x.astype(values.dtype)
         return
     scales = np.asarray(pages.scales)

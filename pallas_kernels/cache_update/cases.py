@@ -1,0 +1,76 @@
+"""Shapes of cache_update that tests and benchmarks share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cases import FORMATS, HEAD_DIMS, HEADS, PAGE_SIZES, random_pages
+from pallas_kernels.kv_pages import KVPages
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: `rows` tokens go to distinct random slots of `num_pages` pages, the last `dropped` ones nowhere."""
+
+    rows: int
+    dropped: int
+    num_pages: int
+    heads: tuple[int, int]  # H, K
+    head_dim: int
+    page_size: int
+    k_format: str
+    v_format: str
+    dtype: str
+
+    def inputs(self, seed: int = 0) -> tuple[jax.Array | KVPages, ...]:
+        """q, k, v, cos, sin, pages, page and offset: standard normal values, random angles."""
+        rng = np.random.default_rng(seed)
+        num_heads, num_kv_heads = self.heads
+
+        def normal(heads: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal((self.rows, heads, self.head_dim)), jnp.float32).astype(self.dtype)
+
+        angles = rng.uniform(-np.pi, np.pi, (self.rows, self.head_dim // 2))
+        formats = (self.k_format, self.v_format)
+        pages = random_pages(rng, self.num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
+        slots = rng.permutation(self.num_pages * self.page_size)[: self.rows]
+        page, offset = slots // self.page_size, slots % self.page_size
+        page[self.rows - self.dropped :] = self.num_pages + np.arange(self.dropped) * 1000
+        cos, sin = (jnp.asarray(wave(angles), jnp.float32) for wave in (np.cos, np.sin))
+        q, k, v = normal(num_heads), normal(num_kv_heads), normal(num_kv_heads)
+        return q, k, v, cos, sin, pages, jnp.asarray(page, jnp.int32), jnp.asarray(offset, jnp.int32)
+
+
+CASES = tuple(
+    Case(
+        rows=12,
+        dropped=2,
+        num_pages=6,
+        heads=HEADS[i % len(HEADS)],
+        head_dim=HEAD_DIMS[i % 2],
+        page_size=PAGE_SIZES[i % len(PAGE_SIZES)],
+        k_format=k_format,
+        v_format=v_format,
+        dtype=("float32", "bfloat16", "float16")[i % 3],
+    )
+    for i, (k_format, v_format) in enumerate(FORMATS * 2)
+)
+
+BENCH_CASES = tuple(
+    Case(
+        rows=rows,
+        dropped=0,
+        num_pages=4096,
+        heads=(32, num_kv_heads),
+        head_dim=128,
+        page_size=16,
+        k_format=name,
+        v_format=name,
+        dtype="bfloat16",
+    )
+    for num_kv_heads in (32, 8)
+    for name in ("bf16", "fp8", "int8-g8", "int4-g32")
+    for rows in (1, 32, 128, 2048)
+)

@@ -1,0 +1,68 @@
+"""What the operations' cases.py share: inputs that tests and benchmarks build alike, from a seed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
+
+PAGE_SIZES = (8, 16, 32, 64, 128)
+FORMATS = (  # K, V: every kind on both sides
+    ("bf16", "bf16"),
+    ("f32", "f16"),
+    ("int8-g8", "int4-g32"),
+    ("int4-g8", "int8-g64"),
+    ("fp8", "int8-g16"),
+    ("int8-g64", "fp8"),
+)
+HEADS = ((4, 4), (4, 2), (6, 2), (4, 1))  # H, K
+WINDOWS = (None, 1, 40, 129)
+DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """Attention settings in which every two values of different axes meet, all page sizes with all formats first."""
+
+    def pick(axis: Sequence[Any], at: int) -> Any:
+        return axis[at % len(axis)]
+
+    return [
+        {
+            "page_size": page_size,
+            "k_format": k_format,
+            "v_format": v_format,
+            "heads": pick(HEADS, i + j),
+            "window": pick(WINDOWS, 3 * i + 2 * j + j // 2),
+            "dtype": pick(DTYPES, 2 * i + j),
+            "head_dim": pick(HEAD_DIMS, i + j + j // 3),
+        }
+        for i, page_size in enumerate(PAGE_SIZES)
+        for j, (k_format, v_format) in enumerate(FORMATS)
+    ]
+
+
+def random_pages(
+    rng: np.random.Generator, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, formats: tuple[str, str]
+) -> KVPages:
+    """Full pages of standard normal K and V, stored in `formats`."""
+
+    def pool(fmt: KVFormat) -> Pages:
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        values, scales = encode(jnp.asarray(rng.standard_normal(shape), jnp.float32), fmt)
+        return Pages(values, None if scales is None else scales.reshape(*shape[:2], -1), fmt)
+
+    k_format, v_format = (parse_format(name, head_dim) for name in formats)
+    return KVPages(pool(k_format), pool(v_format))
+
+
+def random_tables(rng: np.random.Generator, num_pages: int, lengths: Sequence[int], page_size: int) -> np.ndarray:
+    """Page tables i32[len(lengths), M] of distinct random pages; what a sequence doesn't need is out of range."""
+    needed = [-(-length // page_size) for length in lengths]
+    free = iter(rng.permutation(num_pages).tolist())
+    tables = np.where(rng.random((len(lengths), max(needed) + 1)) < 0.5, -7, 2**30).astype(np.int32)
+    for row, count in zip(tables, needed):
+        row[:count] = [next(free) for _ in range(count)]
+    return tables

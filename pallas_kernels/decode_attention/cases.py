@@ -1,0 +1,52 @@
+"""Shapes of decode_attention that tests and benchmarks share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cases import pairwise, random_pages, random_tables
+from pallas_kernels.kv_pages import KVPages
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: a row of `lengths` a sequence."""
+
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]  # H, K
+    head_dim: int
+    page_size: int
+    k_format: str
+    v_format: str
+    dtype: str
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
+        """q, pages, page_table and lengths: standard normal values, shuffled pages, one page that nobody owns."""
+        rng = np.random.default_rng(seed)
+        num_heads, num_kv_heads = self.heads
+        num_pages = sum(-(-length // self.page_size) for length in self.lengths) + 1
+        formats = (self.k_format, self.v_format)
+        q = jnp.asarray(rng.standard_normal((len(self.lengths), num_heads, self.head_dim)), jnp.float32)
+        pages = random_pages(rng, num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
+        table = random_tables(rng, num_pages, self.lengths, self.page_size)
+        return q.astype(self.dtype), pages, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32)
+
+
+# Around page and block edges, and one unused row.
+CASES = tuple(Case(lengths=(130, 1, 0, 64, 257), **settings) for settings in pairwise())
+
+_LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+_LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+BENCH_CASES = tuple(
+    Case(lengths=(length,) * batch, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
+    for shape in (_LLAMA_7B, _LLAMA_8B)
+    for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
+    for batch, length in ((1, 2048), (32, 512), (128, 128), (128, 2048))
+)

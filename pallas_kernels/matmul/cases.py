@@ -1,0 +1,49 @@
+"""Shapes of matmul that tests and benchmarks share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: x [*leading, K] times w [N, K]."""
+
+    leading: tuple[int, ...]
+    n: int
+    k: int
+    dtype: str
+    bias: bool = False
+    out_dtype: str | None = None
+
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """x, w and bias or None: standard normal values, w scaled so that results are too."""
+        rng = np.random.default_rng(seed)
+
+        def normal(*shape: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+        x, w = normal(*self.leading, self.k), normal(self.n, self.k) * self.k**-0.5
+        bias = normal(self.n).astype(self.dtype) if self.bias else None
+        return x.astype(self.dtype), w.astype(self.dtype), bias
+
+
+CASES = (
+    Case((1,), 96, 256, "bfloat16"),
+    Case((1,), 96, 256, "float32", bias=True),
+    Case((5,), 64, 2048, "bfloat16", bias=True, out_dtype="float32"),
+    Case((2, 3), 64, 128, "float32"),
+    Case((), 64, 128, "bfloat16", bias=True),
+    Case((7,), 33, 65, "float16", bias=True),
+    Case((7,), 33, 65, "float32", out_dtype="bfloat16"),
+    Case((1, 1), 64, 2048, "bfloat16", bias=True, out_dtype="float32"),
+)
+
+# LLaMA-7B's linears: QKV, attention output, gate and up, down.
+BENCH_CASES = tuple(
+    Case((m,), n, k, "bfloat16")
+    for n, k in ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))
+    for m in (1, 8, 32, 128, 256, 1024, 4096)
+)

@@ -1,0 +1,62 @@
+"""Shapes of prefill_attention that tests and benchmarks share."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cases import pairwise, random_pages, random_tables
+from pallas_kernels.kv_pages import KVPages
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: chunk b adds q_lens[b] tokens to a sequence that then holds kv_lens[b]; `unused` rows follow."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    unused: int
+    heads: tuple[int, int]  # H, K
+    head_dim: int
+    page_size: int
+    k_format: str
+    v_format: str
+    dtype: str
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, KVPages, jax.Array, jax.Array, jax.Array]:
+        """q, pages, page_table, cu_q_lens and kv_lens: standard normal values, shuffled pages, one unowned page."""
+        rng = np.random.default_rng(seed)
+        num_heads, num_kv_heads = self.heads
+        num_pages = sum(-(-length // self.page_size) for length in self.kv_lens) + 1
+        formats = (self.k_format, self.v_format)
+        rows = sum(self.q_lens) + self.unused
+        q = jnp.asarray(rng.standard_normal((rows, num_heads, self.head_dim)), jnp.float32).astype(self.dtype)
+        pages = random_pages(rng, num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
+        table = random_tables(rng, num_pages, self.kv_lens, self.page_size)
+        cu_q_lens = jnp.asarray([0, *accumulate(self.q_lens)], jnp.int32)
+        return q, pages, jnp.asarray(table), cu_q_lens, jnp.asarray(self.kv_lens, jnp.int32)
+
+
+# A chunk of one tile and a bit, an empty one, one token far in, the start of a sequence, and unused rows.
+CASES = tuple(Case(q_lens=(37, 0, 1, 5), kv_lens=(150, 9, 129, 5), unused=5, **settings) for settings in pairwise())
+
+_LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+_LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+BENCH_CASES = tuple(
+    Case(q_lens=q_lens, kv_lens=kv_lens, unused=0, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
+    for shape in (_LLAMA_7B, _LLAMA_8B)
+    for name in ("bf16", "fp8", "int8-g8", "int4-g32")
+    for q_lens, kv_lens in (
+        ((2048,), (2048,)),
+        ((512,) * 8, (512,) * 8),
+        ((512,), (8192,)),
+        ((1500, 300, 200, 48), (1500, 300, 4096, 2048)),
+    )
+)
