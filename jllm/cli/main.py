@@ -5,8 +5,9 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.arguments import parse_args, sampling_params
@@ -16,8 +17,10 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
+    from jllm.api import Prompt
     from jllm.cli.sinks import Sink
     from jllm.engine.loop import Engine
+    from jllm.engine.request import Event
     from jllm.tokenizer import Tokenizer
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what shells report for SIGINT and SIGPIPE
@@ -55,21 +58,21 @@ def _run(args: Namespace, started: float) -> int:
     if not todo:
         _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
         return 0
-    engine, running = _prepare(args, todo)
+    engine, prompts, slots = _prepare(args, todo)
     from jllm.cli.sinks import Lines, Screen
 
     speed = Speed(started)
     sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed)
-    return _drive(engine, running, sink, speed)
+    return _drive(_serve(engine, todo, prompts, 2 * slots), sink, speed)
 
 
-def _drive(engine: "Engine", running: dict[int, Job], sink: "Sink", speed: Speed) -> int:
+def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed) -> int:
     """Runs the engine until nothing is left or somebody presses Ctrl-C, and says how fast that was."""
     status = 0
     try:
-        for event in engine.run():
+        for job, event in events:
             speed.count(event)
-            sink.take(running[event.id], event)
+            sink.take(job, event)
     except KeyboardInterrupt:
         status = INTERRUPTED
     finally:
@@ -107,8 +110,8 @@ def _stdin_prompt() -> str:
     return text
 
 
-def _prepare(args: Namespace, jobs: list[Job]) -> tuple["Engine", dict[int, Job]]:
-    """The engine with all requests submitted, which checks them, and its compiled steps: nothing has run yet."""
+def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
+    """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
     _enable_compile_cache(args)
     from jllm.engine.loop import Engine
     from jllm.pretrained import BUNDLED, load
@@ -118,17 +121,42 @@ def _prepare(args: Namespace, jobs: list[Job]) -> tuple["Engine", dict[int, Job]
     for job in jobs:
         with _named(job):
             prompts.append(_prompt(job, model.tokenizer, args.chat))
-    engine = Engine(model, **_engine_options(args, jobs, prompts))
-    running = {}
+    options = _engine_options(args, jobs, prompts)
+    engine = Engine(model, **options)
     for job, prompt in zip(jobs, prompts):
         with _named(job):
-            running[engine.submit(prompt, job.sampling)] = job
+            engine.abort(engine.submit(prompt, job.sampling))  # to submit is to check
+    for _ in engine.run():  # the last of what was withdrawn
+        pass
     if not any(_unusual(job.sampling) for job in jobs):
         engine.compile_ahead()
-    return engine, running
+    return engine, prompts, options["max_slots"]
 
 
-def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> str | list[int]:
+def _serve(
+    engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int
+) -> "Iterator[tuple[Job, Event]]":
+    """Runs everything. The engine sees only `ahead` requests of a long queue: it looks at all it has in every step, and
+    timings begin when it has them."""
+    queue = zip(jobs, prompts)
+    running: dict[int, Job] = {}
+    unfinished: dict[int, int] = {}  # samples
+
+    def feed(count: int) -> None:
+        for job, prompt in islice(queue, count):
+            id = engine.submit(prompt, job.sampling)
+            running[id], unfinished[id] = job, job.sampling.n
+
+    feed(ahead)
+    for event in engine.run():
+        yield running[event.id], event
+        unfinished[event.id] -= event.completion is not None
+        if not unfinished[event.id]:
+            del running[event.id], unfinished[event.id]
+            feed(1)
+
+
+def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
     """What to submit: token ids where possible, else the text that the engine will refuse with a reason."""
     prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
     if messages is None and not chat:
@@ -142,7 +170,7 @@ def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> str | list[i
     return tokenizer.encode(tokenizer.chat(messages), add_bos=False)
 
 
-def _engine_options(args: Namespace, jobs: list[Job], prompts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Prompt]") -> dict[str, Any]:
     """Flags, and sizes that suit one run from its beginning to its end.
 
     Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
