@@ -12,6 +12,7 @@ import numpy as np
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError
 from jllm.params import LayerParams, Params
+from pallas_kernels.numerics import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _draw(specs: Any, key: jax.Array, dtype: np.dtype) -> Any:
 def _normals(
     key: jax.Array, shapes: tuple[tuple[tuple[int, ...], float, float], ...], dtype: np.dtype
 ) -> list[jax.Array]:
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = compute_dtype(dtype)
 
     def draw(key: jax.Array, shape: tuple[int, ...], mean: float, std: float) -> jax.Array:
         if std == 0:
