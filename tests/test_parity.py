@@ -1,0 +1,52 @@
+"""The same numbers as transformers, for every family, on tiny checkpoints (tests/data/make_parity.py wrote them)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jllm
+from jllm.batch import Rung
+from jllm.engine.request import SamplingParams
+from tests.engine.test_engine import log_softmax
+from tests.tiny import full_logits, serve
+
+PARITY = Path(__file__).parent / "data" / "parity"
+FAMILIES = sorted(p.name for p in PARITY.iterdir() if (p / "expected.npz").exists())
+OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(3, 16, 3),)}
+
+
+def expected(family):
+    data = np.load(PARITY / family / "expected.npz")
+    count = sum(name.startswith("prompt_") for name in data.files)
+    return [(data[f"prompt_{i}"], data[f"logits_{i}"], data[f"greedy_{i}"]) for i in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_without_a_cache(family):
+    model = jllm.load(PARITY / family)
+    for prompt, logits, _ in expected(family):
+        got = full_logits(model, prompt.tolist(), pad=64)
+        error = np.linalg.norm(got - logits) / np.linalg.norm(logits)
+        assert error < 1e-4
+        np.testing.assert_allclose(log_softmax(got), log_softmax(logits), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_and_logprobs_through_the_engine(family):
+    """Chunked, merged and paged, all prompts together."""
+    model = jllm.load(PARITY / family)
+    cases = expected(family)
+    n = len(cases[0][2])
+    params = SamplingParams(temperature=0.0, max_new_tokens=n, ignore_eos=True, prompt_logprobs=True)
+    done = serve(model, [p.tolist() for p, _, _ in cases], [params] * len(cases), **OPTIONS)
+    for (prompt, logits, greedy), completion in zip(cases, done, strict=True):
+        assert list(completion.token_ids) == greedy.tolist()
+        want = log_softmax(logits)[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(completion.prompt_logprobs, want, atol=1e-3, rtol=0)
+
+
+def test_every_family_of_the_issue_is_there():
+    needed = "llama1 llama2 llama3 llama3.1 llama3.2 linear mqa bias mistral qwen2 qwen3".split()
+    missing = [n for n in needed if not any(n.replace(".", "") in f.replace(".", "").replace("_", "") for f in FAMILIES)]
+    assert not missing

@@ -1,0 +1,107 @@
+"""The step as a function: it lowers at full size for every rung, and it is pure when asked to be."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm.batch import Layout, Rung, choose_rung, make_ladder
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.config import load_config
+from jllm.param_specs import abstract_params
+from jllm.step import State, Variant, jit_step, make_slots, undonated_step
+from tests.tiny import CONFIG, tiny_model
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+LADDER = make_ladder(512, 2048)
+
+
+@pytest.mark.parametrize("rung", LADDER, ids=str)
+def test_a_7b_step_lowers_for_every_rung(rung):
+    """Shapes alone, no memory."""
+    config = load_config(CONFIGS / "llama-2-7b.json")
+    formats = parse_kv_cache("int8-g8", config, jnp.bfloat16)
+
+    def state():
+        return State(make_cache(config, 4096, 16, formats), make_slots(512, config.context // 16))
+
+    layout = Layout(rung, deltas=1152)
+    buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
+    params = abstract_params(config, jnp.bfloat16)
+    lowered = jit_step.lower(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
+    text = lowered.as_text()
+    assert text.count("call @_layer(") == config.num_layers
+    assert text.count("func private @_layer(") == 1  # one body for all layers
+
+
+def test_the_ladder_holds_every_step():
+    assert len(LADDER) <= 16
+    for decodes, tokens, chunks in [(1, 0, 0), (512, 2048, 256), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
+        rung = choose_rung(LADDER, decodes, tokens, chunks)
+        assert rung.decodes >= decodes
+        assert rung.tokens >= tokens
+        assert rung.chunks >= chunks
+
+
+def one_chunk(layout: Layout, tokens: list[int]) -> np.ndarray:
+    """A packed batch that prefills slot 0 with these tokens, in pages 0, 1, ..."""
+    buffer, batch = layout.pack()
+    pages = -(-len(tokens) // 8)
+    batch.deltas[:pages] = [(0, i, i) for i in range(pages)]
+    batch.tokens[: len(tokens)] = tokens
+    batch.chunk_slot[0], batch.chunk_len[0], batch.chunk_final[0], batch.max_length[0] = 0, len(tokens), 1, 100
+    return buffer
+
+
+def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
+    model = tiny_model()
+    formats = parse_kv_cache(None, CONFIG, jnp.float32)
+    state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
+    layout = Layout(Rung(1, 16, 1), deltas=4)
+    buffer = one_chunk(layout, [5, 6, 7, 8, 9, 10, 11, 12, 13])
+    first, a = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    again, b = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    assert float(jnp.abs(state.cache[0].k.values).max()) == 0
+    assert float(jnp.abs(first.cache[0].k.values[:2]).max()) > 0
+    assert first.slots.length.tolist() == [9, 0]
+    donated, c = jit_step(model.params, again, buffer, config=CONFIG, layout=layout)
+    np.testing.assert_array_equal(a.tokens, c.tokens)
+    assert again.cache[0].k.values.is_deleted()
+    assert donated.slots.token.tolist()[0] == int(c.tokens[1])
+
+
+def test_a_done_slot_writes_nothing():
+    """The host dispatches a decode before it has read that the slot ended: pages and lengths must not change."""
+    model = tiny_model()
+    formats = parse_kv_cache(None, CONFIG, jnp.float32)
+    state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
+    layout = Layout(Rung(1, 16, 1), deltas=4)
+    buffer, batch = layout.pack()
+    buffer[:] = one_chunk(layout, [5, 6, 7])
+    batch.max_length[0] = 4  # the first sampled token is the last
+    state, _ = jit_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    assert state.slots.done.tolist() == [True, True]
+    decode, batch = layout.pack()
+    batch.decode_slot[0] = 0
+    after, outputs = undonated_step(model.params, state, decode, config=CONFIG, layout=layout)
+    assert outputs.tokens.tolist() == [-1, -1]
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("name", ["bf16", "f32", "int8-g8", "int8-g16", "int4-g8", "fp8", "k=int8-g8,v=int4-g16"])
+def test_cache_bytes_are_the_formula(name):
+    """Values and float16 scales, per token and layer: K heads x D values x bits / 8 + K heads x D / group x 2."""
+    bits = {"bf16": 16, "f32": 32, "fp8": 8, "int8": 8, "int4": 4}
+
+    def one(part: str) -> float:
+        kind, _, group = part.partition("-g")
+        scales = CONFIG.head_dim // int(group) * 2 if group else 0
+        return CONFIG.num_kv_heads * (CONFIG.head_dim * bits[kind] / 8 + scales)
+
+    parts = [p.partition("=")[2] for p in name.split(",")] if "=" in name else [name, name]
+    cache = make_cache(CONFIG, 6, 8, parse_kv_cache(name, CONFIG, jnp.float32))
+    assert cache_bytes(cache) == 6 * 8 * CONFIG.num_layers * sum(map(one, parts))
