@@ -28,6 +28,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 BLOCK = 64 << 20  # bytes moved from device to disk at a time
+LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
 
 
 def find_model(path_or_id: str | Path) -> Path:
@@ -96,7 +97,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
         return
     from tqdm import tqdm
 
-    delay = 0 if total > 1 << 30 else 2
+    delay = 0 if total > LONG else 2
     with tqdm(
         total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, delay=delay, leave=False
     ) as bar:
