@@ -1,0 +1,352 @@
+"""Train the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
+
+Training runs the library's own forward pass (jllm.model, no cache) over rows packed with passages. The text is small,
+so the danger is learning it by heart: every epoch cuts it into other passages and, with BPE-dropout, other tokens;
+units are dropped out; training stops when the validation loss does not fall any more, and the best weights are kept.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.result_file import ResultFile
+from experiments.train_data import Book, Rows, batches, cut_passages, encode, pack, read_books, train_tokenizer
+from jllm.checkpoint import init_params, save
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
+from jllm.model import Packed, forward
+from jllm.params import Params
+
+BOS, EOS = 1, 2  # SentencePiece's own numbers
+BLOCK = 10  # training steps a dispatch
+STORED = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: everything but the model's shape and the text."""
+
+    steps: int
+    rows: int  # a step
+    lr: float  # peak of a cosine after a linear warm-up
+    warmup: int
+    weight_decay: float
+    dropout: float
+    subword_dropout: float
+    eval_every: int
+    patience: int  # evaluations without a better validation loss
+    seed: int
+    compute: str  # dtype of the forward and backward pass; weights and optimizer are float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    params: Params  # float32
+    optimizer: Any
+    key: jax.Array
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, recipe.warmup, recipe.steps, 0.02 * recipe.lr)
+    adamw = optax.adamw(
+        schedule,
+        b2=0.98,
+        weight_decay=recipe.weight_decay,
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
+    """Weights of a network in which each attention output and each hidden unit of the MLPs is silent with probability
+    `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the model."""
+
+    def keep(key: jax.Array, w: jax.Array) -> jax.Array:
+        mask = jax.random.bernoulli(key, 1 - rate, (1, w.shape[1]))
+        return w * jnp.where(mask, 1 / (1 - rate), 0.0).astype(w.dtype)
+
+    keys = jax.random.split(key, (len(params.layers), 2))
+    layers = [replace(p, o=keep(k[0], p.o), down=keep(k[1], p.down)) for p, k in zip(params.layers, keys)]
+    return replace(params, layers=tuple(layers))
+
+
+def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
+    """Sum of -log p of a row's targets (a row: leaves i32[L])."""
+    logits, _ = forward(params, config, Packed(row.tokens, row.positions, row.segments), None)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
+    return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
+
+
+def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, recipe: Recipe) -> jax.Array:
+    """Training loss in nats a token over rows [B, L]; each row has a dropout mask of its own."""
+    params = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), params)
+
+    def one(row: Rows, key: jax.Array) -> jax.Array:
+        return row_nats(drop_units(params, key, recipe.dropout) if recipe.dropout else params, row, config)
+
+    nats = jax.vmap(one)(rows, jax.random.split(key, recipe.rows))
+    return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
+
+
+@partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="state")
+def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
+    """One step for each leading index of rows [steps, B, L]; losses [steps]."""
+
+    def step(state: TrainState, rows: Rows) -> tuple[TrainState, jax.Array]:
+        key, drop = jax.random.split(state.key)
+        loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
+        updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), optimizer, key), loss
+
+    return jax.lax.scan(step, state, rows)
+
+
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def sum_nats(params: Params, rows: Rows, *, config: LlamaConfig, dtype: str) -> jax.Array:
+    """Sum of -log p of all targets of rows [B, L], the weights rounded as they will be stored, computed in `dtype`."""
+    params = jax.tree.map(lambda leaf: leaf.astype(STORED).astype(dtype), params)
+    return jnp.sum(jax.lax.map(lambda row: row_nats(params, row, config), rows, batch_size=8))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out text as rows, and how much text it is."""
+
+    rows: Rows
+    tokens: int  # targets, end tokens included
+    bytes: int  # of UTF-8 text
+
+    def loss(self, params: Params, config: LlamaConfig, dtype: str) -> float:
+        """Nats a token."""
+        return float(sum_nats(params, self.rows, config=config, dtype=dtype)) / self.tokens
+
+    def bits_per_byte(self, loss: float) -> float:
+        return loss * self.tokens / self.bytes / math.log(2)
+
+
+def make_validation(books: Sequence[Book], model: bytes, length: int) -> Validation:
+    """Always the same rows for the same text, tokenizer and length."""
+    import sentencepiece
+
+    rng = np.random.default_rng(0)
+    passages = encode(model, cut_passages(books, rng, longest=3 * length), length, dropout=0.0, seed=0)
+    texts = sentencepiece.SentencePieceProcessor(model_proto=model).decode([ids.tolist() for ids in passages])
+    rows = pack(passages, length, rng)
+    return Validation(rows, int(np.sum(rows.targets >= 0)), sum(len(text.encode()) for text in texts))
+
+
+def train(
+    config: LlamaConfig, recipe: Recipe, books: Sequence[Book], model: bytes, valid: Validation
+) -> Generator[tuple[dict[str, Any], Params | None], None, None]:
+    """Of each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params (float32,
+    on the host). Ends after recipe.steps, or early once the loss has ceased to fall."""
+    from tqdm import tqdm
+
+    init_key, key = jax.random.split(jax.random.key(recipe.seed))
+    params = init_params(config, init_key, jnp.float32)
+    state = TrainState(params, make_optimizer(recipe).init(params), key)
+    best, since, losses, start = math.inf, 0, [], time.monotonic()
+    blocks = batches(books, model, (BLOCK, recipe.rows, config.context), recipe.subword_dropout, recipe.seed)
+    with contextlib.closing(blocks), tqdm(total=recipe.steps, unit="step", mininterval=1) as bar:
+        for step in range(BLOCK, recipe.steps + 1, BLOCK):
+            epoch, rows = next(blocks)
+            state, block = train_steps(state, rows, config=config, recipe=recipe)
+            losses += np.asarray(block).tolist()
+            bar.update(BLOCK)
+            if step % recipe.eval_every and step != recipe.steps:
+                continue
+            loss, train_loss, losses = valid.loss(state.params, config, recipe.compute), float(np.mean(losses)), []
+            bar.set_postfix(train=f"{train_loss:.3f}", valid=f"{loss:.3f}")
+            since = 0 if loss < best else since + 1
+            best = min(best, loss)
+            row = {"step": step, "epoch": epoch, "train_loss": round(train_loss, 4), "valid_loss": round(loss, 4)}
+            row["seconds"] = round(time.monotonic() - start, 1)
+            yield row, jax.device_get(state.params) if since == 0 else None
+            if since == recipe.patience:
+                return
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        run(parse_arguments(argv), argv)
+    except JllmError as error:
+        print(f"train_small: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> None:
+    """Read, train, save. Results and the best model are written at every evaluation: a broken run leaves them."""
+    out, config, recipe = Path(args.out), make_config(args), make_recipe(args)
+    if (out / "model.safetensors").exists():
+        raise OutputError(f"{out}: already holds a model; name another folder with --out, or remove it")
+    books = read_books(args.corpus)
+    books, held = (books, read_books(args.valid)) if args.valid else hold_out(books)
+    model = train_tokenizer(books, config.vocab_size)
+    valid = make_validation(held, model, config.context)
+    command = ["python", "-m", "experiments.train_small", *argv]
+    results = ResultFile(args.results, "train_small", command, model=asdict(config), recipe=asdict(recipe))
+    best, complete = None, False
+    try:
+        for row, params in train(config, recipe, books, model, valid):
+            results.add(row)
+            if params is not None:
+                best = params
+                save(out, jax.tree.map(lambda leaf: jnp.asarray(leaf, STORED), best), config)
+                save_tokenizer(out, model, config)
+        complete = True
+    except KeyboardInterrupt:
+        print("train_small: interrupted; the best model so far is kept", file=sys.stderr)
+    if best is None:
+        raise ConfigError(
+            "the loss was never a number: lower --lr" if complete else "interrupted before the first validation"
+        )
+    loss = valid.loss(best, config, "float32")
+    size, count = sum(f.stat().st_size for f in out.iterdir()) / 1e6, sum(leaf.size for leaf in jax.tree.leaves(best))
+    figures = {"parameters": count, "valid_loss": round(loss, 4), "valid_tokens": valid.tokens}
+    figures |= {"valid_bits_per_byte": round(valid.bits_per_byte(loss), 4), "valid_bytes": valid.bytes}
+    bar = {
+        "name": "size of the model's folder",
+        "value": round(size, 3),
+        "unit": "MB",
+        "bar": "<= 16",
+        "met": size <= 16,
+    }
+    results.finish(bars=[bar], complete=complete, **figures)
+    print(f"{out}: {count:,} parameters, {size:.1f} MB; validation loss {loss:.4f} nats/token,", end=" ")
+    print(f"{valid.bits_per_byte(loss):.4f} bits/byte; figures in {results.path}")
+    if args.json:
+        print(json.dumps(results.document))
+
+
+def hold_out(books: list[Book], fraction: float = 0.02) -> tuple[list[Book], list[Book]]:
+    """Without a validation file: the last paragraphs of the longest book."""
+    count = math.ceil(fraction * sum(map(len, books)))
+    longest = max(range(len(books)), key=lambda i: len(books[i]))
+    book = books[longest]
+    if count >= len(book):
+        raise InputFileError("the corpus is too short to hold out a part of it; name a text with --valid")
+    return [*books[:longest], book[:-count], *books[longest + 1 :]], [book[-count:]]
+
+
+def save_tokenizer(out: Path, model: bytes, config: LlamaConfig) -> None:
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.context,
+    }
+    (out / "tokenizer.model").write_bytes(model)
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def make_config(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=args.ffn,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        context=args.context,
+        tie_embeddings=True,
+        bos_id=BOS,
+        eos_ids=(EOS,),
+    )
+
+
+def make_recipe(args: argparse.Namespace) -> Recipe:
+    rounded: dict[str, Any] = {name: BLOCK * math.ceil(getattr(args, name) / BLOCK) for name in ("steps", "eval_every")}
+    positive = ("steps", "rows", "lr", "eval_every", "patience")
+    for name in (*positive, "warmup", "weight_decay"):
+        value = getattr(args, name)
+        if not (0 < value < math.inf if name in positive else 0 <= value < math.inf):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value} must be {'positive' if name in positive else 'zero or more'}")
+    for name in ("dropout", "subword_dropout"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be in [0, 1)")
+    if args.warmup >= rounded["steps"]:
+        raise ConfigError(f"--warmup {args.warmup} must be less than --steps {rounded['steps']}")
+    compute = args.compute or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    names = Recipe.__dataclass_fields__
+    return Recipe(**{name: getattr(args, name) for name in names} | rounded | {"compute": compute})
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.train_small",
+        description=__doc__,
+        epilog="example: python -m experiments.train_small --corpus tales.txt --valid oz.txt --out my_model; "
+        'then: python -m jllm.generate --model my_model "Once upon a time"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = parser.add_argument_group("text and output")
+    text.add_argument("--corpus", required=True, metavar="FILE", help="UTF-8, a paragraph a line, blank between books")
+    text.add_argument("--valid", metavar="FILE", help="held-out text (default: the last 2%% of the corpus)")
+    text.add_argument("--out", default="trained_model", metavar="DIR", help="new model folder (default: %(default)s)")
+    text.add_argument("--results", default="experiments/results", metavar="DIR", help="default: %(default)s")
+    text.add_argument("--json", action="store_true", help="last line on stdout: the results as one JSON object")
+    shape = parser.add_argument_group("shape of the model (defaults: the bundled one)")
+    for name, size, meaning in SHAPE:
+        shape.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{meaning} (default: %(default)s)")
+    recipe = parser.add_argument_group("recipe (defaults: the bundled model's)")
+    for name, value, meaning in RECIPE:
+        option = f"--{name}"
+        recipe.add_argument(
+            option, type=type(value), default=value, metavar="X", help=f"{meaning} (default: %(default)s)"
+        )
+    compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
+    recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
+    return parser.parse_args(argv)
+
+
+SHAPE = (
+    ("vocab", 4096, "tokens of the vocabulary that is made"),
+    ("width", 256, "model dim E"),
+    ("ffn", 704, "MLP dim F"),
+    ("layers", 8, "decoder layers"),
+    ("heads", 4, "query heads H"),
+    ("kv-heads", 2, "KV heads K"),
+    ("head-dim", 64, "head dim D"),
+    ("context", 1024, "tokens of a row, and the longest passage that the model learns"),
+)
+RECIPE: tuple[tuple[str, int | float, str], ...] = (
+    ("steps", 2000, "most steps, rounded up to tens"),
+    ("rows", 16, "rows a step"),
+    ("lr", 3e-3, "peak learning rate"),
+    ("warmup", 100, "steps to the peak"),
+    ("weight-decay", 0.3, "AdamW's, times the learning rate"),
+    ("dropout", 0.1, "probability that a unit is silent in a row"),
+    ("subword-dropout", 0.0, "probability that a merge of subwords is left out"),
+    ("eval-every", 100, "steps between validations, rounded up to tens"),
+    ("patience", 8, "stop after so many validations without gain"),
+    ("seed", 0, "of the weights, the order and all dropout"),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
