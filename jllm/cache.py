@@ -29,6 +29,8 @@ def parse_kv_cache(name: str | None, config: LlamaConfig, dtype) -> tuple[KVForm
         k, v = (kv_pages.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
     except ValueError as e:
         raise ConfigError(f"KV cache format {name!r}: {e}") from None
+    if "float64" in (k.dtype, v.dtype) and not jax.config.jax_enable_x64:
+        raise ConfigError(f"KV cache format {name!r}: f64 needs JAX's 64-bit mode (jax.enable_x64)")
     return k, v
 
 

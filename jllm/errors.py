@@ -9,7 +9,7 @@ class JllmError(Exception):
 
 
 class ConfigError(JllmError, ValueError):
-    """config.json, generation_config.json or an engine option asks for something unknown, unsupported or inconsistent."""
+    """A config file or an engine option asks for something unknown, unsupported or inconsistent."""
 
 
 class CheckpointError(JllmError, ValueError):

@@ -67,8 +67,11 @@ BROKEN = {
     "prompt bools": ({"prompt": [True]}, "text or a list of token ids"),
     "unknown key": ({"prompt": "a", "temprature": 1}, "unknown key 'temprature'"),
     "bad value": ({"prompt": "a", "top_p": 0}, "top_p must be in (0, 1]"),
-    "text for number": ({"prompt": "a", "temperature": "hot"}, 'temperature has a value of a wrong type: "hot"'),
-    "null": ({"prompt": "a", "repetition_penalty": None}, "repetition_penalty has a value of a wrong type: null"),
+    "text for number": ({"prompt": "a", "temperature": "hot"}, "temperature must be a finite number >= 0, not 'hot'"),
+    "null": (
+        {"prompt": "a", "repetition_penalty": None},
+        "repetition_penalty must be a finite number > 0 (1 is off), not None",
+    ),
     "bool for number": ({"prompt": "a", "top_k": True}, "top_k must not be true or false"),
     "number for bool": ({"prompt": "a", "ignore_eos": 1}, "ignore_eos must be true or false: 1"),
     "bias keys": ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has a value of a wrong type"),

@@ -125,19 +125,15 @@ def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt
     engine = Engine(model, **options)
     for job, prompt in zip(jobs, prompts):
         with _named(job):
-            engine.abort(engine.submit(prompt, job.sampling))  # to submit is to check
-    for _ in engine.run():  # the last of what was withdrawn
-        pass
-    if not any(_unusual(job.sampling) for job in jobs):
-        engine.compile_ahead()
+            engine.check(prompt, job.sampling)
+    engine.compile_ahead(job.sampling for job in jobs)
     return engine, prompts, options["max_slots"]
 
 
 def _serve(
     engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int
 ) -> "Iterator[tuple[Job, Event]]":
-    """Runs everything. The engine sees only `ahead` requests of a long queue: it looks at all it has in every step, and
-    timings begin when it has them."""
+    """Runs everything. The engine sees only `ahead` requests of a long queue: timings begin when it has them."""
     queue = zip(jobs, prompts)
     running: dict[int, Job] = {}
     unfinished: dict[int, int] = {}  # samples
@@ -189,11 +185,6 @@ def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Pro
     sizes = (0, most) if at_once else (0, -(-most // 4), most)
     options["ladder"] = tuple(Rung(slots, tokens, min(slots, -(-tokens // 8))) for tokens in sizes)
     return options
-
-
-def _unusual(sampling: SamplingParams) -> bool:
-    """Whether it needs other steps than compile_ahead makes; those are compiled when they are first used."""
-    return sampling.penalizes or sampling.logprobs is not None or sampling.prompt_logprobs
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,17 +54,19 @@ class Device:
             leaf.copy_to_host_async()
         return outputs
 
-    def compile_ahead(self) -> int:
-        """Compiles every rung for requests that ask for nothing special; returns how many there are."""
+    def compile_ahead(self, variant: Variant) -> int:
+        """Compiles a variant of every rung; returns how many there are."""
         with ThreadPoolExecutor() as threads:
-            jobs = [
-                threads.submit(self._compile, self.layout(rung, Variant()), Variant()) for rung in self.sizes.ladder
-            ]
-            for job in tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False):
+            jobs = [threads.submit(self._compile, rung, variant) for rung in self.sizes.ladder]
+            bar = tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False, disable=None)
+            for job in bar:
                 job.result()
         return len(jobs)
 
-    def _compile(self, layout: Layout, variant: Variant) -> None:
+    def _compile(self, rung: Rung, variant: Variant) -> None:
+        if not rung.tokens:
+            variant = replace(variant, prompt_logprobs=False)
+        layout = self.layout(rung, variant)
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         jit_step.lower(self._params, state, buffer, **self._static(layout, variant)).compile()

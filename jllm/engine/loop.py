@@ -6,6 +6,7 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,21 +80,36 @@ class Engine:
         """Whether step() still has something to do or to report."""
         return bool(self._live or self._in_flight or self._events)
 
-    def compile_ahead(self) -> int:
-        """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are."""
-        return self._device.compile_ahead()
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = ()) -> int:
+        """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
+
+        Each rung for requests like `samplings` (all of them together); what asks for less or more compiles when it
+        comes first.
+        """
+        samplings = list(samplings)
+        variant = Variant(
+            penalties=any(p.penalizes for p in samplings),
+            logprobs=any(p.logprobs is not None for p in samplings),
+            prompt_logprobs=any(p.prompt_logprobs for p in samplings),
+        )
+        return self._device.compile_ahead(variant)
 
     def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
-        self._check_open()
-        ids = self._encode(prompt)
-        self._check(ids, sampling)
+        ids = self.check(prompt, sampling)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
         max_length = min(len(ids) + sampling.max_new_tokens, self._device.sizes.context)
         for sample in range(sampling.n):
             self._add(Sequence(request_id, sample, tuple(ids), sampling, seed, max_length))
         return request_id
+
+    def check(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """The prompt's token ids, if submit would take it; else the error that submit would raise."""
+        self._check_open()
+        ids = self._encode(prompt)
+        self._check(ids, sampling)
+        return ids
 
     def fork(self, request_id: int, sample: int = 0) -> int:
         """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
@@ -252,7 +268,8 @@ class Engine:
             batch.prompt_len[b], batch.max_length[b] = len(seq.prompt), seq.max_length
             batch.seed[b : b + 1].view(np.uint32)[0] = seq.seed
             batch.sample[b] = seq.sample
-            batch.temperature[b], batch.top_k[b], batch.top_p[b] = p.temperature, p.top_k, p.top_p
+            batch.top_k[b] = min(p.top_k, self._config.vocab_size)
+            batch.temperature[b], batch.top_p[b] = p.temperature, p.top_p
             batch.min_p[b] = p.min_p
             batch.repetition[b], batch.presence[b] = p.repetition_penalty, p.presence_penalty
             batch.frequency[b] = p.frequency_penalty

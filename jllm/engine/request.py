@@ -42,10 +42,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        self._check("temperature", 0.0 <= self.temperature < math.inf, "a finite number >= 0")
+        self._check("temperature", _is_real(self.temperature) and self.temperature >= 0.0, "a finite number >= 0")
         self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 is off)")
-        self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1] (1 is off)")
-        self._check("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1) (0 is off)")
+        self._check("top_p", _is_real(self.top_p) and 0.0 < self.top_p <= 1.0, "in (0, 1] (1 is off)")
+        self._check("min_p", _is_real(self.min_p) and 0.0 <= self.min_p < 1.0, "in [0, 1) (0 is off)")
         self._check("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
         self._check("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer >= 1")
         self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
@@ -55,12 +55,15 @@ class SamplingParams:
         self._check("seed", in_range, "None or an integer in [0, 2**32)")
         few = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= self.MAX_LOGPROBS)
         self._check("logprobs", few, f"None or an integer in [0, {self.MAX_LOGPROBS}]")
-        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number > 0 (1 is off)")
-        self._check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        positive = _is_real(self.repetition_penalty) and self.repetition_penalty > 0.0
+        self._check("repetition_penalty", positive, "a finite number > 0 (1 is off)")
+        self._check("presence_penalty", _is_real(self.presence_penalty), "a finite number")
+        self._check("frequency_penalty", _is_real(self.frequency_penalty), "a finite number")
         bias = self.logit_bias or {}
         self._check("logit_bias", len(bias) <= self.MAX_LOGIT_BIAS, f"at most {self.MAX_LOGIT_BIAS} entries")
-        good = all(_is_int(i) and i >= 0 and not math.isnan(b) and b < math.inf for i, b in bias.items())
+        good = all(_is_int(i) and i >= 0 and (_is_real(b) or b == -math.inf) for i, b in bias.items())
         self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
 
     def _check(self, name: str, ok: bool, right: str):
@@ -76,6 +79,11 @@ class SamplingParams:
 
 def _is_int(x) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_real(x) -> bool:
+    """A number that float32, the type of parameters on the device, can hold."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 3e38
 
 
 @dataclass(frozen=True)
