@@ -1,12 +1,13 @@
-"""What the operations' cases.py share: inputs that tests and benchmarks build alike, from a seed."""
+"""What the operations' cases.py share: inputs that tests and benchmarks build alike, from a seed, in numpy."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
+from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, KVPages, Pages, parse_format
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 FORMATS = (  # K, V: every kind on both sides
@@ -44,15 +45,27 @@ def pairwise() -> list[dict[str, Any]]:
     ]
 
 
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Standard normal values, rounded to `dtype`."""
+    return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
+
+
 def random_pages(
     rng: np.random.Generator, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, formats: tuple[str, str]
 ) -> KVPages:
-    """Full pages of standard normal K and V, stored in `formats`."""
+    """Full pages of K and V as their formats store them, every code in use: zero mean, and near unit variance."""
 
     def pool(fmt: KVFormat) -> Pages:
         shape = (num_pages, num_kv_heads, page_size, head_dim)
-        values, scales = encode(jnp.asarray(rng.standard_normal(shape), jnp.float32), fmt)
-        return Pages(values, None if scales is None else scales.reshape(*shape[:2], -1), fmt)
+        if fmt.group is None:
+            stored = rng.standard_normal(shape).astype(jnp.dtype(fmt.dtype)).view(fmt.storage_dtype)
+            return Pages(jnp.asarray(stored), None, fmt)
+        largest = LARGEST_CODE[fmt.dtype]
+        codes = rng.integers(-largest, largest, shape, np.int8, endpoint=True)
+        if fmt.dtype == "int4":
+            codes = (codes[..., 0::2] & 15 | codes[..., 1::2] << 4).view(np.uint8)
+        scales = rng.uniform(0.5, 2.5, (*shape[:2], page_size * fmt.groups(head_dim))) / largest
+        return Pages(jnp.asarray(codes), jnp.asarray(scales.astype(np.float16)), fmt)
 
     k_format, v_format = (parse_format(name, head_dim) for name in formats)
     return KVPages(pool(k_format), pool(v_format))

@@ -23,13 +23,13 @@ def read_row(pages: Pages, page: int, head: int, offset: int) -> np.ndarray:
         row = row.view(jnp.float8_e4m3fn)
     if group is None:
         return row.astype(np.float64)
-    codes = [int(code) for code in row]
+    codes = row.astype(np.int64)
     if pages.format.dtype == "int4":  # two's complement nibbles, the low one first
-        codes = [(byte >> shift) & 15 for byte in codes for shift in (0, 4)]
-        codes = [code - 16 if code > 7 else code for code in codes]
-    scales = np.asarray(pages.scales)[page, head].astype(np.float64)
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)
+        codes = np.where(codes > 7, codes - 16, codes)
     first = offset * (len(codes) // group)
-    return np.array([code * scales[first + i // group] for i, code in enumerate(codes)], np.float64)
+    scales = np.asarray(pages.scales)[page, head, first : first + len(codes) // group]
+    return codes * np.repeat(scales.astype(np.float64), group)
 
 
 def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -31,7 +31,8 @@ def attend(
     num_kv_heads, page_size = pages.k.values.shape[1:3]
     compute = compute_dtype(q.dtype)
     lowest = jnp.finfo(compute).min  # finite: lowest - lowest is 0, which leaves a fully masked block without effect
-    q = (q.astype(compute) * scale).reshape(num_tiles, rows, num_kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
+    grouped = (num_tiles, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    q = (q.astype(compute) * scale).reshape(grouped).transpose(0, 2, 1, 3, 4)
 
     block_pages = KV_BLOCK // page_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases import FORMATS, HEAD_DIMS, HEADS, PAGE_SIZES, random_pages
+from pallas_kernels.cases import normal, pairwise, random_pages
 from pallas_kernels.kv_pages import KVPages
 
 
@@ -28,34 +28,23 @@ class Case:
         """q, k, v, cos, sin, pages, page and offset: standard normal values, random angles."""
         rng = np.random.default_rng(seed)
         num_heads, num_kv_heads = self.heads
-
-        def normal(heads: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal((self.rows, heads, self.head_dim)), jnp.float32).astype(self.dtype)
-
         angles = rng.uniform(-np.pi, np.pi, (self.rows, self.head_dim // 2))
         formats = (self.k_format, self.v_format)
         pages = random_pages(rng, self.num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
         slots = rng.permutation(self.num_pages * self.page_size)[: self.rows]
         page, offset = slots // self.page_size, slots % self.page_size
         page[self.rows - self.dropped :] = self.num_pages + np.arange(self.dropped) * 1000
-        cos, sin = (jnp.asarray(wave(angles), jnp.float32) for wave in (np.cos, np.sin))
-        q, k, v = normal(num_heads), normal(num_kv_heads), normal(num_kv_heads)
+        cos, sin = (jnp.asarray(wave(angles).astype(np.float32)) for wave in (np.cos, np.sin))
+        q, k, v = (
+            normal(rng, (self.rows, heads, self.head_dim), self.dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
         return q, k, v, cos, sin, pages, jnp.asarray(page, jnp.int32), jnp.asarray(offset, jnp.int32)
 
 
 CASES = tuple(
-    Case(
-        rows=12,
-        dropped=2,
-        num_pages=6,
-        heads=HEADS[i % len(HEADS)],
-        head_dim=HEAD_DIMS[i % 2],
-        page_size=PAGE_SIZES[i % len(PAGE_SIZES)],
-        k_format=k_format,
-        v_format=v_format,
-        dtype=("float32", "bfloat16", "float16")[i % 3],
-    )
-    for i, (k_format, v_format) in enumerate(FORMATS * 2)
+    Case(rows=12, dropped=2, num_pages=6, **{key: value for key, value in settings.items() if key != "window"})
+    for settings in pairwise()
 )
 
 BENCH_CASES = tuple(

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases import normal
+
 
 @dataclass(frozen=True)
 class Case:
@@ -26,7 +28,7 @@ class Case:
         rng = np.random.default_rng(seed)
         rows = sum(self.segments)
         q, k, v = (
-            jnp.asarray(rng.standard_normal((rows, heads, self.head_dim)), jnp.float32).astype(self.dtype)
+            normal(rng, (rows, heads, self.head_dim), self.dtype)
             for heads in (self.heads[0], self.heads[1], self.heads[1])
         )
         ids = np.repeat(np.arange(len(self.segments)), self.segments)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases import pairwise, random_pages, random_tables
+from pallas_kernels.cases import normal, pairwise, random_pages, random_tables
 from pallas_kernels.kv_pages import KVPages
 
 
@@ -33,10 +33,10 @@ class Case:
         num_heads, num_kv_heads = self.heads
         num_pages = sum(-(-length // self.page_size) for length in self.lengths) + 1
         formats = (self.k_format, self.v_format)
-        q = jnp.asarray(rng.standard_normal((len(self.lengths), num_heads, self.head_dim)), jnp.float32)
+        q = normal(rng, (len(self.lengths), num_heads, self.head_dim), self.dtype)
         pages = random_pages(rng, num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
         table = random_tables(rng, num_pages, self.lengths, self.page_size)
-        return q.astype(self.dtype), pages, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32)
+        return q, pages, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32)
 
 
 # Around page and block edges, and one unused row.

@@ -14,5 +14,7 @@ def decode_attention(
 ) -> jax.Array:
     """q [R, H, D], page_table i32[R, M], lengths i32[R] -> [R, H, D]; see api.py."""
     check_page_size(pages.k.page_size)
+    if q.shape[0] == 0:
+        return q
     out = attend(q[:, None], pages, page_table, lengths[:, None] - 1, scale, window)
     return out[:, 0].astype(q.dtype)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.cases import normal
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,9 @@ class Case:
     def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """x, w and bias or None: standard normal values, w scaled so that results are too."""
         rng = np.random.default_rng(seed)
-
-        def normal(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-        x, w = normal(*self.leading, self.k), normal(self.n, self.k) * self.k**-0.5
-        bias = normal(self.n).astype(self.dtype) if self.bias else None
-        return x.astype(self.dtype), w.astype(self.dtype), bias
+        x = normal(rng, (*self.leading, self.k), self.dtype)
+        w = normal(rng, (self.n, self.k), "float32") * self.k**-0.5
+        return x, w.astype(self.dtype), normal(rng, (self.n,), self.dtype) if self.bias else None
 
 
 CASES = (

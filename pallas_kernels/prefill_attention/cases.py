@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases import pairwise, random_pages, random_tables
+from pallas_kernels.cases import normal, pairwise, random_pages, random_tables
 from pallas_kernels.kv_pages import KVPages
 
 
@@ -37,7 +37,7 @@ class Case:
         num_pages = sum(-(-length // self.page_size) for length in self.kv_lens) + 1
         formats = (self.k_format, self.v_format)
         rows = sum(self.q_lens) + self.unused
-        q = jnp.asarray(rng.standard_normal((rows, num_heads, self.head_dim)), jnp.float32).astype(self.dtype)
+        q = normal(rng, (rows, num_heads, self.head_dim), self.dtype)
         pages = random_pages(rng, num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
         table = random_tables(rng, num_pages, self.kv_lens, self.page_size)
         cu_q_lens = jnp.asarray([0, *accumulate(self.q_lens)], jnp.int32)

@@ -1,0 +1,76 @@
+"""Errors, poison and seeded faults for the kernels' tests."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kv_pages import KVPages, Pages
+
+# Of a row's norm: what rounding the result costs, with little to spare. float64 only leaves the order of sums.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 3e-3}
+
+
+def error(out, expected) -> float:
+    """The largest error of a row [..., H, D] relative to its norm in `expected`; infinite for NaN, and where a row
+    that must be zero isn't."""
+    out, expected = np.asarray(out).astype(np.float64), np.asarray(expected).astype(np.float64)
+    assert out.shape == expected.shape
+    out, expected = (x.reshape(x.shape[0], -1) for x in (out, expected))
+    norms = np.linalg.norm(expected, axis=-1)
+    distances = np.linalg.norm(out - expected, axis=-1)
+    relative = distances / np.where(norms > 0, norms, 1)
+    relative[(norms == 0) & (distances > 0)] = np.inf
+    return float(np.max(np.nan_to_num(relative, nan=np.inf)))
+
+
+def same_bits(a, b) -> bool:
+    """Whether two pytrees of arrays are equal bit for bit."""
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
+
+
+def visible_slots(table, starts, stops, num_pages: int, page_size: int) -> np.ndarray:
+    """bool [N, P]: the slots of tokens starts[b] .. stops[b] of the sequences whose page tables are given."""
+    visible = np.zeros((num_pages, page_size), bool)
+    for row, start, stop in zip(np.asarray(table), starts, stops):
+        for token in range(start, stop):
+            visible[row[token // page_size], token % page_size] = True
+    return visible
+
+
+def poison(pages: KVPages, visible: np.ndarray) -> KVPages:
+    """NaN in every slot that is not visible; in its scales where values have no NaN."""
+
+    def poisoned(pool: Pages) -> Pages:
+        values, hidden = np.array(pool.values), ~visible[:, None, :]
+        hidden = np.broadcast_to(hidden, values.shape[:3])
+        if pool.scales is None:
+            values[hidden] = 0x7F if values.dtype == np.uint8 else np.nan  # 0x7f: e4m3's NaN
+            return replace(pool, values=jnp.asarray(values))
+        scales = np.array(pool.scales).reshape(*values.shape[:3], -1)
+        scales[hidden] = np.nan
+        return replace(pool, scales=jnp.asarray(scales.reshape(pool.scales.shape)))
+
+    return KVPages(poisoned(pages.k), poisoned(pages.v))
+
+
+def swap_entries(table: jax.Array, row: int, i: int, j: int) -> jax.Array:
+    """Two entries of one page table exchanged."""
+    return table.at[row, i].set(table[row, j]).at[row, j].set(table[row, i])
+
+
+def swap_scales(pool: Pages, page: int, head: int) -> Pages:
+    """The scales of the first two groups exchanged, in one page of one head."""
+    scales = np.array(pool.scales)
+    groups = scales[page, head].reshape(pool.page_size, -1)  # a view
+    groups[:, [0, 1]] = groups[:, [1, 0]]
+    return replace(pool, scales=jnp.asarray(scales))
+
+
+def missed(faults: dict[str, float], tolerance: float) -> dict[str, float]:
+    """The seeded faults whose error is no clear failure."""
+    return {name: found for name, found in faults.items() if found < 2 * tolerance}
