@@ -1,8 +1,8 @@
 """Train the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
 
 Training runs the library's own forward pass (jllm.model, no cache) over rows packed with passages. The text is small,
-so the danger is learning it by heart: every epoch cuts it into other passages and, with BPE-dropout, other tokens;
-units are dropped out; training stops when the validation loss does not fall any more, and the best weights are kept.
+so the danger is learning it by heart: every epoch cuts it into other passages, units are dropped out, and training stops
+when the validation loss has ceased to fall; the weights kept are those where it was lowest.
 """
 
 import argparse
@@ -110,7 +110,8 @@ def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: R
     def step(state: TrainState, rows: Rows) -> tuple[TrainState, jax.Array]:
         key, drop = jax.random.split(state.key)
         loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
-        updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
         return TrainState(optax.apply_updates(state.params, updates), optimizer, key), loss
 
     return jax.lax.scan(step, state, rows)
@@ -341,7 +342,7 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("warmup", 100, "steps to the peak"),
     ("weight-decay", 0.3, "AdamW's, times the learning rate"),
     ("dropout", 0.1, "probability that a unit is silent in a row"),
-    ("subword-dropout", 0.0, "probability that a merge of subwords is left out"),
+    ("subword-dropout", 0.0, "probability that a merge of subwords is left out; made the model worse, see LOG.md"),
     ("eval-every", 100, "steps between validations, rounded up to tens"),
     ("patience", 8, "stop after so many validations without gain"),
     ("seed", 0, "of the weights, the order and all dropout"),
