@@ -4,7 +4,7 @@ The buffer is allocated anew for every step, because the runtime may still be re
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +130,24 @@ class RaggedBatch:
     frequency: Any  # f32[B]
     bias_ids: Any = None  # [B, X]
     bias_values: Any = None  # f32[B, X]
+
+
+def pack_prompt(layout: Layout, tokens: Sequence[int], pages: Sequence[int], *, slot: int = 0) -> np.ndarray:
+    """A step, written by hand, that prefills one slot from its start and samples greedily: for notebooks and tests.
+
+    `pages` are the slot's page table; they must hold the tokens and those that will follow. Further parameters can be
+    written into `layout.pack()`'s views in the same way.
+    """
+    buffer, batch = layout.pack()
+    batch.deltas[: len(pages)] = [(slot, i, page) for i, page in enumerate(pages)]
+    batch.tokens[: len(tokens)] = tokens
+    batch.chunk_slot[0], batch.chunk_len[0], batch.chunk_final[0] = slot, len(tokens), 1
+    batch.prompt_len[0], batch.max_length[0] = len(tokens), np.iinfo(np.int32).max
+    return buffer
+
+
+def pack_decode(layout: Layout, slots: Sequence[int]) -> np.ndarray:
+    """A step in which these slots decode one token each."""
+    buffer, batch = layout.pack()
+    batch.decode_slot[: len(slots)] = slots
+    return buffer

@@ -1,5 +1,6 @@
 """The step as a function: it lowers at full size for every rung, and it is pure when asked to be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Layout, Rung, choose_rung, make_ladder
+from jllm.batch import Layout, Rung, choose_rung, make_ladder, pack_decode, pack_prompt
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.param_specs import abstract_params
@@ -45,22 +46,12 @@ def test_the_ladder_holds_every_step():
         assert rung.chunks >= chunks
 
 
-def one_chunk(layout: Layout, tokens: list[int]) -> np.ndarray:
-    """A packed batch that prefills slot 0 with these tokens, in pages 0, 1, ..."""
-    buffer, batch = layout.pack()
-    pages = -(-len(tokens) // 8)
-    batch.deltas[:pages] = [(0, i, i) for i in range(pages)]
-    batch.tokens[: len(tokens)] = tokens
-    batch.chunk_slot[0], batch.chunk_len[0], batch.chunk_final[0], batch.max_length[0] = 0, len(tokens), 1, 100
-    return buffer
-
-
 def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
     model = tiny_model()
     formats = parse_kv_cache(None, CONFIG, jnp.float32)
     state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
     layout = Layout(Rung(1, 16, 1), deltas=4)
-    buffer = one_chunk(layout, [5, 6, 7, 8, 9, 10, 11, 12, 13])
+    buffer = pack_prompt(layout, [5, 6, 7, 8, 9, 10, 11, 12, 13], pages=[0, 1])
     first, a = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
     again, b = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
     np.testing.assert_array_equal(a.tokens, b.tokens)
@@ -79,14 +70,10 @@ def test_a_done_slot_writes_nothing():
     formats = parse_kv_cache(None, CONFIG, jnp.float32)
     state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
     layout = Layout(Rung(1, 16, 1), deltas=4)
-    buffer, batch = layout.pack()
-    buffer[:] = one_chunk(layout, [5, 6, 7])
-    batch.max_length[0] = 4  # the first sampled token is the last
-    state, _ = jit_step(model.params, state, buffer, config=CONFIG, layout=layout)
-    assert state.slots.done.tolist() == [True, True]
-    decode, batch = layout.pack()
-    batch.decode_slot[0] = 0
-    after, outputs = undonated_step(model.params, state, decode, config=CONFIG, layout=layout)
+    state, _ = jit_step(model.params, state, pack_prompt(layout, [5, 6, 7], pages=[3]), config=CONFIG, layout=layout)
+    assert state.slots.done.tolist() == [False, True]
+    state = replace(state, slots=replace(state.slots, done=jnp.ones(2, bool)))
+    after, outputs = undonated_step(model.params, state, pack_decode(layout, [0]), config=CONFIG, layout=layout)
     assert outputs.tokens.tolist() == [-1, -1]
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new)
