@@ -1,8 +1,8 @@
 """Train the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
 
 Training runs the library's own forward pass (jllm.model, no cache) over rows packed with passages. The text is small,
-so the danger is learning it by heart: every epoch cuts it into other passages, units are dropped out, and training stops
-when the validation loss has ceased to fall; the weights kept are those where it was lowest.
+so the danger is learning it by heart: every epoch cuts it into other passages, units are dropped out, and training
+stops when the validation loss has ceased to fall; the weights kept are those where it was lowest.
 """
 
 import argparse

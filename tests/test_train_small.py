@@ -67,6 +67,7 @@ def test_a_tiny_model_learns_and_is_saved(corpus, tmp_path, capsys):
     text = "Once upon a time the fox met a goose.\nThen “naïve” 雪 12"
     assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
     ids = model.tokenizer.encode("Then the king saw the moon.")
+    assert ids[0] == model.config.bos_id
     batch = Packed(*(jnp.asarray(leaf, jnp.int32) for leaf in (ids, range(len(ids)), [0] * len(ids))))
     logits, _ = forward(model.params, model.config, batch, None)
     nats = -jax.nn.log_softmax(logits[:-1])[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])]
@@ -103,12 +104,12 @@ def test_bad_input_gives_one_line_and_status_2(arguments, message, corpus, tmp_p
 
 
 def test_training_keeps_the_best_and_stops_when_the_loss_rises(corpus, monkeypatch):
-    losses = iter([3.0, 2.0, 2.5, 2.6, 1.0])
+    losses = iter([3.0, 2.0, 2.6, 2.5, 1.0])
     monkeypatch.setattr(Validation, "loss", lambda *_: next(losses))
     monkeypatch.setattr(train_small, "train_steps", lambda state, rows, **_: (state, np.ones(10)))
     books = read_books(corpus)
     seen = list(train_small.train(TINY, RECIPE, books, train_tokenizer(books, 300), Validation(None, 1, 1)))
-    assert [row["valid_loss"] for row, _ in seen] == [3.0, 2.0, 2.5, 2.6]
+    assert [row["valid_loss"] for row, _ in seen] == [3.0, 2.0, 2.6, 2.5]
     assert [params is not None for _, params in seen] == [True, True, False, False]
 
 
