@@ -1,0 +1,70 @@
+"""On a device (`pytest -m gpu -n 0`): the numbers are right there too, and the cache is updated in place."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jllm
+from jllm.batch import Layout, Rung, pack_decode
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.engine.request import SamplingParams
+from jllm.step import State, jit_step, make_slots
+from tests.test_parity import FAMILIES, OPTIONS, PARITY, expected
+from tests.tiny import CONFIG, serve, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_in_float32(family):
+    model = jllm.load(PARITY / family, dtype="float32")
+    cases = expected(family)
+    params = SamplingParams(temperature=0.0, max_new_tokens=len(cases[0][2]), ignore_eos=True)
+    done = serve(model, [p.tolist() for p, _, _ in cases], [params] * len(cases), **OPTIONS)
+    for (_, _, greedy), completion in zip(cases, done, strict=True):
+        assert list(completion.token_ids) == greedy.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_cache", [None, "int8-g8", "fp8", "int4-g16"])
+def test_company_up_to_the_first_near_tie(dtype, kv_cache):
+    model = tiny_model(dtype)
+    params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True, logprobs=2)
+    prompts = [list(range(3, 40)), [5], list(range(50, 60)), [9, 9, 9]]
+    options = {"page_size": 8, "max_step_tokens": 16, "kv_cache": kv_cache}
+    together = serve(model, prompts, [params] * 4, max_slots=4, ladder=(Rung(4, 16, 4),), **options)
+    compared = 0
+    for prompt, got in zip(prompts, together, strict=True):
+        want = serve(model, [prompt], [params], max_slots=1, ladder=(Rung(1, 16, 1),), **options)[0]
+        for a, b, info in zip(got.token_ids, want.token_ids, want.logprobs, strict=True):
+            if info.top[0][1] - info.top[1][1] < 0.1:
+                break
+            assert a == b
+            compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize("kv_cache", ["bf16", "int8-g8"])
+def test_no_copy_of_a_pool(kv_cache):
+    """Donated pools are written in place: no instruction of the compiled step copies anything of their size."""
+    model = tiny_model("bfloat16")
+    num_pages = 4099  # a number that stands for the pool wherever it occurs
+    cache = make_cache(CONFIG, num_pages, 16, parse_kv_cache(kv_cache, CONFIG, jnp.bfloat16))
+    layout = Layout(Rung(4, 16, 4), deltas=8)
+    state = State(cache, make_slots(4, 8))
+    buffer = np.asarray(pack_decode(layout, []))
+    compiled = jit_step.lower(model.params, state, buffer, config=CONFIG, layout=layout).compile()
+    pattern = rf"= \S*\[{num_pages},[^=]* (copy|copy-start)\("
+    assert not re.findall(pattern, compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < cache[0].k.values.nbytes
+
+
+def test_the_bundled_model_tells_a_story():
+    model = jllm.load()
+    assert model.params.embed.dtype == jnp.bfloat16
+    assert jax.default_backend() == "gpu"
+    story = jllm.generate(model, "Once upon a time", SamplingParams(temperature=0.0, max_new_tokens=40))[0]
+    assert story.text.startswith(" there was")
