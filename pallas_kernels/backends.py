@@ -1,17 +1,42 @@
 """Which implementation of an operation runs."""
 
-BACKENDS = ("xla", "reference")
+from collections.abc import Callable
+
+import jax
+
+BACKENDS = ("xla", "reference", "mosaic")
 
 
-def choose_backend(backend: str | None) -> str:
+def choose_backend(backend: str | None, check_mosaic: Callable[[], None] | None = None) -> str:
     """The backend to run: `backend` itself when named (there is no fallback), the best one available for None.
 
-    Raises ValueError for an unknown name and NotImplementedError for one that has no implementation yet.
+    `check_mosaic` raises NotImplementedError for arguments that the operation's Mosaic GPU kernel does not support;
+    None stands for an operation without one. Raises that error where "mosaic" is named, and ValueError for an unknown
+    name. Unnamed, mosaic runs on a Hopper GPU where it supports the arguments.
     """
     if backend is None:
-        return "xla"
-    if backend == "mosaic":
-        raise NotImplementedError(f"no mosaic kernel yet; backends: {', '.join(BACKENDS)}")
+        return "mosaic" if on_hopper() and _supports(check_mosaic) else "xla"
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; backends: {', '.join(BACKENDS)}")
+    if backend == "mosaic":
+        if check_mosaic is None:
+            raise NotImplementedError("no mosaic kernel yet; backends: xla, reference")
+        check_mosaic()
     return backend
+
+
+def on_hopper() -> bool:
+    """Whether computations run on a GPU of compute capability 9.0 unless told otherwise."""
+    if jax.default_backend() != "gpu":
+        return False
+    return getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+
+
+def _supports(check: Callable[[], None] | None) -> bool:
+    if check is None:
+        return False
+    try:
+        check()
+    except NotImplementedError:
+        return False
+    return True
