@@ -1,5 +1,5 @@
 """Rotary embedding of Q and K, and the write of K and V into pages."""
 
-from pallas_kernels.cache_update.api import cache_update
+from pallas_kernels.cache_update.api import cache_update, cache_update_fused
 
-__all__ = ["cache_update"]
+__all__ = ["cache_update", "cache_update_fused"]

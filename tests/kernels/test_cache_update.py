@@ -165,7 +165,11 @@ def test_bad_arguments_say_what_is_wrong():
         ),
         (ValueError, r"pages.k.values has shape .* with K=1", {"k": k[:, :1], "v": v[:, :1]}),
         (ValueError, "unknown backend", {"backend": "cpu"}),
-        (NotImplementedError, "no mosaic kernel yet", {"backend": "mosaic"}),
+        (
+            NotImplementedError,
+            "dtype float32 is not supported by backend mosaic, which does bfloat16, float16",
+            {**dict(zip("qkv", (x.astype("float32") for x in (q, k, v)))), "backend": "mosaic"},
+        ),
     ):
         with pytest.raises(error_type, match=message):
             call(**arguments)

@@ -1,0 +1,45 @@
+"""What the Mosaic GPU kernel supports, its tunables, and the values measured best. Light to import."""
+
+from dataclasses import dataclass
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("bfloat16", "float16")
+FORMATS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int4")
+
+
+def check_supported(dtype: str, head_dim: int, *formats: str) -> None:
+    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    for what, value, supported in (
+        ("dtype", dtype, DTYPES),
+        ("head dim", head_dim, HEAD_DIMS),
+        *(("KV format", name, FORMATS) for name in formats),
+    ):
+        if value not in supported:
+            names = ", ".join(map(str, supported))
+            raise NotImplementedError(f"{what} {value} is not supported by backend mosaic, which does {names}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How rows and heads are cut into blocks of one warpgroup each."""
+
+    heads: int = 16  # most heads in a block; a power of two
+    tokens: int = 1  # rows that a block handles, all loaded before the first is stored
+    vector: int = 8  # most values of one half of a head that a thread loads at once
+
+    def __post_init__(self) -> None:
+        for name, value, largest in (
+            ("heads", self.heads, 64),
+            ("tokens", self.tokens, 8),
+            ("vector", self.vector, 8),
+        ):
+            if value not in {2**i for i in range(largest.bit_length())}:
+                raise ValueError(f"{name} is {value}, expected a power of two up to {largest}")
+
+
+TUNED = ((0, Config()),)  # rows from which a configuration serves, ascending
+
+
+def choose_config(rows: int) -> Config:
+    """The configuration for a step of `rows` tokens."""
+    return next(config for least, config in reversed(TUNED) if rows >= least)

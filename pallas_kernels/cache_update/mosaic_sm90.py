@@ -1,0 +1,253 @@
+"""cache_update on Hopper: one pass over Q, K and V, from one fused array or three, into the pages in place.
+
+Bound by memory, so there is no staging: a warpgroup loads the two halves of a few heads straight into registers,
+rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]: a quantization group is
+spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles.
+
+Arithmetic is what XLA compiles from the xla backend: divisions by a constant and by a group's scale become products
+with the reciprocal, and a product may be contracted with the sum that takes it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.cache_update.config import Config, check_supported, choose_config
+from pallas_kernels.kv_pages import FP8, LARGEST_CODE, KVFormat, KVPages, Pages
+
+WARPS, LANES = 4, 32
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Q, K or V: the heads `first`, `first + 1`, .. of its source array, and what becomes of them."""
+
+    name: str
+    first: int
+    heads: int
+    dtype: str  # stored
+    group: int | None
+    groups: int  # of one half
+    threads: int  # per group
+    vector: int
+
+    @property
+    def half(self) -> tuple[int, int, int]:
+        return self.groups, self.threads, self.vector
+
+    @property
+    def joint(self) -> bool:
+        """Whether one group covers both halves."""
+        return self.group is not None and self.group > math.prod(self.half)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Equal blocks of one part: units `unit` .. `unit + blocks` of a token take `heads` heads each, from `head` on."""
+
+    part: _Part
+    unit: int
+    blocks: int
+    head: int
+    heads: int
+
+
+@partial(jax.jit, static_argnames=("first", "num_heads", "config", "interpret"))
+def cache_update(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: KVPages,
+    page: jax.Array,
+    offset: jax.Array,
+    *,
+    first: tuple[int, int, int] = (0, 0, 0),
+    num_heads: int | None = None,
+    config: Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py.
+
+    The three may be one array [T, H + 2K, D] that is passed three times: `first` is the first head of each in its
+    array, `num_heads` is H (default: all heads of q). Donated pages are updated in place.
+    """
+    rows, _, head_dim = q.shape
+    check_supported(str(q.dtype), head_dim, pages.k.format.dtype, pages.v.format.dtype)
+    num_heads = q.shape[1] if num_heads is None else num_heads
+    config = choose_config(rows) if config is None else config
+    num_kv_heads = pages.k.values.shape[1]
+    parts = (
+        _part("q", first[0], num_heads, KVFormat(str(q.dtype)), head_dim, config),
+        _part("k", first[1], num_kv_heads, pages.k.format, head_dim, config),
+        _part("v", first[2], num_kv_heads, pages.v.format, head_dim, config),
+    )
+    sources = [x.reshape(*x.shape[:2], 2, *part.half) for x, part in zip((q, k, v), parts)]
+    waves = [wave.astype(jnp.float32).reshape(rows, *part.half) for part in parts[:2] for wave in (cos, sin)]
+    pools = [jax.new_ref(pool) for pages, part in zip((pages.k, pages.v), parts[1:]) for pool in _split(pages, part)]
+    spans = tuple(_spans(parts, config))
+    units = spans[-1].unit + spans[-1].blocks
+    out = plgpu.kernel(
+        partial(_body, spans=spans, rows=rows, num_pages=pages.k.num_pages, tokens=config.tokens),
+        out_type=jax.ShapeDtypeStruct((rows, num_heads, 2, *parts[0].half), q.dtype),
+        grid=(-(-rows // config.tokens) * units,),
+        grid_names=("block",),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # nothing is both read and written
+        ),
+        kernel_name="cache_update",
+    )(*sources, *waves, page, offset, *pools)
+    stored = iter([jax.freeze(pool) for pool in pools])
+    new = KVPages(*(_join(old, stored) for old in (pages.k, pages.v)))
+    return out.reshape(rows, num_heads, head_dim), new
+
+
+def _part(name: str, first: int, heads: int, fmt: KVFormat, head_dim: int, config: Config) -> _Part:
+    """Vectors are as long as they can be while a block of this part still occupies a warpgroup."""
+    half = head_dim // 2
+    width = min(fmt.group or half, half)
+    block = min(config.heads, 1 << (heads.bit_length() - 1))
+    vector = max(block * half // (WARPS * LANES), half // LANES)
+    vector = 2 if fmt.dtype == "int4" else min(vector, config.vector)  # int4: a byte's two values meet in one thread
+    return _Part(name, first, heads, fmt.dtype, fmt.group, half // width, width // vector, vector)
+
+
+def _spans(parts: Sequence[_Part], config: Config) -> Iterator[_Span]:
+    """Heads in blocks of powers of two: 28 are 16 + 8 + 4."""
+    unit = 0
+    for part in parts:
+        head, heads = 0, config.heads
+        while head < part.heads:
+            if blocks := (part.heads - head) // heads:
+                yield _Span(part, unit, blocks, head, heads)
+                head, unit = head + blocks * heads, unit + blocks
+            heads //= 2
+
+
+def _split(pages: Pages, part: _Part) -> Iterator[jax.Array]:
+    """A pool's arrays, the last axis split as the kernel's registers are."""
+    leading = pages.values.shape[:3]
+    packed = part.half[:2] if part.dtype == "int4" else part.half
+    yield pages.values.reshape(*leading, 2, *packed)
+    if pages.scales is not None:
+        yield pages.scales.reshape(*leading, 1 if part.joint else 2, part.groups)
+
+
+def _join(pages: Pages, stored: Iterator[jax.Array]) -> Pages:
+    values = next(stored).reshape(pages.values.shape)
+    scales = None if pages.scales is None else next(stored).reshape(pages.scales.shape)
+    return replace(pages, values=values, scales=scales)
+
+
+def _layout(heads: int, part: _Part) -> Any:
+    """Registers [heads, groups, threads, vector]: lanes fill the last axes first; warps take different heads."""
+    t = min(LANES, part.threads)
+    g = min(LANES // t, part.groups)
+    h = min(LANES // (t * g), heads)
+    w = min(WARPS, heads // h)
+    tiling = plgpu.Tiling(((w * h, g, t, part.vector), (h, g, t, part.vector), (1, 1, 1, part.vector)))
+    every = (-12, plgpu.Replicated(WARPS // w)), (-8, -7, -6, plgpu.Replicated(LANES // (h * g * t)))
+    warps, lanes = (tuple(dim for dim in dims if dim != plgpu.Replicated(1)) for dims in every)
+    layout = TiledLayout(tiling, warps, lanes, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def _body(*refs: Any, spans: Sequence[_Span], rows: int, num_pages: int, tokens: int) -> None:
+    q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, *pools, out = refs
+    k_pools = 1 + any(span.part.name == "k" and span.part.group for span in spans)
+    sources = {"q": q, "k": k, "v": v}
+    waves = {"q": (q_cos, q_sin), "k": (k_cos, k_sin), "v": ()}
+    targets = {"q": [out], "k": pools[:k_pools], "v": pools[k_pools:]}
+    block, units = jax.lax.axis_index("block"), jnp.int32(spans[-1].unit + spans[-1].blocks)
+    token, unit = jax.lax.div(block, units) * tokens, jax.lax.rem(block, units)
+
+    def run(span: _Span) -> None:
+        name, layout = span.part.name, _layout(span.heads, span.part)
+        head = span.head + (unit - span.unit) * span.heads
+        loaded = []
+        for i in range(tokens):
+            row = jnp.minimum(token + i, rows - 1)  # a block may reach past the last row, where it stores nothing
+            halves = _load(sources[name].at[row, pl.ds(span.part.first + head, span.heads)], layout)
+            angle = [plgpu.load(w.at[row], layout=layout.reduce(0), optimized=False) for w in waves[name]]
+            loaded.append((halves, angle, page_ref[row], offset_ref[row]))
+        for i, (halves, angle, page, offset) in enumerate(loaded):
+            row, heads = token + i, pl.ds(head, span.heads)
+            keep = row < rows
+            if name != "q":
+                keep &= (page >= 0) & (page < num_pages)
+            at = (row, heads) if name == "q" else (page, heads, offset)
+            values = _rotate(halves, angle, layout) if angle else halves
+            pl.when(keep)(partial(_store, targets[name], at, values, span.part, layout))
+
+    for span in spans:
+        pl.when((unit >= span.unit) & (unit < span.unit + span.blocks))(partial(run, span))
+
+
+def _load(source: Any, layout: Any) -> list[jax.Array]:
+    """Both halves of some heads [heads, groups, threads, vector], float32."""
+    halves = [plgpu.load(source.at[:, half], layout=layout, optimized=False) for half in range(2)]
+    return [half.astype(jnp.float32) for half in halves]
+
+
+def _rotate(halves: Sequence[jax.Array], waves: Sequence[jax.Array], layout: Any) -> list[jax.Array]:
+    x, y = halves
+    cos, sin = (plgpu.layout_cast(jax.lax.broadcast_in_dim(w, x.shape, (1, 2, 3)), layout) for w in waves)
+    return [x * cos - y * sin, y * cos + x * sin]
+
+
+def _store(stores: Sequence[Any], at: tuple[Any, ...], halves: Sequence[jax.Array], part: _Part, layout: Any) -> None:
+    """Encodes both halves as kv_pages.encode does, and stores them."""
+    if part.group is None:
+        for i, x in enumerate(halves):
+            stores[0][*at, i] = _convert(x, part.dtype)
+        return
+    values, scales = stores
+    peaks = [jnp.max(jnp.max(jnp.abs(x), axis=3), axis=2) for x in halves]
+    if part.joint:
+        peaks = [jnp.maximum(*peaks)]
+    half_scales = [_scale(peak, LARGEST_CODE[part.dtype]) for peak in peaks]
+    for i, scale in enumerate(half_scales):
+        if scale.size == 1:  # one element is stored as a scalar only
+            scale = jnp.max(jnp.max(scale, axis=1), axis=0).reshape(scale.shape)
+        scales[*at, i] = scale
+    for i, x in enumerate(halves):
+        inverse = 1.0 / half_scales[i % len(half_scales)].astype(jnp.float32)
+        inverse = plgpu.layout_cast(jax.lax.broadcast_in_dim(inverse, x.shape, (0, 1)), layout)
+        values[*at, i] = _codes(x * inverse, part.dtype, layout)
+
+
+def _convert(x: jax.Array, dtype: str) -> jax.Array:
+    if dtype == FP8:
+        largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        x = jnp.minimum(jnp.maximum(x, -largest), largest)
+        return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return x.astype(dtype)
+
+
+def _scale(peak: jax.Array, largest: int) -> jax.Array:
+    f16 = jnp.finfo(jnp.float16)
+    scale = peak * float(np.float32(1 / largest))
+    return jnp.minimum(jnp.maximum(scale, float(f16.smallest_normal)), float(f16.max)).astype(jnp.float16)
+
+
+def _codes(x: jax.Array, dtype: str, layout: Any) -> jax.Array:
+    """Values over their scale, to nearest even and clipped: int8, or uint8 of two nibbles with the last axis gone."""
+    largest = float(LARGEST_CODE[dtype])
+    x = jnp.minimum(jnp.maximum(jnp.round(x), -largest), largest)
+    if dtype == "int8":
+        return x.astype(jnp.int8)
+    nibbles = x.astype(jnp.int32) & 15
+    position = plgpu.broadcasted_iota(jnp.int32, x.shape, 3, layout=layout)
+    return jnp.sum(jnp.where(position == 0, nibbles, nibbles * 16), axis=3, dtype=jnp.int32).astype(jnp.uint8)

@@ -1,0 +1,229 @@
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90, reference, xla
+from pallas_kernels.cache_update.cases import BENCH_CASES, CASES, Case
+from pallas_kernels.cache_update.config import TUNED, Config, choose_config
+from pallas_kernels.kv_pages import allocate, parse_format
+from tests.kernels.helpers import TOLERANCE, error, poison, same_bits
+from tests.kernels.test_cache_update import storage_tolerance, written_rows
+
+SUPPORTED = [case for case in CASES if case.dtype != "float32"]
+
+
+def small(**changes) -> Case:
+    """Three rows, one of them dropped: a handful of blocks for the interpreter."""
+    return dataclasses.replace(SUPPORTED[0], rows=3, dropped=1, num_pages=3, **changes)
+
+
+def shapes(case: Case) -> tuple:
+    """The types of case.inputs(), without the inputs."""
+    formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
+    num_kv_heads, dim = case.heads[1], case.head_dim
+    pages = jax.eval_shape(lambda: allocate(case.num_pages, num_kv_heads, case.page_size, dim, *formats))
+    q, k = (jax.ShapeDtypeStruct((case.rows, heads, dim), case.dtype) for heads in case.heads)
+    wave, row = jax.ShapeDtypeStruct((case.rows, dim // 2), "float32"), jax.ShapeDtypeStruct((case.rows,), "int32")
+    return q, k, k, wave, wave, pages, row, row
+
+
+def interpreted(*arguments, **options):
+    """The kernel under the GPU interpreter; a race fails."""
+    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    out = jax.block_until_ready(mosaic_sm90.cache_update(*arguments, **options))
+    assert not get_races().races_found
+    return out
+
+
+def poisoned(case: Case) -> tuple:
+    """The case's inputs with NaN wherever the pages can hold one."""
+    *rest, pages, page, offset = case.inputs()
+    return *rest, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
+
+
+INTERPRETED = [
+    (small(k_format="bf16", v_format="f16", heads=(4, 2), head_dim=64), Config()),
+    (small(k_format="f32", v_format="fp8", heads=(6, 3), head_dim=128, dtype="float16"), Config(heads=2, tokens=2)),
+    (small(k_format="fp8", v_format="bf16", heads=(2, 1), head_dim=256), Config(heads=1)),
+    (small(k_format="int8-g8", v_format="int4-g32", heads=(4, 4), head_dim=128, page_size=64), Config(vector=4)),
+    (small(k_format="int4-g8", v_format="int8-g64", heads=(2, 1), head_dim=64, page_size=128), Config(tokens=4)),
+    (small(k_format="int8-g16", v_format="int4-g64", heads=(3, 1), head_dim=64), Config()),
+    (small(k_format="int4-g128", v_format="int8-g32", heads=(2, 2), head_dim=128, dtype="float16"), Config()),
+    (small(k_format="int8-g256", v_format="int4-g16", heads=(1, 1), head_dim=256, page_size=16), Config()),
+]
+
+
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_stores_the_bits_that_xla_stores_and_touches_nothing_else(case, config):
+    """The arithmetic is the same to the last operation, so even what is quantized is equal. The xla backend in turn
+    leaves every other slot alone (test_cache_update)."""
+    arguments = poisoned(case)
+    q, pages = interpreted(*arguments, config=config)
+    same_q, same = xla.cache_update(*arguments)
+    assert same_bits((q, pages.v), (same_q, same.v))
+    # A rotated value that is stored whole shows whether its product was contracted with its sum; others round it away.
+    assert case.k_format == "f32" or same_bits(pages.k, same.k)
+    expected_q, expected = reference.cache_update(*arguments)
+    assert error(q, expected_q) < TOLERANCE[case.dtype]
+    page, offset = arguments[-2:]
+    for name, rows, expected_rows in zip(
+        (case.k_format, case.v_format), written_rows(pages, page, offset), written_rows(expected, page, offset)
+    ):
+        assert error(rows, expected_rows) < storage_tolerance(name, case.dtype)
+
+
+def test_reads_one_fused_array_twice_over_with_the_same_bits():
+    case, config = INTERPRETED[3]
+    q, k, v, *rest = poisoned(case)
+    num_heads, num_kv_heads = case.heads
+    qkv = jnp.concatenate([q, k, v], axis=1)
+    options = {"first": (0, num_heads, num_heads + num_kv_heads), "num_heads": num_heads, "config": config}
+    outs = [interpreted(qkv, qkv, qkv, *rest, **options) for _ in range(2)]
+    assert same_bits(outs[0], xla.cache_update(q, k, v, *rest))
+    assert same_bits(*outs)
+
+
+def test_drops_pages_out_of_range_on_both_sides():
+    *rest, pages, page, offset = poisoned(small(k_format="int8-g8", v_format="bf16", heads=(1, 1), head_dim=64))
+    page = jnp.asarray([-1, pages.k.num_pages, -(2**31)], jnp.int32)
+    _, new = interpreted(*rest, pages, page, offset)
+    assert same_bits(new, pages)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("_rotate", lambda real: lambda halves, angle, layout: real(halves[::-1], angle, layout)),
+        ("_scale", lambda real: lambda peak, largest: real(peak * 1.01, largest)),
+        ("_load", lambda real: lambda source, layout: real(source, layout)[::-1]),
+    ],
+)
+def test_seeded_faults_are_caught(monkeypatch, name, change):
+    arguments = poisoned(small(k_format="int8-g8", v_format="int4-g32", heads=(2, 1), head_dim=64))
+    monkeypatch.setattr(mosaic_sm90, name, change(getattr(mosaic_sm90, name)))
+    options = {"interpret": plgpu.InterpretGPUParams()}
+    out = mosaic_sm90.cache_update.__wrapped__(*arguments, **options)  # past the cache of the jit
+    assert not same_bits(out, xla.cache_update(*arguments))
+
+
+def lower(function, *arguments) -> str:
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def custom_calls(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
+
+
+def test_every_case_lowers_for_cuda():
+    odd = [
+        dataclasses.replace(SUPPORTED[0], heads=heads, head_dim=dim) for heads in ((28, 4), (5, 1)) for dim in (64, 256)
+    ]
+    cases = [(case, None) for case in (*SUPPORTED, *BENCH_CASES, *odd)]
+    for case, config in (*cases, *INTERPRETED):
+        assert len(custom_calls(lower(jax.jit(partial(mosaic_sm90.cache_update, config=config)), *shapes(case)))) == 1
+
+
+LAYERS = 32
+
+
+def layers(qkv, cos, sin, cache, page, offset, backend="mosaic"):
+    """An inner jit, called once a layer: Q feeds the next layer's Q, so that nothing runs ahead."""
+
+    @jax.jit
+    def layer(qkv, cos, sin, pages, page, offset):
+        q, pages = cache_update_fused(qkv, cos, sin, pages, page, offset, backend=backend)
+        return jax.lax.dynamic_update_slice_in_dim(qkv, q.reshape(len(q), -1), 0, axis=1), pages
+
+    new = []
+    for pages in cache:
+        qkv, pages = layer(qkv, cos, sin, pages, page, offset)
+        new.append(pages)
+    return qkv, tuple(new)
+
+
+def layer_shapes(case: Case) -> tuple:
+    *_, wave, _, pages, row, _ = shapes(case)
+    qkv = jax.ShapeDtypeStruct((case.rows, (case.heads[0] + 2 * case.heads[1]) * case.head_dim), case.dtype)
+    return qkv, wave, wave, (pages,) * LAYERS, row, row
+
+
+def test_pages_of_all_layers_alias_and_the_fused_array_is_not_sliced():
+    """What the CPU can see: each pool is an output of the call that aliases its operand, and of the step; qkv goes
+    into the call whole, three times; and 32 layers share one lowering."""
+    case = dataclasses.replace(BENCH_CASES[0], rows=8, k_format="int8-g8", v_format="fp8")
+    text = lower(jax.jit(layers, donate_argnums=3), *layer_shapes(case))
+    (call,) = custom_calls(text)
+    assert len(re.findall(r"output_operand_alias<", call)) == 3  # K's values and scales, V's values
+    assert len(re.findall(r"tensor<8x96x2x\d+x\d+x8xbf16>", call)) == 3
+    assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 3 * LAYERS
+    assert "stablehlo.slice" not in text
+
+
+def test_configurations_are_checked():
+    assert choose_config(1) == TUNED[0][1]
+    assert choose_config(10**6) == TUNED[-1][1]
+    for options, message in (
+        ({"heads": 12}, "heads is 12, expected a power of two up to 64"),
+        ({"tokens": 16}, "tokens is 16, expected a power of two up to 8"),
+        ({"vector": 0}, "vector is 0, expected a power of two up to 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+
+
+def test_the_fused_entry_does_what_three_arrays_do_and_checks_its_shape():
+    case = CASES[1]
+    q, k, v, *rest = case.inputs()
+    qkv = jnp.concatenate([q, k, v], axis=1).reshape(case.rows, -1)
+    assert same_bits(cache_update_fused(qkv, *rest), cache_update(q, k, v, *rest))
+    with pytest.raises(ValueError, match=r"qkv has shape \(12, 1000\), expected \[T, \(H \+ 2K\) D\] with K=2, D=128"):
+        cache_update_fused(qkv[:, :1000], *rest)
+    pages = allocate(2, 1, 8, 32, *[parse_format("bf16", 32)] * 2)
+    arguments = qkv[:, :128].astype("bfloat16"), *(x[:, :16] for x in rest[:2]), pages, *rest[3:]
+    with pytest.raises(NotImplementedError, match="head dim 32 is not supported by backend mosaic, which does 64, 128"):
+        cache_update_fused(*arguments, backend="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_gpu_matches_the_definition(case):
+    """Against float64; nothing else changes; the same bits again, and from one fused array."""
+    arguments = poisoned(case)
+    q, pages = cache_update(*arguments, backend="mosaic")
+    expected_q, expected = reference.cache_update(*arguments)
+    page, offset = arguments[-2:]
+    assert error(q, expected_q) < TOLERANCE[case.dtype]
+    kept = np.asarray(page) < case.num_pages
+    hidden = np.ones((case.num_pages, case.page_size), bool)
+    hidden[np.asarray(page)[kept], np.asarray(offset)[kept]] = False
+    hidden = np.broadcast_to(hidden[:, None, :], pages.k.values.shape[:3])
+    for before, after in zip(jax.tree.leaves(arguments[5]), jax.tree.leaves(pages)):
+        before, after = (np.asarray(pool).reshape(*hidden.shape, -1) for pool in (before, after))
+        assert before[hidden].tobytes() == after[hidden].tobytes()
+    for name, rows, expected_rows in zip(
+        (case.k_format, case.v_format), written_rows(pages, page, offset), written_rows(expected, page, offset)
+    ):
+        assert error(rows, expected_rows) < storage_tolerance(name, case.dtype)
+    assert same_bits(cache_update(*arguments, backend="mosaic"), (q, pages))
+    qkv = jnp.concatenate(arguments[:3], axis=1).reshape(case.rows, -1)
+    assert same_bits(cache_update_fused(qkv, *arguments[3:], backend="mosaic"), (q, pages))
+
+
+@pytest.mark.gpu
+def test_gpu_step_holds_no_copy_of_a_pool():
+    """The compiled HLO of 32 layers: every pool is donated into the result, and no instruction makes another."""
+    case = dataclasses.replace(BENCH_CASES[0], rows=8, k_format="int8-g8", v_format="fp8")
+    compiled = jax.jit(layers, donate_argnums=3).lower(*layer_shapes(case)).compile()
+    pool = case.num_pages * case.heads[1] * case.page_size * case.head_dim
+    assert compiled.memory_analysis().temp_size_in_bytes < pool
+    copies = [line for line in compiled.as_text().splitlines() if re.search(r"= \S+ (copy|copy-start|fusion)\(", line)]
+    assert not [line for line in copies if "4096,32,16" in line]
