@@ -125,7 +125,9 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
     groups = x.reshape(*x.shape[:-1], -1, fmt.group)
     f16 = jnp.finfo(jnp.float16)
     scales = jnp.max(jnp.abs(groups), axis=-1) / largest
-    scales = jnp.clip(scales, float(f16.smallest_normal), float(f16.max)).astype(jnp.float16)
+    scales = jnp.clip(scales, float(f16.smallest_normal), float(f16.max))
+    # XLA on a GPU drops a conversion there and back, and would divide by the scale before its rounding.
+    scales = jax.lax.reduce_precision(scales, exponent_bits=5, mantissa_bits=10).astype(jnp.float16)
     codes = jnp.round(groups / scales.astype(x.dtype)[..., None])
     codes = jnp.clip(codes, -largest, largest).astype(jnp.int8).reshape(x.shape)
     if fmt.dtype == "int4":

@@ -61,5 +61,5 @@ BENCH_CASES = tuple(
     )
     for num_kv_heads in (32, 8)
     for name in ("bf16", "fp8", "int8-g8", "int4-g32")
-    for rows in (1, 32, 128, 2048)
+    for rows in (1, 32, 128, 512, 8192)
 )

@@ -33,13 +33,20 @@ class Config:
             ("tokens", self.tokens, 8),
             ("vector", self.vector, 8),
         ):
-            if value not in {2**i for i in range(largest.bit_length())}:
-                raise ValueError(f"{name} is {value}, expected a power of two up to {largest}")
+            least = 2 if name == "vector" else 1
+            if value not in {2**i for i in range(largest.bit_length())} or value < least:
+                raise ValueError(f"{name} is {value}, expected a power of two from {least} to {largest}")
 
 
-TUNED = ((0, Config()),)  # rows from which a configuration serves, ascending
+# From that many rows and KV heads on; the first that fits serves. H200, D=128, H=32: 1 to 8192 rows, all formats.
+TUNED = (
+    (2048, 16, Config(heads=32, tokens=2)),
+    (2048, 1, Config(heads=8, tokens=4)),
+    (128, 1, Config(heads=16)),
+    (0, 1, Config(heads=8)),
+)
 
 
-def choose_config(rows: int) -> Config:
+def choose_config(rows: int, num_kv_heads: int) -> Config:
     """The configuration for a step of `rows` tokens."""
-    return next(config for least, config in reversed(TUNED) if rows >= least)
+    return next(config for least, heads, config in TUNED if rows >= least and num_kv_heads >= heads)

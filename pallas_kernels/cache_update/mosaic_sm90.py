@@ -85,8 +85,8 @@ def cache_update(
     rows, _, head_dim = q.shape
     check_supported(str(q.dtype), head_dim, pages.k.format.dtype, pages.v.format.dtype)
     num_heads = q.shape[1] if num_heads is None else num_heads
-    config = choose_config(rows) if config is None else config
     num_kv_heads = pages.k.values.shape[1]
+    config = choose_config(rows, num_kv_heads) if config is None else config
     parts = (
         _part("q", first[0], num_heads, KVFormat(str(q.dtype)), head_dim, config),
         _part("k", first[1], num_kv_heads, pages.k.format, head_dim, config),
@@ -115,11 +115,12 @@ def cache_update(
 
 
 def _part(name: str, first: int, heads: int, fmt: KVFormat, head_dim: int, config: Config) -> _Part:
-    """Vectors are as long as they can be while a block of this part still occupies a warpgroup."""
+    """Vectors are as long as they can be while a block of this part still occupies a warpgroup, but never one value:
+    truncating a single int32 to int8 is miscompiled (seen on an H200, JAX 0.11.2)."""
     half = head_dim // 2
     width = min(fmt.group or half, half)
     block = min(config.heads, 1 << (heads.bit_length() - 1))
-    vector = max(block * half // (WARPS * LANES), half // LANES)
+    vector = max(block * half // (WARPS * LANES), half // LANES, 2)
     vector = 2 if fmt.dtype == "int4" else min(vector, config.vector)  # int4: a byte's two values meet in one thread
     return _Part(name, first, heads, fmt.dtype, fmt.group, half // width, width // vector, vector)
 
@@ -243,11 +244,16 @@ def _scale(peak: jax.Array, largest: int) -> jax.Array:
 
 
 def _codes(x: jax.Array, dtype: str, layout: Any) -> jax.Array:
-    """Values over their scale, to nearest even and clipped: int8, or uint8 of two nibbles with the last axis gone."""
+    """Values over their scale, clipped and to nearest even: int8, or uint8 of two nibbles with the last axis gone.
+
+    The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer:
+    a fraction of what a rounding instruction and a conversion take.
+    """
     largest = float(LARGEST_CODE[dtype])
-    x = jnp.minimum(jnp.maximum(jnp.round(x), -largest), largest)
+    x = jnp.minimum(jnp.maximum(x, -largest), largest)
+    codes = jax.lax.bitcast_convert_type(x + 1.5 * 2.0**23, jnp.int32)
     if dtype == "int8":
-        return x.astype(jnp.int8)
-    nibbles = x.astype(jnp.int32) & 15
+        return codes.astype(jnp.int8)
+    nibbles = codes & 15
     position = plgpu.broadcasted_iota(jnp.int32, x.shape, 3, layout=layout)
     return jnp.sum(jnp.where(position == 0, nibbles, nibbles * 16), axis=3, dtype=jnp.int32).astype(jnp.uint8)

@@ -163,18 +163,19 @@ def test_pages_of_all_layers_alias_and_the_fused_array_is_not_sliced():
     text = lower(jax.jit(layers, donate_argnums=3), *layer_shapes(case))
     (call,) = custom_calls(text)
     assert len(re.findall(r"output_operand_alias<", call)) == 3  # K's values and scales, V's values
-    assert len(re.findall(r"tensor<8x96x2x\d+x\d+x8xbf16>", call)) == 3
+    assert len(re.findall(r"tensor<8x96x2x\d+x\d+x\d+xbf16>", call)) == 3
     assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 3 * LAYERS
     assert "stablehlo.slice" not in text
 
 
 def test_configurations_are_checked():
-    assert choose_config(1) == TUNED[0][1]
-    assert choose_config(10**6) == TUNED[-1][1]
+    assert choose_config(1, 32) == TUNED[-1][-1]
+    assert choose_config(2048, 32) == TUNED[0][-1]
+    assert choose_config(8192, 8) == TUNED[1][-1]
     for options, message in (
-        ({"heads": 12}, "heads is 12, expected a power of two up to 64"),
-        ({"tokens": 16}, "tokens is 16, expected a power of two up to 8"),
-        ({"vector": 0}, "vector is 0, expected a power of two up to 8"),
+        ({"heads": 12}, "heads is 12, expected a power of two from 1 to 64"),
+        ({"tokens": 16}, "tokens is 16, expected a power of two from 1 to 8"),
+        ({"vector": 1}, "vector is 1, expected a power of two from 2 to 8"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)

@@ -1,0 +1,42 @@
+"""Times on a GPU: from the profiler's record of what ran, so that neither the host nor its dispatch is in them."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def device_us(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Microseconds that the device's kernels and copies take in one `run()`, gaps between them left out.
+
+    `run` returns arrays; it is called once before, and `repeats` times for the mean.
+    """
+    jax.block_until_ready(run())
+    return sum(microseconds for _, microseconds in kernels(run, repeats)) / repeats
+
+
+def kernels(run: Callable[[], Any], repeats: int = 1) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel or copy that `repeats` calls of `run` put on the device, in order.
+
+    Raises RuntimeError where the profiler saw no device.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready([run() for _ in range(repeats)][-1])
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if "GPU" in plane.name]
+        events = [event for plane in planes for line in plane.lines if "Stream" in line.name for event in line.events]
+        found = [(event.name, event.duration_ns / 1e3) for event in sorted(events, key=lambda event: event.start_ns)]
+    if not found:
+        raise RuntimeError("the profiler recorded nothing on a GPU")
+    return found
+
+
+def copy_bandwidth(gib: int = 2) -> float:
+    """Bytes a second, read plus written, of an elementwise pass over an array that no cache holds."""
+    x = jnp.zeros((gib << 30) // 4, jnp.float32)
+    increment = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / (device_us(lambda: increment(x)) * 1e-6)
