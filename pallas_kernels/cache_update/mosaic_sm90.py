@@ -98,7 +98,7 @@ def cache_update(
     spans = tuple(_spans(parts, config))
     units = spans[-1].unit + spans[-1].blocks
     out = plgpu.kernel(
-        partial(_body, spans=spans, rows=rows, num_pages=pages.k.num_pages, tokens=config.tokens),
+        partial(_body, spans=spans, rows=rows, slots=(pages.k.num_pages, pages.k.page_size), tokens=config.tokens),
         out_type=jax.ShapeDtypeStruct((rows, num_heads, 2, *parts[0].half), q.dtype),
         grid=(-(-rows // config.tokens) * units,),
         grid_names=("block",),
@@ -165,7 +165,7 @@ def _layout(heads: int, part: _Part) -> Any:
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def _body(*refs: Any, spans: Sequence[_Span], rows: int, num_pages: int, tokens: int) -> None:
+def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int], tokens: int) -> None:
     q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, *pools, out = refs
     k_pools = 1 + any(span.part.name == "k" and span.part.group for span in spans)
     sources = {"q": q, "k": k, "v": v}
@@ -187,7 +187,7 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, num_pages: int, tokens:
             row, heads = token + i, pl.ds(head, span.heads)
             keep = row < rows
             if name != "q":
-                keep &= (page >= 0) & (page < num_pages)
+                keep &= (page >= 0) & (page < slots[0]) & (offset >= 0) & (offset < slots[1])
             at = (row, heads) if name == "q" else (page, heads, offset)
             values = _rotate(halves, angle, layout) if angle else halves
             pl.when(keep)(partial(_store, targets[name], at, values, span.part, layout))

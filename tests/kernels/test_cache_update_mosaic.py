@@ -92,10 +92,12 @@ def test_reads_one_fused_array_twice_over_with_the_same_bits():
     assert same_bits(*outs)
 
 
-def test_drops_pages_out_of_range_on_both_sides():
-    *rest, pages, page, offset = poisoned(small(k_format="int8-g8", v_format="bf16", heads=(1, 1), head_dim=64))
-    page = jnp.asarray([-1, pages.k.num_pages, -(2**31)], jnp.int32)
-    _, new = interpreted(*rest, pages, page, offset)
+@pytest.mark.parametrize(
+    ("page", "offset"), [([-1, 3, -(2**31)], [0, 1, 2]), ([0, 1, 2], [-1, 8, 2**31 - 1])], ids=("page", "offset")
+)
+def test_drops_what_is_out_of_range_on_either_side(page, offset):
+    *rest, pages, _, _ = poisoned(small(k_format="int8-g8", v_format="bf16", heads=(1, 1), head_dim=64))
+    _, new = interpreted(*rest, pages, jnp.asarray(page, jnp.int32), jnp.asarray(offset, jnp.int32))
     assert same_bits(new, pages)
 
 
