@@ -14,17 +14,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
 
 def parse_kv_cache(name: str | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
     """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype."""
-    default = DTYPE_NAMES[jnp.dtype(dtype).name]
-    names = {"k": default, "v": default}
-    parts = [] if name is None else name.split(",")
-    if len(parts) == 1 and "=" not in parts[0]:
-        names = {"k": parts[0], "v": parts[0]}
-    else:
-        for part in parts:
-            key, _, value = part.strip().partition("=")
-            if key not in names or not value:
-                raise ConfigError(f"KV cache format {name!r}: {part!r} is not k=FORMAT or v=FORMAT")
-            names[key] = value
+    if name is None:
+        name = DTYPE_NAMES[jnp.dtype(dtype).name]
+    names = {"k": name, "v": name}
+    if "=" in name or "," in name:
+        parts = [part.strip().partition("=") for part in name.split(",")]
+        if sorted(key for key, _, _ in parts) != ["k", "v"] or not all(value for _, _, value in parts):
+            raise ConfigError(f"KV cache format {name!r}: give k=FORMAT,v=FORMAT, each once, or one FORMAT for both")
+        names = {key: value for key, _, value in parts}
     try:
         k, v = (kv_pages.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
     except ValueError as e:

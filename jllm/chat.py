@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"cannot read {path}: expected a JSON object, found {type(value).__name__}")
@@ -65,7 +65,7 @@ def render_chat(template: str, messages: Sequence[Message], special_tokens: Mapp
     try:
         # Through JSON, so that templates (code out of a download) see plain values and nothing of the caller's objects.
         plain = json.loads(json.dumps([dict(message) for message in messages]))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TokenizerError(f"messages must hold JSON values only: {one_line(error)}") from error
     variables = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
     try:

@@ -37,6 +37,8 @@ def find_model(path_or_id: str | Path) -> Path:
     Raises CheckpointError, in one line, for what is neither, or cannot be had now (offline, gated, no such model).
     """
     path, name = Path(path_or_id).expanduser(), str(path_or_id)
+    if not name.strip():
+        raise CheckpointError("the model's name is empty: give a directory, or an id of the Hugging Face Hub")
     if path.is_dir():
         return path
     if path.exists():
@@ -108,12 +110,15 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint directory by name, from its one file or from the shards that its index lists."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: {'is not a directory' if path.exists() else 'no such directory'}")
-    if (path / WEIGHTS).exists():
-        return read_header(path / WEIGHTS)
-    if (path / INDEX).exists():
-        return _sharded_tensors(path)
     names = sorted(file.name for file in path.iterdir())
-    if any(SHARD.fullmatch(name) for name in names):
+    shards = [name for name in names if SHARD.fullmatch(name)]
+    if WEIGHTS in names and shards:
+        raise CheckpointError(f"{path}: has both {WEIGHTS} and {shards[0]}; which of them is the model? Remove one")
+    if INDEX in names:  # which may list the one file
+        return _sharded_tensors(path)
+    if WEIGHTS in names:
+        return read_header(path / WEIGHTS)
+    if shards:
         raise CheckpointError(f"{path}: has shards of safetensors, but no {INDEX} to list them")
     if other := [name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack"))]:
         raise CheckpointError(f"{path}: has {other[0]}, but no {WEIGHTS}: convert the weights to safetensors")
@@ -125,12 +130,14 @@ def _sharded_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index}: not a readable index: a JSON object with a weight_map is needed") from None
     if odd := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not the name of a file beside it")
     if missing := [name for name in files if not (path / name).exists()]:
         raise CheckpointError(f"{path}: {len(missing)} of {len(files)} shards missing, the first is {missing[0]}")
+    if WEIGHTS not in files and (path / WEIGHTS).exists():
+        raise CheckpointError(f"{path}: has both {WEIGHTS} and {INDEX}, which does not list it; remove one")
     extra = sorted(file.name for file in path.iterdir() if SHARD.fullmatch(file.name) and file.name not in files)
     if extra:
         raise CheckpointError(f"{path}: shard {extra[0]} is not listed in {INDEX}")
@@ -186,9 +193,10 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
     safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
 
-    Exact: loading gives the same bits. Streams tensor by tensor. All files appear together at the end, in place of
-    those of a checkpoint that was there before, or (OutputError: a full disk, say) none does. Raises CheckpointError
-    for params that do not fit the config, ConfigError for a config that its architecture cannot express.
+    Exact: loading gives the same bits. Streams tensor by tensor, into files that get their names at the end, once all
+    are complete; then what a checkpoint that was there before had more is removed. A failure before that (OutputError:
+    a full disk, say) leaves the directory as it was. Raises CheckpointError for params that do not fit the config,
+    ConfigError for a config that its architecture cannot express.
     """
     path = Path(path)
     tensors, dtype = _tensors_to_store(params, config)
@@ -265,9 +273,11 @@ def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor
 
 @contextlib.contextmanager
 def _all_or_nothing(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
-    """Files made through the yielded function get their names when all are complete; on any error none is left."""
+    """Files made through the yielded function get their names when all are complete; on an error before that, none is
+    left. The renaming is one step a file: if the machine dies between two, old and new files are mixed; no file of the
+    older checkpoint is removed before all new ones are in place."""
     made_directory, made = not directory.exists(), []
-    current = directory
+    current, fate = directory, "nothing was saved"
 
     def create(name: str) -> BinaryIO:
         nonlocal current
@@ -278,11 +288,13 @@ def _all_or_nothing(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield create
-        for file in directory.iterdir():  # a checkpoint that was here before must not mix with this one
+        for name in made:
+            current = directory / name
+            os.replace(directory / f"{name}.partial", current)
+            fate = "files of two checkpoints may be mixed there: save again"
+        for file in list(directory.iterdir()):  # a checkpoint that was here before must not mix with this one
             if (file.name in (WEIGHTS, INDEX) or SHARD.fullmatch(file.name)) and file.name not in made:
                 file.unlink()
-        for name in made:
-            os.replace(directory / f"{name}.partial", directory / name)
     except BaseException as error:
         for name in made:
             (directory / f"{name}.partial").unlink(missing_ok=True)
@@ -290,5 +302,5 @@ def _all_or_nothing(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
             with contextlib.suppress(OSError):
                 directory.rmdir()
         if isinstance(error, OSError):
-            raise OutputError(f"{current}: cannot be written: {error.strerror}; nothing was saved") from None
+            raise OutputError(f"{current}: cannot be written: {error.strerror}; {fate}") from None
         raise

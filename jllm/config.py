@@ -138,16 +138,14 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
     architecture = read_architecture(raw)
     family = FAMILIES[architecture]
     check_fields(raw, architecture, source)
-    hidden, heads = read_integer(raw, "hidden_size"), read_integer(raw, "num_attention_heads")
+    hidden, heads = read_integer(raw, "hidden_size", least=1), read_integer(raw, "num_attention_heads", least=1)
     head_dim = read_integer(raw, "head_dim", family.head_dim or 0, null=0)
     if head_dim == 0:
-        if heads == 0 or hidden % heads:
+        if hidden % heads:
             raise ConfigError(f"hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is not given")
         head_dim = hidden // heads
-    layers, context = (
-        read_integer(raw, "num_hidden_layers"),
-        read_integer(raw, "max_position_embeddings", family.context),
-    )
+    layers = read_integer(raw, "num_hidden_layers", least=1)
+    context = read_integer(raw, "max_position_embeddings", family.context, least=1)
     rope_theta, rope_scaling = _rope(raw, context, source)
     attention_bias = read_boolean(raw, "attention_bias")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -155,12 +153,12 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         raise ConfigError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
     return LlamaConfig(
         architecture=architecture,
-        vocab_size=read_integer(raw, "vocab_size"),
+        vocab_size=read_integer(raw, "vocab_size", least=1),
         hidden_size=hidden,
-        intermediate_size=read_integer(raw, "intermediate_size"),
+        intermediate_size=read_integer(raw, "intermediate_size", least=1),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=read_integer(raw, "num_key_value_heads", family.kv_heads or heads, null=heads),
+        num_kv_heads=read_integer(raw, "num_key_value_heads", family.kv_heads or heads, null=heads, least=1),
         head_dim=head_dim,
         context=context,
         norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
@@ -244,7 +242,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: holds a {type(raw).__name__}, not a JSON object")
@@ -253,19 +251,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, of either layout; a value in the dict wins over one beside it, as in transformers."""
-    older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    if not isinstance(older, dict) or not isinstance(newer, dict):
-        raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")
+    older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
     differing = [key for key in older if key in newer and older[key] != newer[key]]
     if differing:
         raise ConfigError(f"rope_scaling and rope_parameters disagree about {', '.join(differing)}")
     rope = newer | older
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+    if nested := [key for key, value in rope.items() if isinstance(value, dict) and key != "rope_type"]:
         raise ConfigError(
             f"rope parameters of their own for {', '.join(nested)} are not supported; give all layers one"
         )
     theta = read_number({"rope_theta": 10000.0} | dict(raw) | rope, "rope_theta", 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -284,10 +280,22 @@ def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, Rop
     return theta, RopeScaling(kind, read_number(rope, "factor"), low, high, original)
 
 
+def _rope_fields(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The dict of either layout, its kind under "rope_type", whichever of the two names the file has for it."""
+    fields = raw.get(key) or {}
+    if not isinstance(fields, dict):
+        raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")
+    kinds = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise ConfigError(f"{key} has rope_type {kinds[0]!r} and type {kinds[1]!r}; they must be the same")
+    rest = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
+    return rest | ({"rope_type": kinds[0]} if kinds else {})
+
+
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return ()
-    window = read_integer(raw, "sliding_window", 4096) if raw.get("sliding_window", 4096) is not None else None
+    window = read_integer(raw, "sliding_window", 4096, least=1) if raw.get("sliding_window", 4096) is not None else None
     if architecture == "MistralForCausalLM":
         return (window,) * layers if window is not None else ()
     if not read_boolean(raw, "use_sliding_window"):

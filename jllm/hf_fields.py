@@ -121,9 +121,13 @@ def read_architecture(raw: Mapping[str, Any]) -> str:
         names = [name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")]
     if not isinstance(names, list) or not names:
         raise ConfigError(f"names no known architecture; supported are {', '.join(FAMILIES)}")
-    if names[0] not in FAMILIES:
-        raise ConfigError(f"architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return names[0]
+    name = names[0]
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConfigError(f"architecture {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if raw.get("model_type") not in (None, FAMILIES[name].model_type):
+        wanted = FAMILIES[name].model_type
+        raise ConfigError(f"model_type {raw['model_type']!r} contradicts architecture {name}; its own is {wanted!r}")
+    return name
 
 
 def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None:
@@ -133,7 +137,8 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
             continue
         if key in ("quantization_config", "compression_config"):
             raise ConfigError(f"{key} is set: quantized checkpoints are not supported yet; use one in 16 or 32 bits")
-        if key == "layer_types" and isinstance(value, list) and set(value) == _layer_kinds(raw, architecture):
+        kind = _layer_kind(raw, architecture)
+        if key == "layer_types" and isinstance(value, list) and value and all(layer == kind for layer in value):
             continue
         if key == "attention_bias" and architecture == "Qwen2ForCausalLM":
             continue  # its biases are fixed
@@ -144,21 +149,23 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
         warnings.warn(f"{source}: unknown fields are ignored: {', '.join(sorted(unknown))}", stacklevel=5)
 
 
-def _layer_kinds(raw: Mapping[str, Any], architecture: str) -> set[str]:
-    """The layer types that an architecture without a choice of them has everywhere."""
+def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
+    """The layer type that an architecture without a choice of them has everywhere."""
     windowed = architecture == "MistralForCausalLM" and raw.get("sliding_window", 4096) is not None
-    return {"sliding_attention" if windowed else "full_attention"}
+    return "sliding_attention" if windowed else "full_attention"
 
 
-def read_integer(raw: Mapping[str, Any], key: str, default: int | None = None, null: int | None = None) -> int:
-    """raw[key]; `default` where it is absent, `null` where it is null. Never negative."""
+def read_integer(
+    raw: Mapping[str, Any], key: str, default: int | None = None, null: int | None = None, *, least: int = 0
+) -> int:
+    """raw[key]; `default` where it is absent, `null` where it is null. Never below `least`."""
     value = raw.get(key, default)
     if value is None and key in raw:
         value = null
     if value is None:
         raise ConfigError(f"{key} is missing")
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{key} = {value!r} is not a non-negative integer")
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{key} = {value!r} is not an integer of at least {least}")
     return value
 
 

@@ -53,7 +53,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         tensors = [_entry(path, 8 + length, name, entry) for name, entry in raw.items() if name != "__metadata__"]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: garbled safetensors header") from None

@@ -238,6 +238,27 @@ def test_full_disk_leaves_what_was_there(saved, full_disk):
     assert not (path / "new").exists()
 
 
+def test_a_shard_is_removed_only_when_all_new_files_are_there(saved, monkeypatch):
+    """And an error between the renamings does not claim that nothing changed."""
+    path, config = saved
+    params = load_params(path / "one", config)
+    before = {file.name for file in (path / "many").iterdir()}
+    replaced = []
+
+    def replace(source, target):
+        replaced.append(target.name)
+        if len(replaced) == 3:
+            raise OSError(5, "Input/output error")
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr("jllm.checkpoint.os.replace", replace)
+    with pytest.raises(OutputError, match="Input/output error; files of two checkpoints may be mixed"):
+        save(path / "many", params, config)
+    assert {file.name for file in (path / "many").iterdir()} == before | {WEIGHTS}
+    with pytest.raises(CheckpointError, match=f"both {WEIGHTS} and model-00001"):
+        load_params(path / "many", config)
+
+
 def test_directory_that_cannot_be_made(saved):
     path, config = saved
     with pytest.raises(OutputError, match="config.json/x: cannot be written: Not a directory"):
@@ -265,6 +286,7 @@ def test_find_model(tmp_path, monkeypatch):
     for name, words in [
         (tmp_path / "file", "is not a directory"),
         (tmp_path / "nothing", "no such directory"),
+        ("", "the model's name is empty"),
         ("./org/model", "no such directory$"),
         ("~/model that is not here", "no such directory$"),
     ]:

@@ -117,10 +117,32 @@ def test_garbled_header(saved, edit, words):
     refuse(path / "one", config, WEIGHTS, *words)
 
 
-def test_not_json(saved):
+@pytest.mark.parametrize("header", [b"\xff{{{{{{{", b"[" * 100_000], ids=["not JSON", "deep"])
+def test_not_json(saved, header):
     path, config = saved
-    (path / "one" / WEIGHTS).write_bytes(struct.pack("<Q", 8) + b"\xff{{{{{{{")
+    (path / "one" / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header)
     refuse(path / "one", config, "garbled")
+
+
+def test_two_checkpoints_in_one_directory(saved):
+    path, config = saved
+    shard = sorted((path / "many").glob("model-*.safetensors"))[0]
+    shutil.copy(path / "one" / WEIGHTS, path / "many")
+    refuse(path / "many", config, f"both {WEIGHTS} and {shard.name}")
+    shutil.copy(shard, path / "one")
+    refuse(path / "one", config, f"both {WEIGHTS} and {shard.name}")
+    (path / "one" / shard.name).unlink()
+    shutil.copy(path / "many" / INDEX, path / "one")
+    refuse(path / "one", config, "shards missing")
+    index = {"weight_map": dict.fromkeys(read_header(path / "one" / WEIGHTS), WEIGHTS)}
+    (path / "one" / INDEX).write_text(json.dumps(index))
+    load_params(path / "one", config)  # an index of the one file is no second checkpoint
+    index["weight_map"].update(dict.fromkeys(index["weight_map"], "other.safetensors"))
+    (path / "one" / WEIGHTS).rename(path / "one" / "other.safetensors")
+    (path / "one" / INDEX).write_text(json.dumps(index))
+    load_params(path / "one", config)
+    shutil.copy(path / "one" / "other.safetensors", path / "one" / WEIGHTS)
+    refuse(path / "one", config, f"both {WEIGHTS} and {INDEX}")
 
 
 def test_shards_and_index_must_agree(saved):
@@ -141,8 +163,9 @@ def test_shards_and_index_must_agree(saved):
     refuse(path, config, first, "lacks tensor ghost")
     with_index(ghost="../elsewhere.safetensors")
     refuse(path, config, "../elsewhere.safetensors")
-    (path / INDEX).write_text("{}")
-    refuse(path, config, INDEX, "weight_map")
+    for text in ("{}", "[" * 100_000):
+        (path / INDEX).write_text(text)
+        refuse(path, config, INDEX, "weight_map")
     with_index()
     (path / second).unlink()
     refuse(path, config, "shards missing", second)

@@ -208,14 +208,19 @@ def test_generation_config_overrides_token_ids(tmp_path):
     ("fields", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": [{}]}, ["architecture {} is not supported"]),
+        ({"architectures": ..., "model_type": {}}, ["names no known architecture"]),
+        ({"model_type": "gemma2"}, ["model_type 'gemma2' contradicts architecture LlamaForCausalLM", "'llama'"]),
         ({"architectures": ..., "model_type": "gpt2"}, ["architecture", "LlamaForCausalLM"]),
         ({"hidden_size": ...}, ["hidden_size is missing"]),
         ({"vocab_size": None}, ["vocab_size is missing"]),
         ({"vocab_size": "96"}, ["vocab_size = '96'"]),
         ({"num_hidden_layers": 2.5}, ["num_hidden_layers = 2.5"]),
-        ({"num_hidden_layers": 0}, ["num_layers is 0"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers = 0"]),
+        ({"max_position_embeddings": 0}, ["max_position_embeddings = 0"]),
+        ({"vocab_size": 0}, ["vocab_size = 0"]),
         ({"intermediate_size": -72}, ["intermediate_size = -72"]),
-        ({"num_attention_heads": 0}, ["0 heads"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads = 0"]),
         ({"num_attention_heads": 5}, ["hidden_size 64", "5 heads"]),
         ({"num_key_value_heads": 3}, ["4 query heads", "3 KV heads"]),
         ({"head_dim": 15}, ["head_dim is 15"]),
@@ -238,6 +243,16 @@ def test_generation_config_overrides_token_ids(tmp_path):
             {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"factor": 4}},
             ["disagree about factor"],
         ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+            ["disagree about rope_type"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2}, "rope_parameters": {"type": "default"}},
+            ["disagree about rope_type"],
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2}}, ["'default'", "'linear'"]),
+        ({"rope_scaling": {"type": {}}}, ["rope type {}"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
@@ -248,6 +263,7 @@ def test_generation_config_overrides_token_ids(tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized checkpoints are not supported yet"]),
         ({"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
         ({"layer_types": 3}, ["layer_types = 3"]),
+        ({"layer_types": [{}, {}]}, ["layer_types = [{}, {}]"]),
     ],
     ids=str,
 )
@@ -265,7 +281,7 @@ def test_refused(fields, words):
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, "each of the 3 layers"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
-        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding windows"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window = 0"),
         ({"mlp_bias": True}, "mlp_bias = True"),
     ],
 )
@@ -300,7 +316,7 @@ def test_unknown_fields_are_named_in_one_warning():
         from_hf(hf(rope_scaling={"type": "linear", "factor": 2, "mscale": 1}))
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", b"\xff\xfe"], ids=str)
+@pytest.mark.parametrize("text", ["{", "[1]", b"\xff\xfe", "[" * 100_000], ids=lambda text: str(text[:9]))
 def test_unreadable_json(tmp_path, text):
     file = tmp_path / "config.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
