@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.cache_update import reference, xla
@@ -23,14 +24,16 @@ def cache_update(
     offset: jax.Array,
     *,
     backend: str | None = None,
+    debug: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """Rotates q [T, H, D] and k [T, K, D] by cos, sin [T, D/2], and stores row t of k and v [T, K, D] in pages.
 
     Row t goes to slot `offset[t]` of page `page[t]` (i32[T]); no two rows share a slot, and a row whose page is not
     in [0, N) is dropped. Rotation is in promote_types(q.dtype, float32), and K is encoded from there without an
     intermediate rounding. Returns q rotated, in its dtype, and the pages; under jit with the pages donated the update
-    is in place. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was
-    named doesn't do.
+    is in place. `debug` reads the values first, outside of jit only, and raises ValueError for a row whose offset is
+    out of range or whose slot is taken. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
+    what a backend that was named doesn't do.
     """
     sizes = bind_shapes(
         q=(q, "T H D"), k=(k, "T K D"), v=(v, "T K D"), cos=(cos, "T D/2"), sin=(sin, "T D/2"),
@@ -40,6 +43,8 @@ def cache_update(
     check_int32(page=page, offset=offset)
     check_heads(sizes["H"], sizes["K"])
     check_pages(pages, sizes["K"], sizes["D"])
+    if debug:
+        _check_slots(page, offset, pages)
     chosen = _choose(backend, q, sizes["D"], pages)
     if chosen == "mosaic":
         from pallas_kernels.cache_update import mosaic_sm90  # imports all of Pallas
@@ -61,6 +66,7 @@ def cache_update_fused(
     offset: jax.Array,
     *,
     backend: str | None = None,
+    debug: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """cache_update of one projection's output qkv [T, (H + 2K) D]: Q's heads, then K's, then V's.
 
@@ -77,16 +83,34 @@ def cache_update_fused(
     split = qkv.reshape(-1, width // dim, dim)
     if _choose(backend, qkv, dim, pages) != "mosaic":
         q, k, v = jnp.split(split, (num_heads, num_heads + num_kv_heads), axis=1)
-        return cache_update(q, k, v, cos, sin, pages, page, offset, backend=backend)
+        return cache_update(q, k, v, cos, sin, pages, page, offset, backend=backend, debug=debug)
     check_int32(page=page, offset=offset)
     check_heads(num_heads, num_kv_heads)
     check_pages(pages, num_kv_heads, dim)
+    if debug:
+        _check_slots(page, offset, pages)
     from pallas_kernels.cache_update import mosaic_sm90
 
     first = (0, num_heads, num_heads + num_kv_heads)
     return mosaic_sm90.cache_update(
         split, split, split, cos, sin, pages, page, offset, first=first, num_heads=num_heads
     )
+
+
+def _check_slots(page: jax.Array, offset: jax.Array, pages: KVPages) -> None:
+    """Raises ValueError for a row that writes outside of its page, or where another row does."""
+    if isinstance(page, jax.core.Tracer) or isinstance(offset, jax.core.Tracer):
+        raise NotImplementedError("debug=True reads values: call it outside jit, vmap and grad")
+    num_pages, page_size = pages.k.num_pages, pages.k.page_size
+    taken: dict[tuple[int, int], int] = {}
+    for row, slot in enumerate(zip(np.asarray(page).tolist(), np.asarray(offset).tolist())):
+        if not 0 <= slot[0] < num_pages:
+            continue
+        if not 0 <= slot[1] < page_size:
+            raise ValueError(f"row {row} has offset {slot[1]}, but pages hold {page_size} tokens")
+        if slot in taken:
+            raise ValueError(f"row {row} writes page {slot[0]} offset {slot[1]}, as row {taken[slot]} does")
+        taken[slot] = row
 
 
 def _choose(backend: str | None, q: jax.Array, head_dim: int, pages: KVPages) -> str:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cache_update import cache_update, reference
+from pallas_kernels.cache_update import cache_update, cache_update_fused, reference
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
@@ -139,6 +139,29 @@ def test_reference_catches_values_out_of_range():
         reference.cache_update(*rest, pages, page, offset.at[1].set(8))
     with pytest.raises(ValueError, match="row 3 writes page . offset . again"):
         reference.cache_update(*rest, pages, page.at[3].set(page[2]), offset.at[3].set(offset[2]))
+
+
+def test_debug_names_the_row_that_writes_where_it_must_not():
+    q, k, v, *waves, pages, page, offset = CASES[0].inputs()
+    qkv = jnp.concatenate([q, k, v], axis=1).reshape(len(q), -1)
+    assert same_bits(
+        cache_update(q, k, v, *waves, pages, page, offset, debug=True),
+        cache_update(q, k, v, *waves, pages, page, offset),
+    )
+    for error_type, message, call in (
+        (ValueError, "row 1 has offset 8, but pages hold 8 tokens", lambda: (page, offset.at[1].set(8))),
+        (
+            ValueError,
+            "row 3 writes page . offset ., as row 2 does",
+            lambda: (page.at[3].set(page[2]), offset.at[3].set(offset[2])),
+        ),
+    ):
+        with pytest.raises(error_type, match=message):
+            cache_update(q, k, v, *waves, pages, *call(), debug=True)
+        with pytest.raises(error_type, match=message):
+            cache_update_fused(qkv, *waves, pages, *call(), debug=True)
+    with pytest.raises(NotImplementedError, match="debug=True reads values: call it outside jit"):
+        jax.jit(lambda page: cache_update(q, k, v, *waves, pages, page, offset, debug=True))(page)
 
 
 def test_bad_arguments_say_what_is_wrong():
