@@ -14,6 +14,8 @@ from pallas_kernels.checks import (
     check_window,
 )
 from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.decode_attention.config import check_supported
+from pallas_kernels.decode_attention.work import Work
 from pallas_kernels.kv_pages import KVPages
 
 
@@ -25,6 +27,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    work: Work | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """softmax(scale * q k^T) v of one query a sequence, over K and V as stored. q [R, H, D] -> [R, H, D].
@@ -32,16 +35,21 @@ def decode_attention(
     lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a row of
     length 0 is unused and comes out zero. Token j of row r is in page page_table[r, j // P] (i32[R, M]); entries past
     the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
-    0 <= i - j < window. Raises ValueError where shapes or dtypes disagree, NotImplementedError for page sizes that
-    the backend lacks.
+    0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`), which all layers of a step share; other
+    backends don't need it, and without it each call makes its own. Raises ValueError where shapes or dtypes disagree,
+    NotImplementedError for sizes, dtypes and formats that the backend lacks.
     """
-    chosen = choose_backend(backend)
     sizes = bind_shapes(q=(q, "R H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
     check_floats(q=q)
     check_int32(page_table=page_table, lengths=lengths)
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
+    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+    if chosen == "mosaic":
+        from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
+
+        return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work)
     if chosen == "reference":
         check_concrete(q, pages, page_table, lengths)
         return jnp.asarray(reference.decode_attention(q, pages, page_table, lengths, scale, window)).astype(q.dtype)

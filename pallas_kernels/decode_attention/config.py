@@ -1,0 +1,53 @@
+"""What can be tuned in the Mosaic kernel of decode_attention."""
+
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.kv_pages import KVPages
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and resources of the kernel. Only `tile` and `split` change a result's bits."""
+
+    tile: int = 64  # tokens a step of the softmax
+    split: int = 512  # tokens of one work item: fixed, so that a result doesn't depend on its company
+    per_sm: int = 2  # workers (CTAs) that share a multiprocessor
+    sms: int = 132  # multiprocessors: an H200's
+    stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
+    merge_per_sm: int = 8  # CTAs a multiprocessor of the kernel that merges splits
+
+    def __post_init__(self) -> None:
+        if self.tile < 64 or self.tile % 64:
+            raise ValueError(f"tile is {self.tile}, expected a multiple of 64")
+        if self.split < self.tile or self.split % self.tile:
+            raise ValueError(f"split is {self.split}, expected a multiple of tile={self.tile}")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}, expected at least 2")
+        for name in ("per_sm", "sms", "merge_per_sm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+    @property
+    def workers(self) -> int:
+        return self.per_sm * self.sms
+
+
+def choose_config(head_dim: int, queries: int) -> Config:
+    """The configuration for a head dim and the query heads that share a KV head (up to 64 of them)."""
+    return Config(per_sm=2 if head_dim * queries <= 128 * 16 else 1)
+
+
+def check_supported(q: jax.Array, pages: KVPages) -> None:
+    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
+    head_dim, page_size = q.shape[-1], pages.k.page_size
+    if str(q.dtype) not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"the mosaic kernel has no {q.dtype} queries; supported: bfloat16, float16")
+    if head_dim not in (64, 128, 256):
+        raise NotImplementedError(f"the mosaic kernel has no head dim {head_dim}; supported: 64, 128, 256")
+    if page_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"the mosaic kernel has no page size {page_size}; supported: 8, 16, 32, 64, 128")
+    for name, part in (("K", pages.k), ("V", pages.v)):
+        if part.values.dtype != q.dtype:
+            raise NotImplementedError(f"the mosaic kernel has no {part.format} {name} with {q.dtype} queries")
