@@ -15,7 +15,7 @@ from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.decode_attention.config import Config, check_supported
 from pallas_kernels.decode_attention.work import max_slots, row_splits
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
+from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.test_decode_attention import first_visible
 
 SMALL = Case(
