@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from jllm.engine.loop import Engine
+from jllm.engine.options import slots_for
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError
 from jllm.pretrained import Model
@@ -47,10 +49,11 @@ def stream(
     prompts = as_prompts(prompts)
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(prompts)
+    if not isinstance(sampling, Sequence) or not all(isinstance(s, SamplingParams) for s in sampling):
+        raise RequestError(f"sampling must be SamplingParams, or a list of them, not {sampling!r}")
     if len(sampling) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
-    samples = sum(s.n for s in sampling)
-    options.setdefault("max_slots", max(1, min(samples, 16)))
+    options.setdefault("max_slots", slots_for(sum(s.n for s in sampling), options))
     engine = Engine(model, **options)
     index = {engine.submit(prompt, params): i for i, (prompt, params) in enumerate(zip(prompts, sampling))}
     return _pieces(engine, index)
@@ -58,12 +61,18 @@ def stream(
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], (str, list, tuple))):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        several: list = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}") from None
+    return [several] if several and isinstance(several[0], Integral) else several
 
 
 def _pieces(engine: Engine, index: dict[int, int]) -> Iterator[Piece]:
-    for event in engine.run():
-        yield Piece(index[event.id], event.sample, event.text, event.token_ids, event.completion)
-    engine.close()
+    try:
+        for event in engine.run():
+            yield Piece(index[event.id], event.sample, event.text, event.token_ids, event.completion)
+    finally:  # also when the caller stops half-way
+        engine.close()

@@ -29,14 +29,11 @@ class Rung:
 
 
 def make_ladder(max_slots: int, max_step_tokens: int) -> tuple[Rung, ...]:
-    """At most 15 rungs: five numbers of decode rows times three of prompt tokens, each a factor 4 from the next."""
-    decodes = _descend(max_slots, 5)
-    tokens = [0, *_descend(max_step_tokens, 2)]
-    return tuple(Rung(r, c, min(max_slots, -(-c // 8))) for r in decodes for c in tokens)
-
-
-def _descend(top: int, count: int) -> list[int]:
-    return sorted({max(1, -(-top // 4**i)) for i in range(count)})
+    """At most 15 rungs: five numbers of decode rows (all slots, fewer by factors of 2 and 4, and one) times three of
+    prompt tokens (none, a quarter, and as many as fill a step in which every slot decodes)."""
+    decodes = {max(1, -(-max_slots // n)) for n in (1, 2, 4, 16)} | {1}
+    most = max(1, max_step_tokens - max_slots)
+    return tuple(Rung(r, c, min(max_slots, c)) for r in sorted(decodes) for c in sorted({0, -(-most // 4), most}))
 
 
 def choose_rung(ladder: tuple[Rung, ...], decodes: int, tokens: int, chunks: int) -> Rung:

@@ -19,6 +19,7 @@ from jllm.sampling import Penalties, RowParams, count_tokens, penalize, sample, 
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 TOP_LOGPROBS = 20
+NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class State:
 class Outputs:
     """What a step yields, in rows: R decode rows, then B chunks."""
 
-    tokens: jax.Array  # i32[R + B] the sampled token, or -1 for a row that samples nothing
+    tokens: jax.Array  # i32[R + B] the sampled token, -1 for a row that samples nothing, or NOT_FINITE
     logprobs: jax.Array | None  # f[R + B] of the sampled token
     top_ids: jax.Array | None  # i32[R + B, TOP_LOGPROBS], best first
     top_logprobs: jax.Array | None  # f[R + B, TOP_LOGPROBS]
@@ -130,7 +131,11 @@ def step(
     variant: Variant = Variant(),
     backend: str | None = None,
 ) -> tuple[State, Outputs]:
-    """Runs one merged step on a packed batch (see batch.Layout) and samples one token for each row that is due."""
+    """Runs one merged step and samples one token for each row that is due.
+
+    buffer i32[layout.size] is a packed batch (see batch.Layout). jit_step donates `state`, undonated_step does not;
+    config, layout, variant and backend are static.
+    """
     batch = layout.unpack(buffer)
     rung = layout.rung
     slots = _apply_chunks(_apply_deltas(state.slots, batch.deltas), batch)
@@ -144,22 +149,25 @@ def step(
     penalties = state.penalties
     if variant.penalties:
         assert penalties is not None, "the penalties variant needs State.penalties"
-        penalties = _count_prompt(_apply_penalties(penalties, batch), batch, paged, rung.decodes)
+        penalties = _count_prompt(
+            _apply_penalties(penalties, batch), batch, rows.chunk, paged.positions[rung.decodes :]
+        )
         logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
         tokens = sample(logits, row_params, rows.length)
         seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
         penalties = replace(penalties, seen=seen, counts=counts)
     else:
         tokens = sample(raw, row_params, rows.length)
+    finite = jnp.isfinite(raw).all(axis=1)
     outputs = Outputs(
-        tokens=jnp.where(rows.valid, tokens, -1),
+        tokens=jnp.where(rows.valid, jnp.where(finite, tokens, NOT_FINITE), -1),
         logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,
         **_top(raw, variant),
         prompt_logprobs=_prompt_logprobs(params, config, hidden[rung.decodes :], batch.targets, backend)
         if variant.prompt_logprobs and rung.tokens
         else None,
     )
-    return State(cache, _advance(slots, rows, tokens), penalties), outputs
+    return State(cache, _advance(slots, rows, tokens, ~finite), penalties), outputs
 
 
 STATIC = ("config", "layout", "variant", "backend")
@@ -169,13 +177,15 @@ undonated_step = partial(jax.jit, static_argnames=STATIC)(step)  # for notebooks
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that the head runs on: R decode rows, then the last row of each of B chunks."""
+    """The rows that the head runs on: R decode rows, then the last row of each of B chunks; and whose the C prompt
+    tokens are."""
 
     slot: jax.Array  # i32[R + B], clipped into range
     target_slot: jax.Array  # i32[R + B], out of range where the row is not valid
     length: jax.Array  # i32[R + B], tokens in the pages after this step = position of the new token
     valid: jax.Array  # bool[R + B], whether a token is sampled
     written: jax.Array  # bool[R + B], whether the slot's length changes
+    chunk: jax.Array  # i32[C], which chunk each prompt token is in; B for the unused tail
 
 
 def _apply_deltas(slots: Slots, deltas: jax.Array) -> Slots:
@@ -233,6 +243,7 @@ def _lay_out(slots: Slots, batch: RaggedBatch, num_pages: int, page_size: int) -
         length=jnp.concatenate([decode_position + 1, chunk_end]),
         valid=valid,
         written=jnp.concatenate([live, batch.chunk_len > 0]),
+        chunk=chunk,
     )
     return paged, rows
 
@@ -252,11 +263,11 @@ def _row_params(slots: Slots, slot: jax.Array, dtype) -> RowParams:
     )
 
 
-def _advance(slots: Slots, rows: _Rows, tokens: jax.Array) -> Slots:
+def _advance(slots: Slots, rows: _Rows, tokens: jax.Array, broken: jax.Array) -> Slots:
     """Lengths grow by what was written; a sampled token becomes the next input and may end its sequence."""
     S = slots.token.shape[0]
     stop = jnp.any(slots.stop_ids[rows.slot] == tokens[:, None], axis=1)
-    done = stop | (rows.length + 1 >= slots.max_length[rows.slot])
+    done = stop | broken | (rows.length + 1 >= slots.max_length[rows.slot])
     written = jnp.where(rows.written, rows.slot, S)
     return replace(
         slots,
@@ -285,12 +296,11 @@ def _apply_penalties(penalties: SlotPenalties, batch: RaggedBatch) -> SlotPenalt
     )
 
 
-def _count_prompt(penalties: SlotPenalties, batch: RaggedBatch, paged: Paged, decodes: int) -> SlotPenalties:
+def _count_prompt(penalties: SlotPenalties, batch: RaggedBatch, chunk: jax.Array, position: jax.Array) -> SlotPenalties:
     """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output."""
-    row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(paged.chunk_cu[1:], row, side="right").astype(jnp.int32)
-    slot = jnp.where(row < paged.chunk_cu[-1], _at(batch.chunk_slot, chunk), penalties.repetition.shape[0])
-    is_output = paged.positions[decodes:] >= _at(batch.prompt_len, chunk)
+    in_chunk = chunk < batch.chunk_slot.shape[0]
+    slot = jnp.where(in_chunk, _at(batch.chunk_slot, chunk), penalties.repetition.shape[0])
+    is_output = position >= _at(batch.prompt_len, chunk)
     seen, counts = count_tokens(penalties.seen, penalties.counts, slot, batch.tokens, is_output)
     return replace(penalties, seen=seen, counts=counts)
 

@@ -39,11 +39,14 @@ def test_a_7b_step_lowers_for_every_rung(rung):
 
 def test_the_ladder_holds_every_step():
     assert len(LADDER) <= 16
-    for decodes, tokens, chunks in [(1, 0, 0), (512, 2048, 256), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
+    for decodes, tokens, chunks in [(1, 0, 0), (512, 1536, 512), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
         rung = choose_rung(LADDER, decodes, tokens, chunks)
         assert rung.decodes >= decodes
         assert rung.tokens >= tokens
         assert rung.chunks >= chunks
+    assert choose_rung(LADDER, 512, 1536, 512).size == 2048  # a full step has no slack
+    assert choose_rung(LADDER, 1, 0, 0) == Rung(1, 0, 0)
+    assert choose_rung(LADDER, 130, 1, 1) == Rung(256, 384, 384)
 
 
 def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
@@ -62,6 +65,27 @@ def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
     np.testing.assert_array_equal(a.tokens, c.tokens)
     assert again.cache[0].k.values.is_deleted()
     assert donated.slots.token.tolist()[0] == int(c.tokens[1])
+
+
+@pytest.mark.parametrize("ended_by", ["stop id", "length"])
+def test_the_device_itself_ends_a_slot(ended_by):
+    """So that a decode dispatched before the host has read the end does nothing."""
+    model = tiny_model()
+    state = State(make_cache(CONFIG, 8, 8, parse_kv_cache(None, CONFIG, jnp.float32)), make_slots(2, 4))
+    layout = Layout(Rung(1, 16, 1), deltas=4)
+    buffer = pack_prompt(layout, [5, 6, 7], pages=[3])
+    _, free = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    names = [name for name, _, _ in layout.fields()]
+    fields = dict(zip(names, np.split(buffer, np.cumsum([np.prod(s, dtype=int) for _, s, _ in layout.fields()])[:-1])))
+    if ended_by == "stop id":
+        fields["stop_ids"][3] = free.tokens[1]
+    else:
+        fields["max_length"][0] = 4
+    state, first = jit_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    assert first.tokens.tolist() == free.tokens.tolist()
+    assert state.slots.done.tolist() == [True, True]
+    _, second = jit_step(model.params, state, pack_decode(layout, [0]), config=CONFIG, layout=layout)
+    assert second.tokens.tolist() == [-1, -1]
 
 
 def test_a_done_slot_writes_nothing():

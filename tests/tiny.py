@@ -81,6 +81,6 @@ def _full_impl(params, config, tokens):
 _full = jax.jit(_full_impl, static_argnames="config")
 
 
-def greedy(n: int = 16, **kw) -> SamplingParams:
-    """Greedy for n tokens whatever they are."""
-    return SamplingParams(**{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True, **kw})
+def greedy(tokens: int = 16, **kw) -> SamplingParams:
+    """Greedy for so many tokens whatever they are."""
+    return SamplingParams(**{"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **kw})

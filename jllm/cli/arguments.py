@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jllm.cli.display import one_line
 from jllm.engine.request import SamplingParams
 
 DESCRIPTION = """\
@@ -28,8 +29,10 @@ input file: each line is a JSON object with "prompt" (text, or a list of token i
   Any other key is an error, like every broken line, and is reported with the line's number before anything runs.
 
 output file: one JSON object a completion, written as it finishes: index (of the input line, from 0), id, prompt
-  or messages, text, token_ids, finish_reason, seed, timings; sample where n > 1; logprobs where asked for. Running
-  the same command again resumes: what is there is kept, what is missing is added.
+  or messages, text, token_ids, finish_reason, seed, settings (what else decides it: the model, its numbers,
+  sampling parameters that are not the default), timings; sample where n > 1; logprobs where asked for (null: not a
+  finite number). Running the same command again resumes: what is there is kept, what is missing is added. Results of
+  other settings or seeds are not mixed: that is an error.
 
 seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without, each prompt draws one,
   which its result reports. Equal seeds give equal text, whatever else runs at the same time.
@@ -45,7 +48,7 @@ NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sa
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error."""
-        print(f"error: {message} (see --help)", file=sys.stderr)
+        print(f"error: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -169,7 +172,10 @@ def _add_engine(group: Group) -> None:
     group.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page: 8, 16, 32, 64, 128 (default: 16)")
     group.add_argument("--num-pages", type=int, metavar="N", help="KV pages in all (default: as memory allows)")
     group.add_argument(
-        "--max-step-tokens", type=int, metavar="N", help="most tokens computed in one step (default: 256, or max-slots)"
+        "--max-step-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens computed in one step (default: 256, or twice max-slots)",
     )
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(

@@ -1,6 +1,7 @@
 """The command that people run: prompts from the command line, standard input or a file, through one engine."""
 
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -11,7 +12,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.arguments import parse_args, sampling_params
-from jllm.cli.display import Speed, write_stdout
+from jllm.cli.display import Speed, one_line, write_stdout
+from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
     from jllm.engine.request import Event
     from jllm.tokenizer import Tokenizer
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what shells report for SIGINT and SIGPIPE
-MAX_SLOTS = 16  # unless --max-slots says otherwise
+BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status."""
     started = time.perf_counter()
-    args = parse_args(argv)
+    with catch_interrupts() as interrupt, _open_streams() as closed:
+        return _main(parse_args(argv), started, interrupt, closed)
+
+
+def _main(args: Namespace, started: float, interrupt: Interrupt, closed: Sequence[str]) -> int:
+    """`closed` names the standard streams that this process was started without."""
     try:
         with _plain_warnings():
-            return _run(args, started)
+            if "stdout" in closed and (args.output is None or args.json):
+                raise OutputError("standard output is closed; give --input and --output, or a place to print to")
+            return _run(args, started, interrupt)
     except KeyboardInterrupt:
         _note("interrupted")
         return INTERRUPTED
@@ -50,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(args: Namespace, started: float) -> int:
+def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     if args.version:
         return _print_version()
     jobs, done = _jobs(args, sampling_params(args))
@@ -62,23 +70,23 @@ def _run(args: Namespace, started: float) -> int:
     from jllm.cli.sinks import Lines, Screen
 
     speed = Speed(started)
+    interrupt.deferred = True  # from here on there is something to keep
     sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed)
-    return _drive(_serve(engine, todo, prompts, 2 * slots), sink, speed)
+    return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
 
 
-def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed) -> int:
+def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:
     """Runs the engine until nothing is left or somebody presses Ctrl-C, and says how fast that was."""
-    status = 0
     try:
         for job, event in events:
             speed.count(event)
             sink.take(job, event)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    except KeyboardInterrupt:  # the second Ctrl-C, or one that came where no handler of ours is
+        interrupt.asked = True
     finally:
         sink.close()
-    _note(speed.line(*sink.notes(), *(["interrupted"] if status else [])))
-    return status
+    _note(speed.line(*sink.notes(), *(["interrupted"] if interrupt.asked else [])))
+    return INTERRUPTED if interrupt.asked else 0
 
 
 # What to run
@@ -86,15 +94,25 @@ def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed) ->
 
 def _jobs(args: Namespace, base: SamplingParams) -> tuple[list[Job], Done]:
     """All requests, and what of them is done already. No model is needed to find most mistakes."""
+    made_with = _made_with(args)
     if args.input is not None:
-        jobs = read_jobs(args.input, base)
+        jobs = read_jobs(args.input, base, made_with)
         return jobs, Done({}, 0) if args.output is None else read_results(args.output, jobs)
     prompts = args.prompts or [_stdin_prompt()]
     jobs = []
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
-        jobs.append(Job(i, {"prompt": prompt}, sampling, "" if len(prompts) == 1 else f"prompt {i + 1}"))
+        where = "" if len(prompts) == 1 else f"prompt {i + 1}"
+        jobs.append(Job(i, {"prompt": prompt}, sampling, where, made_with))
     return jobs, Done({}, 0)
+
+
+def _made_with(args: Namespace) -> dict[str, Any]:
+    """What decides results besides prompts and sampling parameters."""
+    made_with = {"model": "bundled" if args.model is None else args.model}
+    numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
+    made_with |= {name: value for name, value in numbers.items() if value is not None}
+    return made_with | ({"chat": True} if args.chat else {})
 
 
 def _stdin_prompt() -> str:
@@ -131,9 +149,10 @@ def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt
 
 
 def _serve(
-    engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int
+    engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
 ) -> "Iterator[tuple[Job, Event]]":
-    """Runs everything. The engine sees only `ahead` requests of a long queue: timings begin when it has them."""
+    """Runs everything, or up to the step in which Ctrl-C was pressed. The engine sees only `ahead` requests of a long
+    queue: timings begin when it has them."""
     queue = zip(jobs, prompts)
     running: dict[int, Job] = {}
     unfinished: dict[int, int] = {}  # samples
@@ -144,12 +163,13 @@ def _serve(
             running[id], unfinished[id] = job, job.sampling.n
 
     feed(ahead)
-    for event in engine.run():
-        yield running[event.id], event
-        unfinished[event.id] -= event.completion is not None
-        if not unfinished[event.id]:
-            del running[event.id], unfinished[event.id]
-            feed(1)
+    while engine.has_work and not interrupt.asked:
+        for event in engine.step():
+            yield running[event.id], event
+            unfinished[event.id] -= event.completion is not None
+            if not unfinished[event.id]:
+                del running[event.id], unfinished[event.id]
+                feed(1)
 
 
 def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
@@ -173,17 +193,18 @@ def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Pro
     first steps only: one size for them and one for decoding are all that has to be compiled.
     """
     from jllm.batch import Rung
+    from jllm.engine.options import slots_for
 
     names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     samples = sum(job.sampling.n for job in jobs)
-    bounds = [options[name] for name in ("num_pages", "max_step_tokens") if name in options]
-    slots = options.setdefault("max_slots", max(1, min(MAX_SLOTS, samples, *bounds)))
+    slots = options.setdefault("max_slots", slots_for(samples, options))
     at_once = samples <= slots
     total = sum(job.sampling.n * len(prompt) for job, prompt in zip(jobs, prompts))
-    most = options.setdefault("max_step_tokens", max(slots, 64 if at_once and total <= 64 else 256))
+    options.setdefault("max_step_tokens", slots + (64 if at_once and total <= 64 else 256))
+    most = max(1, options["max_step_tokens"] - slots)
     sizes = (0, most) if at_once else (0, -(-most // 4), most)
-    options["ladder"] = tuple(Rung(slots, tokens, min(slots, -(-tokens // 8))) for tokens in sizes)
+    options["ladder"] = tuple(Rung(slots, tokens, min(slots, tokens)) for tokens in sizes)
     return options
 
 
@@ -215,17 +236,25 @@ def _enable_compile_cache(args: Namespace) -> None:
 def _plain_warnings() -> Iterator[None]:
     """Each warning in one line, without the place in the code that gave it."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where, **more: _note(f"warning: {_one_line(message)}")
+        warnings.showwarning = lambda message, *where, **more: _note(f"warning: {message}")
         yield
+
+
+@contextlib.contextmanager
+def _open_streams() -> Iterator[list[str]]:
+    """Python has None for a standard stream that was closed before it started (`>&-`): the null device stands in for
+    it, which also takes its file descriptor before a result file can get it. Yields the names of such streams."""
+    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
+    with contextlib.ExitStack() as stack:
+        for name in closed:
+            setattr(sys, name, stack.enter_context(open(os.devnull, "w")))
+            stack.callback(setattr, sys, name, None)
+        yield closed
 
 
 def _note(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(_one_line(text), file=sys.stderr, flush=True)
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split("\n"))
+        print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _print_version() -> int:

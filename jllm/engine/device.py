@@ -1,5 +1,6 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -33,20 +34,23 @@ class Device:
         self.renew()
 
     def renew(self) -> None:
-        """A fresh state: an empty page pool and empty slots."""
+        """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only."""
+        self._state: State | None = None
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
         self._state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
 
     def close(self) -> None:
         """Drops everything that holds device memory."""
-        del self._state, self._params
+        del self._params
+        self._state = None
 
     def layout(self, rung: Rung, variant: Variant) -> Layout:
         return Layout(rung, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
+        assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
         self.used.add((layout.rung, variant))
         self._state, outputs = jit_step(self._params, self._state, buffer, **self._static(layout, variant))
@@ -56,20 +60,22 @@ class Device:
 
     def compile_ahead(self, variant: Variant) -> int:
         """Compiles a variant of every rung; returns how many there are."""
-        with ThreadPoolExecutor() as threads:
-            jobs = [threads.submit(self._compile, rung, variant) for rung in self.sizes.ladder]
+        # Tracing stays in this thread: JAX's context managers (64-bit mode, say) are the calling thread's own.
+        lowered = [self._lower(rung, variant) for rung in self.sizes.ladder]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            jobs = [threads.submit(step.compile) for step in lowered]
             bar = tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False, disable=None)
             for job in bar:
                 job.result()
         return len(jobs)
 
-    def _compile(self, rung: Rung, variant: Variant) -> None:
+    def _lower(self, rung: Rung, variant: Variant) -> jax.stages.Lowered:
         if not rung.tokens:
             variant = replace(variant, prompt_logprobs=False)
         layout = self.layout(rung, variant)
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        jit_step.lower(self._params, state, buffer, **self._static(layout, variant)).compile()
+        return jit_step.lower(self._params, state, buffer, **self._static(layout, variant))
 
     def _static(self, layout: Layout, variant: Variant) -> dict[str, Any]:
         return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}

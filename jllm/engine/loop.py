@@ -6,22 +6,27 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jllm.batch import STOP_IDS, Layout, RaggedBatch, Rung, choose_rung
+from jllm.batch import Rung, choose_rung
+from jllm.engine.checks import check_request, token_ids
 from jllm.engine.device import Device
-from jllm.engine.options import EngineOptions
+from jllm.engine.options import make_options
 from jllm.engine.output import OutputText
+from jllm.engine.packing import pack_plan
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.engine.scheduler import Plan, Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import EngineClosed, RequestError
-from jllm.step import Outputs, Variant
+from jllm.step import NOT_FINITE, Outputs, Variant
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
 
 
 @dataclass
@@ -61,9 +66,9 @@ class Engine:
     nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions.
     """
 
-    def __init__(self, model, **options):
+    def __init__(self, model: "Model", **options: Any):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._device = Device(model.config, model.params, EngineOptions(**options))
+        self._device = Device(model.config, model.params, make_options(options))
         self._scheduler = Scheduler(self._device.sizes.limits)
         self._live: dict[tuple[int, int], _Live] = {}
         self._requests: dict[int, _Request] = {}  # the unfinished ones
@@ -96,20 +101,23 @@ class Engine:
 
     def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
-        ids = self.check(prompt, sampling)
+        ids = tuple(self.check(prompt, sampling))
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
-        max_length = min(len(ids) + sampling.max_new_tokens, self._device.sizes.context)
         for sample in range(sampling.n):
-            self._add(Sequence(request_id, sample, tuple(ids), sampling, seed, max_length))
+            self._add(Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling)))
         return request_id
 
     def check(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> list[int]:
         """The prompt's token ids, if submit would take it; else the error that submit would raise."""
         self._check_open()
-        ids = self._encode(prompt)
-        self._check(ids, sampling)
+        ids = token_ids(prompt, self._tokenizer)
+        check_request(ids, sampling, self._config, self._tokenizer is not None)
+        self._scheduler.check(len(ids), self._max_length(ids, sampling))
         return ids
+
+    def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
+        return min(len(ids) + sampling.max_new_tokens, self._config.context)
 
     def fork(self, request_id: int, sample: int = 0) -> int:
         """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
@@ -122,7 +130,7 @@ class Engine:
         new = self._add(twin)
         for token in seq.output:
             new.output.push(token)
-        new.first_token, new.logprobs = live.first_token, list(live.logprobs)
+        new.submitted, new.first_token, new.logprobs = live.submitted, live.first_token, list(live.logprobs)
         return index
 
     def abort(self, request_id: int) -> None:
@@ -147,6 +155,9 @@ class Engine:
                 self._read(before)
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
+        except BaseException:  # above all Ctrl-C: half a step may be done, and nobody knows which half
+            self.close("it was interrupted in the middle of a step")
+            raise
         events, self._events = self._events, []
         return events
 
@@ -158,7 +169,7 @@ class Engine:
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges as plain data."""
         s, c = self._scheduler, self._counts
-        padded = c["rows"]
+        rows = c["rows"]
         return {
             "running": len(s.running),
             "waiting": len(s.waiting),
@@ -166,17 +177,20 @@ class Engine:
             "pages_total": s.pool.num_pages,
             "steps": c["steps"],
             "requests_finished": self._next_id - len(self._requests),
-            "prompt_tokens": c["prompt_tokens"],
+            "prefill_tokens": c["prefill_tokens"],  # recomputed ones counted again
             "output_tokens": c["output_tokens"],
             "preemptions": s.counts.preempted,
+            "drains": s.counts.drains,
             "recomputed_tokens": s.counts.recomputed,
             "device_errors": c["device_errors"],
             "compiled_steps": len(self._device.used),
-            "slack": (padded - c["tokens"]) / padded if padded else 0.0,
+            "slack": (rows - c["tokens"]) / rows if rows else 0.0,  # share of rows that only fill up the ladder
         }
 
     def close(self, reason: str = "it was closed") -> None:
-        """Drops the device state; later calls raise EngineClosed."""
+        """Drops the device state; later calls raise EngineClosed, but to close again is no mistake."""
+        if self._closed is not None:
+            return
         self._closed = reason
         self._in_flight = None
         self._device.close()
@@ -184,34 +198,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise EngineClosed(f"this engine takes no more work: {self._closed}")
-
-    # Requests
-
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self._tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer, and this model has none: give token ids")
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one character or token id")
-        return self._tokenizer.encode(prompt)
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        V, context = self._config.vocab_size, self._device.sizes.context
-        if not ids:
-            raise RequestError("the prompt is empty: give at least one character or token id")
-        named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
-        for name, tokens in named.items():
-            for token in tokens:
-                if not isinstance(token, (int, np.integer)) or not 0 <= token < V:
-                    raise RequestError(f"{name}: token id {token!r} is not in [0, {V}), the model's vocabulary")
-        if len(ids) >= context:
-            limits = self._device.sizes.limits
-            pool = limits.num_pages * limits.page_size
-            what = f"the page pool ({pool} tokens)" if pool < self._config.context else "the model's context"
-            raise RequestError(f"a prompt of {len(ids)} tokens is too long: {what} leaves room for {context - 1}")
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def _add(self, seq: Sequence) -> _Live:
         self._scheduler.add(seq)
@@ -235,66 +221,43 @@ class Engine:
     # One step
 
     def _dispatch(self, plan: Plan) -> _InFlight:
-        prompts = [c for c in plan.chunks if c.seq.params.prompt_logprobs]
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
         variant = Variant(
             penalties=self._penalized > 0,
             logprobs=any(s.params.logprobs is not None for s in sampled),
-            prompt_logprobs=bool(prompts),
+            prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
         tokens = sum(len(c.tokens) for c in plan.chunks)
         rung = choose_rung(self._device.sizes.ladder, len(plan.decodes), tokens, len(plan.chunks))
         layout = self._device.layout(rung, variant)
-        buffer, batch = layout.pack()
-        self._fill(batch, plan, layout)
+        buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         outputs = self._device.run(buffer, layout, variant)
-        self._counts.update(steps=1, tokens=len(plan.decodes) + tokens, rows=rung.size, prompt_tokens=tokens)
+        self._counts.update(steps=1, tokens=len(plan.decodes) + tokens, rows=rung.size, prefill_tokens=tokens)
         return _InFlight(plan, rung, outputs)
 
-    def _fill(self, batch: RaggedBatch, plan: Plan, layout: Layout) -> None:
-        batch.decode_slot[: len(plan.decodes)] = [s.slot for s in plan.decodes]
-        if plan.deltas:
-            batch.deltas[: len(plan.deltas)] = plan.deltas
-        at = 0
-        for b, chunk in enumerate(plan.chunks):
-            seq, p, n = chunk.seq, chunk.seq.params, len(chunk.tokens)
-            batch.tokens[at : at + n] = chunk.tokens
-            if p.prompt_logprobs:
-                following = seq.prompt[chunk.start + 1 : chunk.start + n + 1]
-                batch.targets[at : at + len(following)] = following
-            at += n
-            batch.chunk_slot[b] = seq.slot
-            batch.chunk_start[b], batch.chunk_len[b], batch.chunk_final[b] = chunk.start, n, chunk.final
-            batch.prompt_len[b], batch.max_length[b] = len(seq.prompt), seq.max_length
-            batch.seed[b : b + 1].view(np.uint32)[0] = seq.seed
-            batch.sample[b] = seq.sample
-            batch.top_k[b] = min(p.top_k, self._config.vocab_size)
-            batch.temperature[b], batch.top_p[b] = p.temperature, p.top_p
-            batch.min_p[b] = p.min_p
-            batch.repetition[b], batch.presence[b] = p.repetition_penalty, p.presence_penalty
-            batch.frequency[b] = p.frequency_penalty
-            stop_ids = sorted(self._live[seq.request_id, seq.sample].stop_ids)[:STOP_IDS]
-            batch.stop_ids[b, : len(stop_ids)] = stop_ids
-            if layout.bias and p.logit_bias:
-                batch.bias_ids[b, : len(p.logit_bias)] = list(p.logit_bias)
-                batch.bias_values[b, : len(p.logit_bias)] = list(p.logit_bias.values())
+    def _stop_ids(self, seq: Sequence) -> frozenset[int]:
+        return self._live[seq.request_id, seq.sample].stop_ids
 
     def _read(self, step: _InFlight) -> None:
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
             self._read_prompt_logprobs(step.plan, outputs.prompt_logprobs)
+        tokens = outputs.tokens.tolist()
         rows = list(enumerate(step.plan.decodes))
         rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
         for row, seq in rows:
             live = self._live.get((seq.request_id, seq.sample))
             if live is not None:  # else: ended by an earlier token or an abort; the surplus is dropped
-                self._take(live, int(outputs.tokens[row]), outputs, row)
+                self._take(live, tokens[row], outputs, row)
         self._scheduler.step_read(step.plan.step)
 
     def _take(self, live: _Live, token: int, outputs: Outputs, row: int) -> None:
         """One new token of an unfinished sequence."""
         seq, now = live.seq, time.perf_counter()
+        if token == NOT_FINITE:
+            self._finish(live, "error")
+            return
         if token < 0:
             raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
         self._scheduler.on_token(seq, token)
@@ -365,7 +328,12 @@ class Engine:
         if self._failures > 1:
             self.close(f"the device failed again right after recovery: {_first_line(error)}")
             self._check_open()
-        self._device.renew()
+        error.__traceback__ = None  # its frames hold what was on the device
+        try:
+            self._device.renew()
+        except jax.errors.JaxRuntimeError as again:
+            self.close(f"there is no room for a new state after a device error: {_first_line(again)}")
+            self._check_open()
         self._scheduler.reset()
 
 

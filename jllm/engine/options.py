@@ -1,6 +1,8 @@
 """Sizes of an engine, checked against the model before anything is allocated."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from jllm.batch import Rung, make_ladder
 from jllm.config import LlamaConfig
@@ -8,27 +10,52 @@ from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
+BACKENDS = ("xla", "mosaic")
+MAX_SLOTS = 16  # by default
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What the caller may choose; None means a default that depends on the model and the device."""
 
-    max_slots: int = 16  # sequences that run at once
+    max_slots: int = MAX_SLOTS  # sequences that run at once
     page_size: int = 16  # tokens a KV page
     num_pages: int | None = None  # pages in the pool; default: every slot's whole context, as far as memory goes
-    max_step_tokens: int | None = None  # tokens in a step; default: max(256, max_slots)
+    max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
     ladder: tuple[Rung, ...] | None = None  # compiled sizes; default: at most 15 of them
-    backend: str | None = None  # kernels: "xla", "reference"; default: chosen for the device
+    backend: str | None = None  # of the attention kernels: one of BACKENDS; default: chosen for the device
 
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, not {value!r}")
         if self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, not {self.page_size!r}")
+        if self.kv_cache is not None and not isinstance(self.kv_cache, str):
+            raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+
+
+def make_options(given: Mapping[str, Any]) -> EngineOptions:
+    """EngineOptions from keyword arguments. Raises ConfigError for a name that is not one of them."""
+    names = [f.name for f in fields(EngineOptions)]
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"unknown engine option {name!r}; known are {', '.join(names)}")
+    return EngineOptions(**given)
+
+
+def slots_for(samples: int, given: Mapping[str, Any]) -> int:
+    """A default for max_slots: enough for so many sequences at once, at most 16, and no more than the other options
+    allow. A power of two where it can be, so that few different sizes are ever compiled."""
+    slots = 1
+    while slots < min(samples, MAX_SLOTS):
+        slots *= 2
+    bounds = [given[name] for name in ("num_pages", "max_step_tokens") if isinstance(given.get(name), int)]
+    return max(1, min(slots, *bounds)) if bounds else slots
 
 
 @dataclass(frozen=True)
@@ -36,7 +63,6 @@ class Sizes:
     """The options made definite."""
 
     limits: Limits
-    context: int  # most tokens of a sequence
     max_pages: int  # M
     ladder: tuple[Rung, ...]
 
@@ -46,16 +72,21 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
     P, S = options.page_size, options.max_slots
     max_pages = -(-config.context // P)
     num_pages = options.num_pages or max(S, min(S * max_pages, affordable_pages))
-    tokens = options.max_step_tokens or max(256, S)
-    ladder = options.ladder or make_ladder(S, tokens)
-    if max(r.decodes for r in ladder) < S or max(r.tokens for r in ladder) < tokens:
-        raise ConfigError(f"the ladder's largest rung must hold {S} decode rows and {tokens} prompt tokens")
+    tokens = options.max_step_tokens or max(256, 2 * S)
+    ladder = make_ladder(S, tokens) if options.ladder is None else options.ladder
+    top = Rung(S, max((r.tokens for r in ladder), default=0), max((r.chunks for r in ladder), default=0))
+    if not any(r.decodes >= S and r.tokens >= max(1, top.tokens) and r.chunks >= max(1, top.chunks) for r in ladder):
+        largest = f"{S} decode rows (max_slots) and as many prompt tokens and chunks as any other, at least one"
+        raise ConfigError(f"the ladder needs a rung that holds {largest}")
+    if any(r.tokens and not r.chunks for r in ladder):
+        raise ConfigError("a rung of the ladder with prompt tokens must have chunks")
     limits = Limits(
         max_slots=S,
         max_step_tokens=tokens,
-        max_chunks=max(r.chunks for r in ladder),
+        max_prompt_tokens=top.tokens,
+        max_chunks=top.chunks,
         page_size=P,
         num_pages=num_pages,
         max_deltas=2 * S + -(-tokens // P),
     )
-    return Sizes(limits, min(config.context, num_pages * P), max_pages, ladder)
+    return Sizes(limits, max_pages, ladder)

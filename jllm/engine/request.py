@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from numbers import Integral, Real
 
 from jllm.errors import RequestError
 
@@ -38,10 +39,10 @@ class SamplingParams:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._convert("stop", tuple, "a string or a list of strings")
+        self._convert("stop_token_ids", tuple, "a list of token ids")
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            self._convert("logit_bias", dict, "a mapping of token ids to numbers")
         self._check("temperature", _is_real(self.temperature) and self.temperature >= 0.0, "a finite number >= 0")
         self._check("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 is off)")
         self._check("top_p", _is_real(self.top_p) and 0.0 < self.top_p <= 1.0, "in (0, 1] (1 is off)")
@@ -66,6 +67,12 @@ class SamplingParams:
         good = all(_is_int(i) and i >= 0 and (_is_real(b) or b == -math.inf) for i, b in bias.items())
         self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
 
+    def _convert(self, name: str, kind: type, right: str):
+        try:
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        except (TypeError, ValueError):
+            raise RequestError(f"{name} must be {right}, not {getattr(self, name)!r}") from None
+
     def _check(self, name: str, ok: bool, right: str):
         if not ok:
             raise RequestError(f"{name} must be {right}, not {getattr(self, name)!r}")
@@ -78,12 +85,12 @@ class SamplingParams:
 
 
 def _is_int(x) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def _is_real(x) -> bool:
     """A number that float32, the type of parameters on the device, can hold."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 3e38
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) < 3e38
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Completion:
 
     token_ids: tuple[int, ...]
     text: str | None  # None without a tokenizer
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length", "abort", or "error": the logits were not finite
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
     timings: Timings
@@ -126,4 +133,4 @@ class Event:
     sample: int  # 0 .. n-1
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    completion: Completion | None = field(default=None)
+    completion: Completion | None = None

@@ -34,6 +34,7 @@ class Limits:
 
     max_slots: int  # sequences that run at once
     max_step_tokens: int  # decodes and prompt tokens in a step
+    max_prompt_tokens: int  # prompt tokens in a step
     max_chunks: int  # prompt chunks in a step
     page_size: int  # tokens a page
     num_pages: int
@@ -106,18 +107,21 @@ class Scheduler:
         """Nothing to do, now or after a read."""
         return not (self.waiting or self.running or self.unread)
 
+    def check(self, length: int, max_length: int) -> None:
+        """RequestError when a sequence of so many tokens could never run to max_length."""
+        if not 0 < length < max_length:
+            raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
+        pool = self.pool
+        need = pool.pages_for(max_length - 1)  # the last token never gets KV
+        if need > pool.num_pages:
+            raise RequestError(
+                f"{length} prompt tokens and {max_length - length} new ones need {need} pages of {pool.page_size}, "
+                f"the page pool has {pool.num_pages}: shorten the request or raise num_pages"
+            )
+
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. RequestError when it could never run to its max_length."""
-        if not 0 < seq.length < seq.max_length:
-            raise RequestError(
-                f"there must be at least 1 token and fewer than max_length = {seq.max_length}, not {seq.length}"
-            )
-        need = self.pool.pages_for(seq.max_length - 1)  # the last token never gets KV
-        if need > self.pool.num_pages:
-            raise RequestError(
-                f"{seq.max_length} tokens need {need} pages of {self.pool.page_size}, "
-                f"the pool has {self.pool.num_pages}: shorten the request or raise num_pages"
-            )
+        self.check(seq.length, seq.max_length)
         self.waiting.append(seq)
         self.counts.added += 1
 
@@ -131,7 +135,8 @@ class Scheduler:
         deltas: list[tuple[int, int, int]] = []
         for seq in short:
             self._grow(seq, 1, deltas)
-        chunks = self._prefill(prefills, self.limits.max_step_tokens - len(decodes), deltas)
+        budget = min(self.limits.max_step_tokens - len(decodes), self.limits.max_prompt_tokens)
+        chunks = self._prefill(prefills, budget, deltas)
         if not decodes and not chunks:
             if self.running and not self.unread:
                 raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
@@ -252,6 +257,7 @@ class Scheduler:
         """After a device error: what was in flight is lost and so is the pool. All that ran waits again, in its old
         order, to be recomputed."""
         for seq in reversed(self.running):
+            self.counts.recomputed += seq.computed
             self._requeue(seq)
             seq.slot, seq.pages = None, []
         for seq in self.draining:

@@ -78,6 +78,7 @@ class Device:
     def write(self, row: Row, tokens):
         for token in tokens:
             index, offset = divmod(row.length, self.limits.page_size)
+            assert index in row.table, "the device's page table is another"
             self.memory[row.table[index], offset] = token
             row.length += 1
 
@@ -126,6 +127,7 @@ class Loop:
         s, limits = self.scheduler, self.limits
         chunk_tokens = sum(len(c.tokens) for c in plan.chunks)
         assert 0 < len(plan.decodes) + chunk_tokens <= limits.max_step_tokens
+        assert chunk_tokens <= limits.max_prompt_tokens
         assert len(plan.chunks) <= limits.max_chunks
         assert len(plan.deltas) <= limits.max_deltas
         assert len(set(in_plan(plan))) == len(in_plan(plan)) <= limits.max_slots
@@ -144,7 +146,7 @@ class Loop:
             assert c.final == (c.seq.computed == c.seq.length)
         oldest = s.running[0]
         assert oldest in in_plan(plan) or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
-        left = limits.max_step_tokens - len(plan.decodes) - chunk_tokens
+        left = min(limits.max_step_tokens - len(plan.decodes), limits.max_prompt_tokens) - chunk_tokens
         if left and len(plan.chunks) < limits.max_chunks and len(plan.deltas) < limits.max_deltas and s.pool.num_free:
             assert all(not seq.prefilling for seq in s.running), "a prompt waits though there is room for it"
 

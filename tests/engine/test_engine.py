@@ -1,10 +1,13 @@
 """What the engine promises besides the oracle: ends, text, logprobs, penalties, forks, aborts, errors, compilations."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import numpy as np
 import pytest
 
+import jllm
 from jllm import step as step_module
 from jllm.batch import Rung
 from jllm.engine import device as device_module
@@ -103,12 +106,15 @@ def test_stop_strings_cut_text_and_tokens_and_stream_what_is_certain():
     text = "".join(chr(i + 32) for i in free.token_ids)
     stop = text[9:12]
     engine = Engine(model, **OPTIONS)
-    engine.submit(PROMPTS[0], greedy(24, stop=("never seen", stop)))
+    engine.submit(PROMPTS[0], greedy(24, stop=("never seen", stop), logprobs=0))
     events = list(engine.run())
     done = events[-1].completion
     assert done.text == text[: text.index(stop)]
     assert done.finish_reason == "stop"
     assert done.token_ids == free.token_ids[: len(done.text)]
+    assert tuple(x.token_id for x in done.logprobs) == done.token_ids
+    assert engine.metrics()["output_tokens"] <= len(done.token_ids) + len(stop)  # later ones are not counted
+    assert engine.metrics()["steps"] <= 1 + text.index(stop) + len(stop) + 1  # at most one step too many
     assert "".join(e.text for e in events) == done.text
     assert sum((e.token_ids for e in events), ()) == done.token_ids
     assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
@@ -165,6 +171,7 @@ def test_fork_continues_with_a_key_of_its_own(model):
     assert engine.fork(request) == 1
     events = list(engine.run())
     done = {e.sample: e.completion for e in events if e.completion}
+    assert done[1].timings.first_token <= done[1].timings.total
     assert done[1].token_ids[:6] == done[0].token_ids[:6]
     assert done[1].token_ids != done[0].token_ids
     assert len(done[1].token_ids) == len(done[1].logprobs) == 20
@@ -187,6 +194,28 @@ def test_abort_frees_everything_and_keeps_what_was_done(model):
     assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
     with pytest.raises(RequestError, match="not running"):
         engine.abort(running)
+
+
+def test_abort_ends_every_sample(model):
+    engine = Engine(model, **OPTIONS)
+    request = engine.submit(PROMPTS[0], greedy(40, n=2))
+    for _ in range(4):
+        engine.step()
+    engine.fork(request)
+    engine.abort(request)
+    done = {e.sample: e.completion.finish_reason for e in engine.run() if e.completion}
+    assert done == {0: "abort", 1: "abort", 2: "abort"}
+    assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
+
+
+def test_penalties_cost_nothing_once_nobody_asks(model):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy(3, presence_penalty=1.0))
+    engine.submit(PROMPTS[1], greedy(20))
+    engine.step()
+    assert engine._device._state.penalties is not None
+    list(engine.run())
+    assert engine._device._state.penalties is None
 
 
 def test_the_context_ends_a_sequence(model):
@@ -216,10 +245,16 @@ def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params
     assert not engine.has_work
 
 
-def test_a_prompt_longer_than_the_pool_is_named(model):
+def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model):
     engine = Engine(model, **{**OPTIONS, "num_pages": 4})
-    with pytest.raises(RequestError, match=r"40 tokens is too long: the page pool \(32 tokens\) leaves room for 31"):
-        engine.submit([3] * 40, greedy())
+    says = (
+        "30 prompt tokens and 4 new ones need 5 pages of 8, the page pool has 4: shorten the request or raise num_pages"
+    )
+    with pytest.raises(RequestError, match=says):
+        engine.submit([3] * 30, greedy(4))
+    assert not engine.has_work
+    done = serve(model, [[3] * 30], [greedy(3)], **{**OPTIONS, "num_pages": 4})[0]  # the last token needs no KV
+    assert len(done.token_ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -230,11 +265,17 @@ def test_a_prompt_longer_than_the_pool_is_named(model):
         ({"max_slots": 8, "max_step_tokens": 4}, "max_step_tokens must be at least max_slots = 8"),
         ({"kv_cache": "int3"}, "int3"),
         ({"kv_cache": "int8-g32"}, "32"),  # a group over D = 16
+        ({"kv_cache": 5}, "kv_cache must be the name of a format, not 5"),
+        ({"backend": "foo"}, "backend must be one of xla, mosaic, not 'foo'"),
+        ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
+        ({"ladder": ()}, "the ladder needs a rung that holds 4 decode rows"),
+        ({"ladder": (Rung(4, 0, 0), Rung(1, 16, 4))}, "the ladder needs a rung that holds 4 decode rows"),
+        ({"ladder": (Rung(4, 16, 4), Rung(4, 8, 0))}, "with prompt tokens must have chunks"),
     ],
 )
 def test_bad_options_are_named(model, options, says):
     with pytest.raises(ConfigError, match=says):
-        Engine(model, **options)
+        Engine(model, **{"max_slots": 4, **options})
 
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
@@ -268,6 +309,63 @@ def test_a_device_that_keeps_failing_closes_the_engine_clearly(model, monkeypatc
         list(engine.run())
     with pytest.raises(EngineClosed):
         engine.submit(PROMPTS[0], greedy())
+    engine.close()  # again: no mistake
+
+
+def test_device_errors_apart_in_time_are_each_recovered_from(model, monkeypatch):
+    """Errors surface where outputs are read."""
+    want = serve(model, PROMPTS, [greedy(20)] * 3, **OPTIONS)
+    engine = Engine(model, **OPTIONS)
+    read, calls = jax.device_get, iter(range(1, 1000))
+
+    def fail_twice(x):
+        if next(calls) in (3, 9):
+            raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
+        return read(x)
+
+    monkeypatch.setattr(jax, "device_get", fail_twice)
+    ids = [engine.submit(p, greedy(20)) for p in PROMPTS]
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    assert [done[i].token_ids for i in ids] == [w.token_ids for w in want]
+    assert engine.metrics()["device_errors"] == 2
+
+
+def test_recovery_frees_the_old_pool_first_and_closes_when_there_is_no_room(model, monkeypatch):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy())
+
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
+
+    def no_room(*args):
+        assert engine._device._state is None
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(engine._device, "run", fail)
+    monkeypatch.setattr(device_module, "make_cache", no_room)
+    with pytest.raises(EngineClosed, match="no room for a new state after a device error: RESOURCE_EXHAUSTED"):
+        list(engine.run())
+
+
+def test_an_interrupted_step_closes_the_engine(model, monkeypatch):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy())
+    engine.step()
+
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jax, "device_get", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineClosed, match="interrupted in the middle of a step"):
+        engine.step()
+
+
+def test_logits_that_are_not_finite_end_a_request_as_an_error(model):
+    broken = replace(model, params=replace(model.params, norm=model.params.norm.at[0].set(float("nan"))))
+    done = serve(broken, PROMPTS, [greedy(5)] * 3, **OPTIONS)
+    assert [(c.finish_reason, c.token_ids) for c in done] == [("error", ())] * 3
 
 
 def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
@@ -297,6 +395,40 @@ def test_compile_ahead_leaves_nothing_to_compile(model):
         assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_compile_ahead_sees_the_callers_jax_settings():
+    """Threads have settings of their own; 64-bit mode must reach what is compiled for later."""
+    with jax.enable_x64(True):
+        engine = Engine(tiny_model("float64", num_layers=1), **{**OPTIONS, "ladder": (Rung(3, 0, 0), Rung(4, 18, 3))})
+        engine.compile_ahead()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_module, "backbone", None)
+            engine.submit(PROMPTS[0], greedy(4))
+            assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
+
+
+def test_generate_chooses_slots_that_the_other_options_allow(model):
+    prompts = [[5, 6], [7], [8, 9, 10]] * 3
+    small = jllm.generate(model, prompts, greedy(4), num_pages=4, page_size=8, max_step_tokens=6)
+    large = jllm.generate(model, prompts, greedy(4))
+    assert [c.token_ids for c in small] == [c.token_ids for c in large]
+    for bad in (5, None, ["text", None], b"abc", [[True]]):
+        with pytest.raises(RequestError):
+            jllm.generate(model, bad, greedy(4))
+    for bad in (None, {"n": 1}, [greedy()] * 2):
+        with pytest.raises(RequestError):
+            jllm.generate(model, prompts, bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"stop": None}, {"stop": 5}, {"stop_token_ids": 5}, {"logit_bias": [1]}, {"top_k": 0.5}, {"seed": "x"}]
+)
+def test_sampling_values_of_the_wrong_type_are_named(bad):
+    with pytest.raises(RequestError, match=next(iter(bad))):
+        SamplingParams(**bad)
+    SamplingParams(seed=np.int64(3), temperature=np.float32(0.5), top_k=np.int32(3))
+
+
 def test_reads_come_one_step_late(model):
     """The step after is dispatched before a step's tokens are read."""
     engine = Engine(model, **OPTIONS)
@@ -316,7 +448,7 @@ def test_metrics_add_up(model):
         engine.submit(prompt, greedy(5))
     list(engine.run())
     m = engine.metrics()
-    assert m["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert m["prefill_tokens"] == sum(map(len, PROMPTS))
     assert m["output_tokens"] == 15
     assert m["requests_finished"] == 3
     assert m["running"] == m["waiting"] == m["device_errors"] == m["preemptions"] == 0

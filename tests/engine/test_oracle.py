@@ -8,6 +8,7 @@ with the number of rows, so tokens are compared up to the first position where t
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,15 +16,17 @@ from hypothesis import strategies as st
 from jllm.batch import Rung
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
-from tests.tiny import CONFIG, tiny_model
+from jllm.engine.scheduler import Scheduler
+from tests.tiny import CONFIG, full_logits, tiny_model
 
 ALONE = {"max_slots": 1, "page_size": 128, "max_step_tokens": 64, "ladder": (Rung(1, 64, 1),)}
+TINY = "pages of 8, tiny chunks"
 COMPANY = {  # each compiles one or two steps, once
-    "pages of 8, tiny chunks": {"max_slots": 3, "page_size": 8, "max_step_tokens": 5, "ladder": (Rung(3, 5, 3),)},
+    TINY: {"max_slots": 3, "page_size": 8, "max_step_tokens": 5, "ladder": (Rung(3, 5, 3),)},
     "pool that forces preemption": {
         "max_slots": 4,
         "page_size": 8,
-        "num_pages": 9,
+        "num_pages": 9,  # 72 tokens: more than any one of the requests here needs, less than four do
         "max_step_tokens": 16,
         "ladder": (Rung(4, 0, 0), Rung(4, 16, 3)),
     },
@@ -116,21 +119,50 @@ def test_any_company_same_tokens(model64, company, jobs):
             assert_same(completion, alone(model64, job), job.abort_after is not None)
 
 
-PENALIZED = [
-    SamplingParams(temperature=0.0, repetition_penalty=1.5, max_new_tokens=20, seed=1),
-    SamplingParams(temperature=1.0, presence_penalty=0.7, frequency_penalty=0.4, max_new_tokens=20, seed=2),
-    SamplingParams(temperature=0.8, logit_bias={3: 4.0, 9: -float("inf")}, max_new_tokens=20, seed=3),
-    SamplingParams(temperature=0.0, max_new_tokens=20),  # asks for nothing, and must get nothing
+FREE = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": True}
+ASKING = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, seed=1, **FREE),
+    SamplingParams(temperature=0.8, logit_bias={3: 4.0, 9: -float("inf")}, seed=3, **FREE),
+    SamplingParams(temperature=0.0, **FREE),  # asks for no penalty, and must get none
+    SamplingParams(temperature=1.0, presence_penalty=2.0, frequency_penalty=1.0, seed=2, **FREE),
+    SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, repetition_penalty=1.2, **FREE),
 ]
 
 
-def test_penalties_survive_company_and_preemption(model64):
-    prompts = [(5, 6, 7, 5, 6), tuple(range(30)), (9,), tuple(range(50, 60))]
-    jobs = [Job(p, s, i * 2, None) for i, (p, s) in enumerate(zip(prompts, PENALIZED, strict=True))]
+def test_penalties_and_logprobs_survive_company_and_preemption(model64, monkeypatch):
+    prompts = [(5, 6, 7, 5, 6), (9,), tuple(range(50, 60)), (3, 3, 4), (70, 71, 72)]
+    jobs = [Job(p, s, i, None) for i, (p, s) in enumerate(zip(prompts, ASKING, strict=True))]
+    preempted = []
+    preempt = Scheduler._preempt
+
+    def spy(self, seq):
+        preempted.append((seq.request_id, len(seq.output)))
+        preempt(self, seq)
+
+    monkeypatch.setattr(Scheduler, "_preempt", spy)
     with jax.enable_x64(True):
         got = play(model64, jobs, COMPANY["pool that forces preemption"])
+        assert any(id >= 3 and tokens > 2 for id, tokens in preempted), "counts of the output must be recomputed"
         for job, completion in zip(jobs, got, strict=True):
-            assert_same(completion, alone(model64, job), False)
+            want = alone(model64, job)
+            assert_same(completion, want, False)
+            np.testing.assert_allclose(completion.prompt_logprobs, want.prompt_logprobs, rtol=1e-10)
+            for a, b in zip(completion.logprobs, want.logprobs, strict=True):
+                assert [t for t, _ in a.top] == [t for t, _ in b.top]
+                assert a.logprob == pytest.approx(b.logprob, rel=1e-10)
+
+
+def test_windows_that_cross_pages_and_chunks():
+    """Against the forward without a cache, whose mask knows nothing of pages."""
+    with jax.enable_x64(True):
+        model = tiny_model("float64", windows=(11, None))
+        prompts = [tuple(range(3, 60)), (5, 6, 7), tuple(range(10, 40))]
+        params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+        for job, done in zip(
+            prompts, play(model, [Job(p, params, 0, None) for p in prompts], COMPANY[TINY]), strict=True
+        ):
+            logits = full_logits(model, [*job, *done.token_ids])
+            assert list(done.token_ids) == logits[len(job) - 1 : -1].argmax(axis=-1).tolist()
 
 
 FORMATS = ["bf16", "f16", "fp8", "int8-g8", "int4-g8", "k=int8-g16,v=f32"]
@@ -146,7 +178,7 @@ def test_every_kv_format(kv_cache):
     ]
     with jax.enable_x64(True):
         model = tiny_model("float64", num_layers=1)
-        got = play(model, jobs, {**COMPANY["pages of 8, tiny chunks"], "kv_cache": kv_cache})
+        got = play(model, jobs, {**COMPANY[TINY], "kv_cache": kv_cache})
         for job, completion in zip(jobs, got, strict=True):
             assert_same(completion, alone(model, job, kv_cache=kv_cache), False)
 
@@ -160,12 +192,15 @@ def test_float32_up_to_the_first_near_tie(prompts):
     model = tiny_model()
     params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True, logprobs=2)
     jobs = [Job(tuple(p), params, i, None) for i, p in enumerate(prompts)]
+    compared = 0
     for job, got in zip(jobs, play(model, jobs, COMPANY["two slots, pages of 16"]), strict=True):
         want = alone(model, job)
         for a, b, info in zip(got.token_ids, want.token_ids, want.logprobs, strict=True):
             if info.top[0][1] - info.top[1][1] < TIE:
                 break
             assert a == b
+            compared += 1
+    assert compared >= 8
 
 
 def test_the_oracle_notices_a_stale_page_table(model64, monkeypatch):

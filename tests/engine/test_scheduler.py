@@ -10,7 +10,7 @@ from tests.engine.scheduler_harness import STOP_ID, Loop, alone, sample
 
 
 def make(slots=4, tokens=16, chunks=4, page=4, pages=32, deltas=64) -> Loop:
-    return Loop(Limits(slots, tokens, chunks, page, pages, deltas))
+    return Loop(Limits(slots, tokens, tokens, chunks, page, pages, deltas))
 
 
 def ids(plan: Plan):
@@ -213,7 +213,7 @@ def test_a_sequence_may_start_with_output():
 
 def test_requests_that_can_never_run_are_refused():
     loop = make(page=4, pages=4)
-    with pytest.raises(RequestError, match="18 tokens need 5 pages of 4, the pool has 4"):
+    with pytest.raises(RequestError, match="3 prompt tokens and 15 new ones need 5 pages of 4, the page pool has 4"):
         loop.add(3, new_tokens=15)
     with pytest.raises(RequestError, match="at least 1 token"):
         loop.add(0)
@@ -234,7 +234,8 @@ def test_requests_that_can_never_run_are_refused():
     ],
 )
 def test_limits_that_cannot_work(name, value, message):
-    sizes = {"max_slots": 4, "max_step_tokens": 4, "max_chunks": 1, "page_size": 8, "num_pages": 4, "max_deltas": 4}
+    sizes = {"max_slots": 4, "max_step_tokens": 4, "max_prompt_tokens": 1, "max_chunks": 1}
+    sizes |= {"page_size": 8, "num_pages": 4, "max_deltas": 4}
     Limits(**sizes)
     with pytest.raises(ConfigError, match=message):
         Limits(**{**sizes, name: value})

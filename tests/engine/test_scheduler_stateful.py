@@ -24,6 +24,7 @@ def limits(draw):
     return Limits(
         max_slots=slots,
         max_step_tokens=slots + draw(st.integers(0, 12)),
+        max_prompt_tokens=draw(st.integers(1, 12)),
         max_chunks=draw(st.integers(1, 3)),
         page_size=draw(st.integers(1, 4)),
         num_pages=slots + draw(st.integers(0, 8)),

@@ -1,0 +1,46 @@
+"""What a prompt and its parameters must satisfy before they may wait for a slot."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from jllm.config import LlamaConfig
+from jllm.engine.request import SamplingParams
+from jllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from jllm.tokenizer import Tokenizer
+
+
+def token_ids(prompt: str | Sequence[int], tokenizer: "Tokenizer | None") -> list[int]:
+    """A prompt as token ids: text is encoded, ids are taken as they are."""
+    if not isinstance(prompt, str) and (isinstance(prompt, bytes) or not hasattr(prompt, "__len__")):
+        raise RequestError(f"a prompt must be text or a list of token ids, not {prompt!r}")
+    if isinstance(prompt, str) and tokenizer is None:
+        raise RequestError("a text prompt needs a tokenizer, and this model has none: give token ids")
+    if len(prompt) == 0:
+        raise RequestError("the prompt is empty: give at least one character or token id")
+    if not isinstance(prompt, str):
+        return list(prompt)
+    assert tokenizer is not None
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise RequestError("the prompt is empty: the tokenizer makes no token of it")
+    return ids
+
+
+def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfig, has_tokenizer: bool) -> None:
+    """Raises RequestError, in one line, for what this model cannot serve."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling must be SamplingParams, not {params!r}")
+    named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+    for name, tokens in named.items():
+        for token in tokens:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
+                vocabulary = f"[0, {config.vocab_size}), the model's vocabulary"
+                raise RequestError(f"{name}: token id {token!r} is not in {vocabulary}")
+    if len(ids) >= config.context:
+        room = f"the model's context leaves room for {config.context - 1}"
+        raise RequestError(f"a prompt of {len(ids)} tokens is too long: {room}")
+    if params.stop and not has_tokenizer:
+        raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
