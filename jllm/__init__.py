@@ -11,21 +11,37 @@ if TYPE_CHECKING:
     from jllm.api import Piece, generate, stream
     from jllm.engine.loop import Engine
     from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
-    from jllm.errors import JllmError
+    from jllm.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineClosed,
+        InputFileError,
+        JllmError,
+        OutputError,
+        RequestError,
+        TokenizerError,
+    )
     from jllm.pretrained import Model, load
     from jllm.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
+    "CheckpointError",
     "Completion",
+    "ConfigError",
     "Engine",
+    "EngineClosed",
     "Event",
+    "InputFileError",
     "JllmError",
     "Model",
+    "OutputError",
     "Piece",
+    "RequestError",
     "SamplingParams",
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "TokenizerError",
     "generate",
     "load",
     "load_tokenizer",
@@ -36,7 +52,16 @@ _NAMES_OF = {
     "jllm.api": ("Piece", "generate", "stream"),
     "jllm.engine.loop": ("Engine",),
     "jllm.engine.request": ("Completion", "Event", "SamplingParams", "Timings", "TokenLogprob"),
-    "jllm.errors": ("JllmError",),
+    "jllm.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "EngineClosed",
+        "InputFileError",
+        "JllmError",
+        "OutputError",
+        "RequestError",
+        "TokenizerError",
+    ),
     "jllm.pretrained": ("Model", "load"),
     "jllm.tokenizer": ("Tokenizer", "load_tokenizer"),
 }
@@ -45,10 +70,21 @@ _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in na
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _submodule(name)
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value  # later look-ups do not come here
     return value
+
+
+def _submodule(name: str) -> Any:
+    """So that `import jllm; jllm.errors` works, imported before or not."""
+    path = f"{__name__}.{name}"
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

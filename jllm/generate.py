@@ -8,9 +8,13 @@ finds in sys.modules): `jllm.generate(...)` means the function, whatever was imp
 import sys
 
 if __name__ == "__main__":
-    from jllm.cli.main import main
+    from jllm.cli.interrupt import catch_interrupts
 
-    sys.exit(main())
+    with catch_interrupts():
+        from jllm.cli.main import main
+
+        status = main()
+    sys.exit(status)
 else:
     from jllm.api import generate
 

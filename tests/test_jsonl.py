@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,9 @@ BROKEN = {
     "bias keys": ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has a value of a wrong type"),
     "stop": ({"prompt": "a", "stop": [""]}, "stop must be non-empty strings"),
     "nan": (b'{"prompt": "a", "temperature": NaN}', "temperature must be a finite number"),
+    "nan id": (b'{"prompt": "a", "id": [NaN]}', "holds NaN or Infinity, which JSON does not know"),
+    "twice": (b'{"prompt": "a", "id": 1, "prompt": "b"}', "key 'prompt' occurs more than once"),
+    "twice within": (b'{"prompt": "a", "id": {"x": 1, "x": 1}}', "key 'x' occurs more than once"),
 }
 
 
@@ -110,11 +114,26 @@ def test_record():
         "token_ids": [3],
         "finish_reason": "length",
         "seed": 9,
+        "settings": {"temperature": 0.5, "max_new_tokens": 7},
         "logprobs": [{"token_id": 3, "logprob": -0.5, "top": [[3, -0.5], [4, -1.0]]}],
         "prompt_logprobs": [-2.0],
         "timings": {"first_token": None, "total": 0.2, "prompt_tokens": 5, "output_tokens": 1},
     }
     assert to_json(result(job())).startswith(jsonl.RECORD_START.decode())
+
+
+def test_results_are_json_whatever_the_numbers():
+    logprobs = (TokenLogprob(3, math.nan, ((3, -0.5), (4, -math.inf))),)
+    done = Completion((3,), None, "length", logprobs, (-math.inf,), Timings(None, 0.2, 5, 1), 9)
+    banned = replace(BASE, logit_bias={3: -math.inf, 4: 1.5}, logprobs=2)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    made = json.loads(to_json(record(Job(0, {"prompt": "a"}, banned), 0, done)), parse_constant=refuse)
+    assert made["logprobs"] == [{"token_id": 3, "logprob": None, "top": [[3, -0.5], [4, None]]}]
+    assert made["prompt_logprobs"] == [None]
+    assert made["settings"]["logit_bias"] == {"3": None, "4": 1.5}
 
 
 def test_resume(tmp_path):
@@ -143,6 +162,9 @@ FOREIGN = {
     "sample": (to_json(result(job(0, n=2), sample=1)), "sample 1 is not one of 1"),
     "twice": (to_json(result(job(0))) * 2, "line 2: a second result for index 0"),
     "other json": ('{"a": 1}\n', "line 1: not a result"),
+    "true index": ('{"index": true, "prompt": "p0", "seed": 1}\n', "line 1: not a result"),
+    "text seed": ('{"index": 0, "prompt": "p0", "seed": "abc"}\n', "line 1: not a result"),
+    "no settings": ('{"index": 0, "prompt": "p0", "seed": 1}\n', "line 1: does not say with which settings"),
     "list index": ('{"index": [0], "seed": 1}\n', "line 1: not a result"),
     "no json": ("dear diary\n", "line 1: not a result"),
     "no json, no newline": ("dear diary", "line 1: not a result"),
@@ -158,6 +180,33 @@ def test_foreign_output_is_left_alone(tmp_path, text, message):
     assert message in str(error.value)
     assert "choose another --output" in str(error.value)
     assert path.read_text() == text
+
+
+def test_other_settings_are_not_mixed(tmp_path):
+    """Only what was made as this run would make it is taken over; a seed counts where one is asked for."""
+    path, made_with = tmp_path / "out.jsonl", {"model": "m", "kv_cache": "int8-g8"}
+    sampling = replace(BASE, stop=("x",), logit_bias={5: -math.inf}, stop_token_ids=(4,))
+    job = Job(0, {"prompt": "a"}, sampling, "line 1", made_with)
+    path.write_text(to_json(result(job)))
+    same = [job, replace(job, sampling=replace(sampling, seed=11)), replace(job, sampling=replace(sampling, n=3))]
+    for again in same:
+        assert read_results(path, [again]).seeds == {(0, 0): 11}
+    others = {
+        "seed 11, and now it is 12": {"seed": 12},
+        "temperature 0.5, and now it is the default": {"temperature": 1.0},
+        "max_new_tokens 7, and now it is 8": {"max_new_tokens": 8},
+        "top_k the default, and now it is 5": {"top_k": 5},
+        'stop ["x"], and now it is the default': {"stop": ()},
+        "logit_bias": {"logit_bias": {5: -1.0}},
+        "logprobs": {"logprobs": 0},
+    }
+    changed = {words: replace(job, sampling=replace(sampling, **change)) for words, change in others.items()}
+    changed['model "m", and now it is "other"'] = replace(job, made_with=made_with | {"model": "other"})
+    changed['kv_cache "int8-g8", and now it is the default'] = replace(job, made_with={"model": "m"})
+    for words, other in changed.items():
+        with pytest.raises(OutputError) as error:
+            read_results(path, [other])
+        assert f"{path}, line 1: was made with {words}" in str(error.value)
 
 
 def test_output_folder_must_exist(tmp_path):

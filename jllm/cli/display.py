@@ -28,6 +28,10 @@ def write_stdout(text: str) -> None:
         raise OutputError(f"cannot write to standard output: {error.strerror or error}") from None
 
 
+def one_line(text: object) -> str:
+    return " ".join(str(text).splitlines())
+
+
 def in_colour(stream: TextIO) -> bool:
     """Whether a stream is a terminal that shows colours and may (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

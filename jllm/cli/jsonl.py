@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jllm.engine.request import Completion, SamplingParams
@@ -24,6 +26,7 @@ class Job:
     given: dict[str, Any]  # of GIVEN: as it was written
     sampling: SamplingParams
     where: str = ""  # how to name it in an error
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # the model and what else decides the results of a run
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,17 @@ def nth_seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed + index) % 2**32
 
 
-def read_jobs(path: Path, base: SamplingParams) -> list[Job]:
+def read_jobs(path: Path, base: SamplingParams, made_with: Mapping[str, Any] = MappingProxyType({})) -> list[Job]:
     """The requests of an input file; blank lines count, but say nothing. `base` are the sampling parameters of the
-    command line, over which those of a line win. Raises InputFileError, with the line's number, for a broken one."""
+    command line, over which those of a line win; `made_with` goes into each job. Raises InputFileError, with the
+    line's number, for a broken one."""
     jobs = []
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):
                 if line.strip():
-                    jobs.append(_job(line, index, base, f"{path}, line {index + 1}"))
+                    job = _job(line, index, base, f"{path}, line {index + 1}")
+                    jobs.append(replace(job, made_with=made_with))
     except OSError as error:
         raise InputFileError(f"cannot read {path}: {error.strerror}") from None
     if not jobs:
@@ -81,12 +86,19 @@ def _job(line: bytes, index: int, base: SamplingParams, where: str) -> Job:
         sampling = replace(base, **{"seed": nth_seed(base.seed, index), **fields})
     except JllmError as error:
         raise InputFileError(f"{where}: {error}") from None
-    return Job(index, {key: raw[key] for key in GIVEN if key in raw}, sampling, where)
+    given = {key: raw[key] for key in GIVEN if key in raw}
+    try:
+        json.dumps(given, allow_nan=False)  # results repeat it, and are JSON
+    except ValueError:
+        raise InputFileError(f"{where}: {' or '.join(given)} holds NaN or Infinity, which JSON does not know") from None
+    return Job(index, given, sampling, where)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        raw = json.loads(line)
+        raw = json.loads(line, object_pairs_hook=_unique)
+    except InputFileError as error:
+        raise InputFileError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         problem = getattr(error, "msg", "the text is not UTF-8" if isinstance(error, UnicodeError) else str(error))
         column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
@@ -94,6 +106,15 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InputFileError(f"{where}: must be a JSON object, not {_short(raw)}")
     return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputFileError(f"key {twice!r} occurs more than once")
+    return made
 
 
 def _field(name: str, value: Any) -> Any:
@@ -118,21 +139,44 @@ def _short(value: Any) -> str:
 
 
 def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
-    """A result as it is written: one JSON object a completion."""
+    """A result as it is written: one JSON object a completion. A log-probability that is not finite becomes null."""
     c = completion
     made: dict[str, Any] = {"index": job.index, **job.given}
     if job.sampling.n > 1:
         made["sample"] = sample
     made |= {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "seed": c.seed}
+    made["settings"] = _settings(job)
     if c.logprobs is not None:
-        made["logprobs"] = [asdict(logprob) for logprob in c.logprobs]
+        made["logprobs"] = [
+            {"token_id": x.token_id, "logprob": _finite(x.logprob), "top": [[id, _finite(p)] for id, p in x.top]}
+            for x in c.logprobs
+        ]
     if c.prompt_logprobs is not None:
-        made["prompt_logprobs"] = list(c.prompt_logprobs)
+        made["prompt_logprobs"] = [_finite(x) for x in c.prompt_logprobs]
     return made | {"timings": asdict(c.timings)}
 
 
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What decides a job's results besides its prompt and seed, as JSON has it: the model and its numbers, and sampling
+    parameters that are not the default. Not n: more samples may be added to those that are there."""
+    default = SamplingParams()
+    made = dict(job.made_with)
+    for name in FIELDS:
+        value = getattr(job.sampling, name)
+        if name in ("n", "seed") or value == getattr(default, name):
+            continue
+        if name == "logit_bias":
+            value = {str(id): _finite(bias) for id, bias in value.items()}  # null: banned
+        made[name] = list(value) if isinstance(value, tuple) else value
+    return made
+
+
 def to_json(result: dict[str, Any]) -> str:
-    return json.dumps(result, ensure_ascii=False) + "\n"
+    return json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_results(path: Path, jobs: Sequence[Job]) -> Done:
@@ -169,9 +213,11 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     try:
         raw = json.loads(line)
         index, sample, seed = raw["index"], raw.get("sample", 0), raw["seed"]
-        job = jobs.get(index)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OutputError(f"{where}: not a result; {OTHER_FILE}") from None
+    if any(type(number) is not int for number in (index, sample, seed)) or not 0 <= seed < 2**32:
+        raise OutputError(f"{where}: not a result: its index, sample or seed is not a number of one; {OTHER_FILE}")
+    job = jobs.get(index)
     if job is None:
         raise OutputError(f"{where}: index {index} is not a prompt of the input; {OTHER_FILE}")
     if sample not in range(job.sampling.n):
@@ -179,6 +225,16 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     for key in GIVEN:
         if (key in raw, raw.get(key)) != (key in job.given, job.given.get(key)):
             raise OutputError(f"{where}: its {key} is not that of {job.where}; {OTHER_FILE}")
+    there, here = raw.get("settings"), _settings(job)
+    if not isinstance(there, dict):
+        raise OutputError(f"{where}: does not say with which settings it was made; {OTHER_FILE}")
+    if job.sampling.seed is not None:  # one that is drawn may be any
+        there, here = there | {"seed": seed}, here | {"seed": job.sampling.seed}
+    differing = [key for key in here | there if (key in here, here.get(key)) != (key in there, there.get(key))]
+    if differing:
+        key = differing[0]
+        then, now = (_short(made[key]) if key in made else "the default" for made in (there, here))
+        raise OutputError(f"{where}: was made with {key} {then}, and now it is {now}; choose another --output")
     return (index, sample), seed
 
 

@@ -1,0 +1,51 @@
+"""Ctrl-C, without a KeyboardInterrupt.
+
+Raised wherever the main thread happens to be, that exception may come out of a half-done import as another one, or be
+swallowed by a callback of a C library. So a handler of our own ends the process, or leaves a note that the run reads.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+INTERRUPTED = 130  # what shells report for SIGINT
+
+
+@dataclass
+class Interrupt:
+    """What Ctrl-C does: it ends the process at once, unless `deferred`; then the first only sets `asked`, and the next
+    raises KeyboardInterrupt."""
+
+    deferred: bool = False
+    asked: bool = False
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self.deferred:
+            with contextlib.suppress(OSError):
+                os.write(2, b"\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+            os._exit(INTERRUPTED)  # nothing is lost: no result has been written so far
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextlib.contextmanager
+def catch_interrupts() -> Iterator[Interrupt]:
+    """Handles SIGINT while in the block; leaves it alone outside the main thread, and where it is ignored (a shell's
+    background job)."""
+    interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield interrupt
+        return
+    try:
+        signal.signal(signal.SIGINT, interrupt.handle)
+    except ValueError:  # not in the main thread
+        yield interrupt
+        return
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
