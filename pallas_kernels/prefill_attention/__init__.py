@@ -1,5 +1,6 @@
 """Causal attention of ragged prompt chunks over paged K and V."""
 
 from pallas_kernels.prefill_attention.api import prefill_attention
+from pallas_kernels.prefill_attention.work import Work, make_work
 
-__all__ = ["prefill_attention"]
+__all__ = ["Work", "make_work", "prefill_attention"]

@@ -15,6 +15,8 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import reference, xla
+from pallas_kernels.prefill_attention.config import check_supported
+from pallas_kernels.prefill_attention.work import Work
 
 
 def prefill_attention(
@@ -26,6 +28,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    work: Work | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """Causal softmax(scale * q k^T) v of B chunks, over K and V as stored, the chunks' own included.
@@ -34,10 +37,10 @@ def prefill_attention(
     nondecreasing: a chunk may be empty), and its last one sees kv_lens[b] keys (i32[B]): positions run up to
     kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
     (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
-    window, key j is visible to query i iff 0 <= i - j < window. Raises ValueError where shapes or dtypes disagree,
-    NotImplementedError for page sizes that the backend lacks.
+    window, key j is visible to query i iff 0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`),
+    which all layers of a step share; other backends don't need it, and without it each call makes its own. Raises
+    ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and formats that a backend lacks.
     """
-    chosen = choose_backend(backend)
     sizes = bind_shapes(
         q=(q, "C H D"), page_table=(page_table, "B M"), cu_q_lens=(cu_q_lens, "B+1"), kv_lens=(kv_lens, "B")
     )
@@ -46,6 +49,11 @@ def prefill_attention(
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
+    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+    if chosen == "mosaic":
+        from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
+
+        return mosaic_sm90.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work)
     if chosen == "reference":
         check_concrete(q, pages, page_table, cu_q_lens, kv_lens)
         out = reference.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)

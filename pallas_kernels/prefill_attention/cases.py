@@ -47,6 +47,21 @@ class Case:
 # A chunk of one tile and a bit, an empty one, one token far in, the start of a sequence, and unused rows.
 CASES = tuple(Case(q_lens=(37, 0, 1, 5), kv_lens=(150, 9, 129, 5), unused=5, **settings) for settings in pairwise())
 
+# What the Mosaic kernel has beyond: tiles that are full, head dim 256, more rows than one tile's, many keys.
+MOSAIC_CASES = tuple(
+    Case(
+        q_lens=q_lens, kv_lens=kv_lens, unused=3, heads=heads, head_dim=head_dim, page_size=page_size,
+        k_format=name, v_format=name, dtype=dtype, window=window,
+    )
+    for q_lens, kv_lens, heads, head_dim, page_size, name, dtype, window in (
+        ((130, 0, 64, 1), (130, 5, 1000, 600), (4, 4), 128, 16, "bf16", "bfloat16", None),
+        ((70, 1, 128), (400, 700, 128), (4, 2), 128, 8, "bf16", "bfloat16", 100),
+        ((200, 57), (200, 300), (6, 2), 64, 32, "f16", "float16", None),
+        ((65, 20), (321, 20), (4, 1), 256, 64, "bf16", "bfloat16", None),
+        ((63, 2), (257, 129), (2, 2), 256, 16, "f16", "float16", 65),
+    )
+)  # fmt: skip
+
 _LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 BENCH_CASES = tuple(

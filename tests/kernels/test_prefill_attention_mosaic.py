@@ -1,0 +1,215 @@
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kv_pages import allocate, parse_format
+from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention.cases import BENCH_CASES, CASES, MOSAIC_CASES, Case
+from pallas_kernels.prefill_attention.config import Config, check_supported, choose_config
+from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
+
+# A chunk of a tile and a bit, an empty one, one token far in, the start of a sequence, and unused rows.
+SMALL = Case(
+    q_lens=(70, 0, 1, 5), kv_lens=(150, 9, 129, 5), unused=5, heads=(2, 1), head_dim=64, page_size=32,
+    k_format="bf16", v_format="bf16", dtype="bfloat16",
+)  # fmt: skip
+HALF = {"dtype": "float16", "k_format": "f16", "v_format": "f16"}
+STAGED = Config(stage_probabilities=True, ctas=2)  # the interpreter runs no wgmma with an operand in registers
+
+
+def poisoned(case: Case) -> tuple:
+    """The case's inputs with NaN in every slot that no query sees, and no page where none is seen."""
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    used = [kv if n else 0 for n, kv in zip(case.q_lens, case.kv_lens)]
+    window = max(case.kv_lens) if case.window is None else case.window
+    starts = [max(0, kv - n - window + 1) for n, kv in zip(case.q_lens, case.kv_lens)]
+    pages = poison(pages, visible_slots(table, starts, used, pages.k.num_pages, case.page_size))
+    unseen = np.arange(table.shape[1])[None] < np.array(starts)[:, None] // case.page_size
+    return q, pages, jnp.asarray(np.where(unseen, 2**30, table), jnp.int32), cu_q_lens, kv_lens
+
+
+def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
+    """The kernel under the GPU interpreter; a race fails."""
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=interpret)
+    jax.block_until_ready(out)
+    assert not get_races().races_found
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # keys of NaN, masked afterwards
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (SMALL, STAGED),
+        (
+            dataclasses.replace(SMALL, heads=(4, 2), page_size=8, window=40, **HALF),
+            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=3),
+        ),
+        (
+            dataclasses.replace(SMALL, q_lens=(70,), kv_lens=(70,), unused=0, head_dim=128, page_size=128),
+            dataclasses.replace(STAGED, alternate=False, warpgroups=3, ctas=1),
+        ),
+        (
+            dataclasses.replace(SMALL, q_lens=(3, 2), kv_lens=(70, 2), unused=0, head_dim=256, page_size=64, window=1),
+            dataclasses.replace(STAGED, alternate=False, warpgroups=1, block_kv=64, ctas=1),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_matches_the_formula_and_reads_nothing_else(case, config):
+    arguments = poisoned(case)
+    out = interpreted(case, config, *arguments)
+    assert out.dtype == arguments[0].dtype
+    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
+
+
+def test_company_and_rerun_change_no_bit():
+    """A chunk alone, and among others at other rows of q, on other CTAs."""
+    q, pages, table, cu_q_lens, kv_lens = SMALL.inputs()
+    together = interpreted(SMALL, STAGED, q, pages, table, cu_q_lens, kv_lens)
+    assert same_bits(together, interpreted(SMALL, STAGED, q, pages, table, cu_q_lens, kv_lens))
+    alone = q[71:76], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]
+    alone = interpreted(SMALL, dataclasses.replace(STAGED, ctas=1), *alone)
+    assert same_bits(alone, together[71:76])
+
+
+def test_seeded_faults_are_caught():
+    case = dataclasses.replace(SMALL, q_lens=(66, 5), kv_lens=(130, 40), unused=1, heads=(1, 1), window=90)
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
+    run = jax.jit(
+        partial(mosaic_sm90.prefill_attention, scale=case.scale, config=STAGED, interpret=plgpu.InterpretGPUParams()),
+        static_argnames="window",
+    )
+
+    def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, window=case.window):
+        return error(run(q, pages, table, cu_q_lens, kv_lens, window=window), expected)
+
+    tolerance = TOLERANCE[case.dtype]
+    assert wrong_by() < tolerance
+    (unowned,) = set(range(pages.k.num_pages)) - set(np.asarray(table).flat)
+    faults = {
+        "a dropped page": wrong_by(table=table.at[0, 3].set(unowned)),
+        "swapped table entries": wrong_by(table=swap_entries(table, 0, 2, 3)),
+        "one key too few": wrong_by(kv_lens=kv_lens.at[1].add(-1)),
+        "one key too many": wrong_by(kv_lens=kv_lens.at[0].add(1)),
+        "a query of the next chunk": wrong_by(cu_q_lens=cu_q_lens.at[1].add(1)),
+        "a longer window": wrong_by(window=case.window + 1),
+    }
+    assert not missed(faults, tolerance)
+
+
+def test_the_work_list_covers_every_row_once_longest_first():
+    rng = np.random.default_rng(0)
+    for chunks in (1, 7):
+        q_lens = rng.integers(0, 400, chunks) * (rng.random(chunks) < 0.8)
+        kv_lens = q_lens + rng.integers(0, 900, chunks)
+        bounds = np.concatenate([[0], np.cumsum(q_lens)])
+        rows = int(bounds[-1]) + int(rng.integers(0, 300))
+        for window, config in ((None, Config()), (100, Config(heads=2))):
+            arguments = jnp.asarray(bounds, jnp.int32), jnp.asarray(kv_lens, jnp.int32), rows, 4, 2, 128
+            work = make_work(*arguments, window=window, config=config)
+            tiles = np.asarray(work.tiles)[: int(work.count[0])]
+            positions = np.full(rows, -1)
+            for chunk, row, count, position, keys in tiles:
+                assert 0 < count <= config.tile_rows
+                assert np.all(positions[row : row + count] == -1)
+                positions[row : row + count] = position + np.arange(count)
+                assert keys == (kv_lens[chunk] if chunk < chunks else 0)
+                assert chunk == chunks or bounds[chunk] <= row < row + count <= bounds[chunk + 1]
+            expected = [kv - n + i for n, kv in zip(q_lens, kv_lens) for i in range(n)]
+            assert np.array_equal(positions[: bounds[-1]], expected)
+            assert np.all(positions[bounds[-1] :] < 0)
+            assert len(positions) == rows
+            read = tiles[:, 3] + tiles[:, 2]
+            read = read if window is None else np.minimum(read, tiles[:, 2] + window - 1)
+            assert np.all(np.diff(read) <= 0)
+
+
+def shapes(case: Case) -> tuple:
+    """The types of case.inputs(), without the inputs."""
+    formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
+    chunks, pages = len(case.q_lens), sum(-(-length // case.page_size) for length in case.kv_lens) + 1
+    pool = jax.eval_shape(lambda: allocate(pages, case.heads[1], case.page_size, case.head_dim, *formats))
+    q = jax.ShapeDtypeStruct((sum(case.q_lens) + case.unused, case.heads[0], case.head_dim), case.dtype)
+    sizes = (chunks, -(-max(case.kv_lens) // case.page_size)), (chunks + 1,), (chunks,)
+    return q, pool, *(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
+
+
+def supported(case: Case) -> bool:
+    q, pages, *_ = shapes(case)
+    try:
+        check_supported(q, pages)
+    except NotImplementedError:
+        return False
+    return True
+
+
+SUPPORTED = [case for case in (*CASES, *MOSAIC_CASES) if supported(case)]
+
+
+def test_every_case_lowers_for_cuda():
+    assert len(SUPPORTED) > len(MOSAIC_CASES)
+    for case in (*SUPPORTED, *filter(supported, BENCH_CASES)):
+        attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
+        text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_one_work_list_and_one_lowering_serve_32_layers():
+    case = SUPPORTED[-1]
+
+    def layers(q, pages, table, cu_q_lens, kv_lens):
+        sizes = *q.shape[:2], pages.k.values.shape[1], q.shape[2]
+        work = make_work(cu_q_lens, kv_lens, *sizes, window=case.window)
+        options = {"scale": case.scale, "window": case.window, "work": work, "backend": "mosaic"}
+        for _ in range(32):
+            q = prefill_attention(q, pages, table, cu_q_lens, kv_lens, **options)
+        return q
+
+    text = jax.jit(layers).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_what_is_not_supported_says_what_is():
+    case = MOSAIC_CASES[0]
+    q, pages, *rest = case.inputs()
+    for arguments, options, message in (
+        ((q.astype(jnp.float32), pages), {}, "queries of float32 are not supported .* bfloat16, float16"),
+        ((q, pages), {"scale": -1.0}, "scale is -1.0: the mosaic kernel takes positive ones"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            prefill_attention(*arguments, *rest, **{"scale": 1.0, "backend": "mosaic"} | options)
+    work = make_work(*rest[1:], *q.shape[:2], case.heads[1], case.head_dim)
+    with pytest.raises(ValueError, match="work was made for window None, not 7"):
+        prefill_attention(q, pages, *rest, scale=1.0, window=7, work=work, backend="mosaic")
+    for options, message in (
+        ({"block_kv": 96}, "block_kv is 96, expected a multiple of 64"),
+        ({"heads": 3}, "2 warpgroups cannot share 3 heads"),
+        ({"warpgroups": 3}, "alternate needs 2 warpgroups, got 3"),
+        ({"stages": 1}, "expected at least 2 stages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+    assert choose_config(128, 4).tile_rows == 64
+    assert choose_config(128, 1).tile_rows == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_gpu_matches_the_formula_and_repeats_itself(case):
+    arguments = poisoned(case)
+    attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
+    out = attend(*arguments)
+    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
+    assert same_bits(out, attend(*arguments))
+    assert same_bits(out, jax.jit(attend)(*arguments))
