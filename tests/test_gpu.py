@@ -11,7 +11,7 @@ from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.engine.request import SamplingParams
 from jllm.step import State, jit_step, make_slots
-from tests.test_parity import FAMILIES, OPTIONS, PARITY, expected
+from tests.parity import FAMILIES, OPTIONS, PARITY, expected
 from tests.tiny import CONFIG, serve, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +70,25 @@ def test_the_bundled_model_tells_a_story():
     judge = SamplingParams(temperature=0.0, max_new_tokens=1, prompt_logprobs=True)
     verdict = jllm.generate(jllm.load(dtype="float32"), [prompt + list(story.token_ids)], judge)[0]
     assert np.mean(verdict.prompt_logprobs[len(prompt) - 1 :]) > -2.0
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8-g8", "fp8"])
+def test_kernels_agree_with_xla(kv_cache):
+    """Prompts in chunks beside decodes, through the kernels that the device chooses and through plain jnp."""
+    model = jllm.load()
+    assert model.config.head_dim == 64  # a size that the kernels take
+    text = (PARITY.parent.parent.parent / "jllm" / "assets" / "fairytale" / "README.md").read_text()
+    prompts = [
+        model.tokenizer.encode(text)[start : start + n] for start, n in [(0, 400), (100, 3), (200, 150), (9, 70)]
+    ]
+    params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=True)
+    options = {"max_slots": 4, "max_step_tokens": 132, "ladder": (Rung(4, 128, 4),), "kv_cache": kv_cache}
+    ours, plain = (serve(model, prompts, [params] * 4, **options, backend=backend) for backend in (None, "xla"))
+    for a, b in zip(ours, plain, strict=True):
+        error = np.abs(np.subtract(a.prompt_logprobs, b.prompt_logprobs))
+        assert error.mean() < 0.02
+        assert error.max() < 0.5
+        for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)):
+            if x != y:
+                assert b.logprobs[i].top[0][1] - b.logprobs[i].top[1][1] < 0.2
+                break

@@ -1,25 +1,12 @@
 """The same numbers as transformers, for every family, on tiny checkpoints (tests/data/make_parity.py wrote them)."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Rung
 from jllm.engine.request import SamplingParams
-from tests.engine.test_engine import log_softmax
-from tests.tiny import full_logits, serve
-
-PARITY = Path(__file__).parent / "data" / "parity"
-FAMILIES = sorted(p.name for p in PARITY.iterdir() if (p / "expected.npz").exists())
-OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(3, 16, 3),)}
-
-
-def expected(family):
-    data = np.load(PARITY / family / "expected.npz")
-    count = sum(name.startswith("prompt_") for name in data.files)
-    return [(data[f"prompt_{i}"], data[f"logits_{i}"], data[f"greedy_{i}"]) for i in range(count)]
+from tests.parity import FAMILIES, OPTIONS, PARITY, expected
+from tests.tiny import full_logits, log_softmax, serve
 
 
 @pytest.mark.parametrize("family", FAMILIES)

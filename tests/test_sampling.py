@@ -1,12 +1,9 @@
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from jllm.sampling import (
@@ -21,6 +18,10 @@ from jllm.sampling import (
     token_logprobs,
     top_logprobs,
 )
+
+pytest.importorskip("hypothesis")
+from hypothesis import assume, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(threshold)
@@ -325,6 +326,7 @@ def test_the_inverse_never_chooses_an_index_without_weight():
 
 
 def test_compiles_once_whatever_is_asked_and_sorts_nothing():
+    chex = pytest.importorskip("chex")
     chex.clear_trace_counter()
     run = jax.jit(chex.assert_max_traces(lambda *args: sample(*args), n=1))
     logits = jnp.asarray(np.random.default_rng(9).normal(size=(4, 60)), jnp.float32)

@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jllm
-from experiments import train_small
-from experiments.train_data import cut_passages, encode, pack, read_books, train_tokenizer
-from experiments.train_small import Recipe, Validation, drop_units, hold_out, main, row_nats
 from jllm.checkpoint import init_params, load_params
 from jllm.config import LlamaConfig, load_config
 from jllm.model import Packed, forward
 from jllm.pretrained import BUNDLED
 from jllm.safetensors_io import read_header
 from jllm.tokenizer import load_tokenizer
+
+pytest.importorskip("hypothesis")
+pytest.importorskip("optax")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from experiments import train_small  # noqa: E402
+from experiments.train_data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
+from experiments.train_small import Recipe, Validation, drop_units, hold_out, main, row_nats  # noqa: E402
 
 TINY = LlamaConfig(
     "LlamaForCausalLM", 300, 32, 64, 2, 2, 1, 16, context=64, tie_embeddings=True, bos_id=1, eos_ids=(2,)

@@ -84,3 +84,9 @@ _full = jax.jit(_full_impl, static_argnames="config")
 def greedy(tokens: int = 16, **kw) -> SamplingParams:
     """Greedy for so many tokens whatever they are."""
     return SamplingParams(**{"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **kw})
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, in the dtype of x."""
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))

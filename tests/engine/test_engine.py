@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RequestError
-from tests.tiny import CONFIG, full_logits, greedy, serve, tiny_model
+from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
 PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
@@ -39,11 +38,6 @@ class Letters:
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-def log_softmax(x):
-    x = x - x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def test_greedy_is_the_argmax_of_the_forward_without_a_cache(model):
@@ -370,6 +364,7 @@ def test_logits_that_are_not_finite_end_a_request_as_an_error(model):
 
 def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
     """One rung: every mix must run the one traced step, whatever is in it. Asking for logprobs adds a variant."""
+    chex = pytest.importorskip("chex")
     counted = chex.assert_max_traces(step_module.step, n=1)
     jitted = jax.jit(counted, static_argnames=step_module.STATIC, donate_argnames="state")
     monkeypatch.setattr(device_module, "jit_step", jitted)

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from jllm.batch import Rung
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from tests.tiny import CONFIG, full_logits, tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 ALONE = {"max_slots": 1, "page_size": 128, "max_step_tokens": 64, "ladder": (Rung(1, 64, 1),)}
 TINY = "pages of 8, tiny chunks"

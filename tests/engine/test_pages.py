@@ -1,10 +1,12 @@
 """The page pool: no page is lost, none is handed out twice."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jllm.engine.pages import PagePool
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 
 def test_takes_all_pages_and_no_more():

@@ -3,9 +3,14 @@
 import sys
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
+
+from jllm.engine.scheduler import Limits, Plan, Scheduler
+from tests.engine.scheduler_harness import Loop
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from hypothesis.stateful import (  # noqa: E402
     RuleBasedStateMachine,
     initialize,
     invariant,
@@ -13,9 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
-from jllm.engine.scheduler import Limits, Plan, Scheduler
-from tests.engine.scheduler_harness import Loop
 
 
 @st.composite

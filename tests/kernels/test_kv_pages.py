@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as stnp
 
 from pallas_kernels.kv_pages import KVFormat, allocate, bytes_per_token, decode, encode, gather, parse_format, write
 from pallas_kernels.reference_pages import read_row, to_numpy, write_row
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from hypothesis.extra import numpy as stnp  # noqa: E402
 
 D = 32
 NAMES = ("bf16", "f16", "f32", "f64", "fp8", "int8-g8", "int8-g32", "int4-g8", "int4-g16", "int4-g32")
