@@ -5,6 +5,6 @@ import jax
 from pallas_kernels.matmul import matmul
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, out_dtype=None, backend=None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, out_dtype=None) -> jax.Array:
     """x [..., in] times w [out, in] transposed, plus bias [out]: [..., out] in out_dtype (default: x's)."""
-    return matmul(x, w, bias=bias, out_dtype=out_dtype, backend=backend)
+    return matmul(x, w, bias=bias, out_dtype=out_dtype)

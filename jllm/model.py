@@ -8,6 +8,7 @@ the pages.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ from jllm.config import LlamaConfig
 from jllm.linear import linear
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
-from pallas_kernels.cache_update import cache_update
+from pallas_kernels import decode_attention, prefill_attention
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
-from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rotary import rotate
 
 Cache = tuple[KVPages, ...]  # one a layer
@@ -56,9 +57,13 @@ class Paged:
 def forward(
     params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
 ) -> tuple[jax.Array, Cache | None]:
-    """Logits [T, V] of every row (float32 at least), and the updated cache."""
+    """Logits [T, V] of every row (float32 at least), and the updated cache.
+
+    backend names the attention kernels ("xla", "mosaic"); None chooses for the device. Raises NotImplementedError for
+    one that lacks these sizes or formats.
+    """
     hidden, cache = backbone(params, config, batch, cache, backend=backend)
-    return head(params, config, hidden, backend=backend), cache
+    return head(params, config, hidden), cache
 
 
 def backbone(
@@ -67,19 +72,43 @@ def backbone(
     """Hidden states [T, E] before the final norm, and the updated cache."""
     x = jnp.take(params.embed, batch.tokens, axis=0, mode="clip")
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
+    works = {window: _plan(batch, config, window, backend) for window in set(config.windows or (None,))}
     pools = []
     for i, layer in enumerate(params.layers):
+        window = config.window(i)
         pages = None if cache is None else cache[i]
-        x, pages = _layer(layer, x, cos, sin, batch, pages, config=config, window=config.window(i), backend=backend)
+        x, pages = _layer(
+            layer, x, cos, sin, batch, works[window], pages, config=config, window=window, backend=backend
+        )
         pools.append(pages)
     return x, None if cache is None else tuple(pools)
 
 
-def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None) -> jax.Array:
+def head(params: Params, config: LlamaConfig, hidden: jax.Array) -> jax.Array:
     """Logits [..., V] of hidden states [..., E], float32 at least."""
     x = rms_norm(hidden, params.norm, config.norm_eps)
-    weight = params.embed if params.head is None else params.head
-    return linear(x, weight, out_dtype=compute_dtype(x.dtype), backend=backend)
+    return linear(x, params.embed if params.head is None else params.head, out_dtype=compute_dtype(x.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Works:
+    """Work lists of the attention kernels: they depend on lengths alone, so all layers of one window share them."""
+
+    decode: decode_attention.Work | None = None
+    prefill: prefill_attention.Work | None = None
+
+
+def _plan(batch: Packed | Paged, config: LlamaConfig, window: int | None, backend: str | None) -> _Works:
+    if isinstance(batch, Packed) or not (backend == "mosaic" or (backend is None and on_hopper())):
+        return _Works()
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    R = batch.decode_lengths.shape[0]
+    C = batch.tokens.shape[0] - R
+    return _Works(
+        decode_attention.make_work(batch.decode_lengths, *heads, window=window) if R else None,
+        prefill_attention.make_work(batch.chunk_cu, batch.chunk_lengths, C, *heads, window=window) if C else None,
+    )
 
 
 # One trace and one lowering serve all layers with the same window.
@@ -90,69 +119,52 @@ def _layer(
     cos: jax.Array,
     sin: jax.Array,
     batch: Packed | Paged,
+    works: _Works,
     pages: KVPages | None,
     *,
     config: LlamaConfig,
     window: int | None,
     backend: str | None,
 ) -> tuple[jax.Array, KVPages | None]:
-    y = rms_norm(x, p.attn_norm, config.norm_eps)
-    q, k, v = _project_qkv(p, y, config, backend)
+    qkv = linear(rms_norm(x, p.attn_norm, config.norm_eps), p.qkv, p.qkv_bias)
+    options = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     if pages is None:
         assert isinstance(batch, Packed), "without a cache, the batch is Packed"
-        out = causal_attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
-            v,
-            batch.segments,
-            scale=config.head_dim**-0.5,
-            window=window,
-            backend=backend,
-        )
+        q, k, v = _split_qkv(p, qkv, config)
+        out = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, batch.segments, **options)
     else:
         assert isinstance(batch, Paged), "with a cache, the batch is Paged"
-        q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
-        out = _paged_attention(q, pages, batch, config.head_dim**-0.5, window, backend)
-    x = x + linear(out.reshape(x.shape[0], -1), p.o, p.o_bias, backend=backend)
+        if p.q_norm is None:
+            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        else:
+            q, k, v = _split_qkv(p, qkv, config)
+            q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        out = _paged_attention(q, pages, batch, works, options)
+    x = x + linear(out.reshape(x.shape[0], -1), p.o, p.o_bias)
     y = rms_norm(x, p.mlp_norm, config.norm_eps)
-    gate, up = jnp.split(linear(y, p.gate_up, p.gate_up_bias, backend=backend), 2, axis=-1)
-    x = x + linear(silu_mul(gate, up), p.down, p.down_bias, backend=backend)
-    return x, pages
+    gate, up = jnp.split(linear(y, p.gate_up, p.gate_up_bias), 2, axis=-1)
+    return x + linear(silu_mul(gate, up), p.down, p.down_bias), pages
 
 
-def _project_qkv(p: LayerParams, y: jax.Array, config: LlamaConfig, backend: str | None):
+def _split_qkv(p: LayerParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [T, H, D], k and v [T, K, D], before rotation."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = linear(y, p.qkv, p.qkv_bias, backend=backend).reshape(-1, H + 2 * K, D)
-    q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
+    q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
     if p.q_norm is not None and p.k_norm is not None:
         q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
     return q, k, v
 
 
-def _paged_attention(q: jax.Array, pages: KVPages, batch: Paged, scale: float, window: int | None, backend: str | None):
+def _paged_attention(q: jax.Array, pages: KVPages, batch: Paged, works: _Works, options: dict[str, Any]) -> jax.Array:
     """Decode rows and prompt chunks each go to their own kernel, over the same pages: [T, H, D]."""
     R = batch.decode_lengths.shape[0]
     parts = []
-    if R > 0:
-        parts.append(
-            decode_attention(
-                q[:R], pages, batch.decode_pages, batch.decode_lengths, scale=scale, window=window, backend=backend
-            )
-        )
+    if R:
+        rows = (batch.decode_pages, batch.decode_lengths)
+        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, work=works.decode, **options))
     if q.shape[0] > R:
-        parts.append(
-            prefill_attention(
-                q[R:],
-                pages,
-                batch.chunk_pages,
-                batch.chunk_cu,
-                batch.chunk_lengths,
-                scale=scale,
-                window=window,
-                backend=backend,
-            )
-        )
+        chunks = (batch.chunk_pages, batch.chunk_cu, batch.chunk_lengths)
+        parts.append(prefill_attention.prefill_attention(q[R:], pages, *chunks, work=works.prefill, **options))
     return jnp.concatenate(parts)
 
 
