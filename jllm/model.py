@@ -72,7 +72,7 @@ def backbone(
     """Hidden states [T, E] before the final norm, and the updated cache."""
     x = jnp.take(params.embed, batch.tokens, axis=0, mode="clip")
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
-    works = {window: _plan(batch, config, window, backend) for window in set(config.windows or (None,))}
+    works = {window: _plan(batch, config, window, backend) for window in dict.fromkeys(config.windows or (None,))}
     pools = []
     for i, layer in enumerate(params.layers):
         window = config.window(i)
