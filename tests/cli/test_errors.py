@@ -1,0 +1,95 @@
+"""Mistakes on the command line, and what goes wrong around it: one line, and status 2."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from tests.cli.cases import FLAGS, expected, params
+
+ERRORS = {
+    "no directory": (("--model", "/none/such", "hi"), "/none/such: no such directory"),
+    "no name": (("--model", "", "hi"), "the model's name is empty"),
+    "half a kv format": (("--kv-cache", "k=bf16", "hi"), "give k=FORMAT,v=FORMAT, each once"),
+    "temperature": (("--temperature", -1, "hi"), "temperature must be a finite number >= 0, not -1.0"),
+    "top_p": (("--top-p", 0, "hi"), "top_p must be in (0, 1] (1 is off), not 0.0"),
+    "seed": (("--seed", 2**32, "hi"), "seed must be None or an integer in [0, 2**32)"),
+    "samples": (("-n", 0, "hi"), "n must be an integer >= 1, not 0"),
+    "stop": (("--stop", "", "hi"), "stop must be non-empty strings"),
+    "logprobs": (("--logprobs", 21, "--json", "hi"), "logprobs must be None or an integer in [0, 20], not 21"),
+    "logprobs in text": (("--logprobs", 2, "hi"), "--logprobs needs --json or --output"),
+    "empty": (("",), "the prompt is empty"),
+    "too long": (("king " * 200,), "tokens is too long: the model's context leaves room for 127"),
+    "which prompt": (("hi", ""), "prompt 2: the prompt is empty"),
+    "pool": (
+        ("--num-pages", 4, "--page-size", 8, "king " * 60),
+        "the page pool has 4: shorten the request or raise num_pages",
+    ),
+    "quantize": (("--quantize", "w1a1", "hi"), "quantization scheme 'w1a1' is not supported"),
+    "kv format": (("--kv-cache", "int3", "hi"), "KV cache format 'int3'"),
+    "dtype": (("--dtype", "f12", "hi"), "dtype 'f12' is not known; known are bf16, f16, f32"),
+    "page size": (("--page-size", 12, "hi"), "page_size must be one of 8, 16"),
+    "slots": (("--max-slots", 0, "hi"), "max_slots must be an integer >= 1, not 0"),
+    "step tokens": (("--max-step-tokens", 2, "hi"), "max_step_tokens must be at least max_slots = 4"),
+    "not a number": (("--top-k", "many", "hi"), "argument --top-k: invalid int value: 'many'"),
+    "unknown flag": (("--beams", 3, "hi"), "unrecognized arguments: --beams"),
+    "two lines": (("--bo\ngus\r", 3, "hi"), "unrecognized arguments: --bo gus (see --help)"),
+    "abbreviation": (("--temp", 3, "hi"), "unrecognized arguments: --temp"),
+    "output alone": (("--output", "x.jsonl", "hi"), "--output needs --input"),
+    "input alone": (("--input", "x.jsonl"), "--input needs --output"),
+    "prompt and input": (("--input", "x.jsonl", "--output", "y.jsonl", "hi"), "give prompts or --input, not both"),
+    "same file": (("--input", "x.jsonl", "--output", "./x.jsonl"), "are the same file"),
+    "no input": (("--input", "/none/x.jsonl", "--json"), "cannot read /none/x.jsonl: No such file"),
+    "surrogate": (("a\udcff",), "not valid Unicode"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), ERRORS.values(), ids=ERRORS)
+def test_one_line_and_status_2(run, args, message):
+    status, out, err = run(*args)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_tokenizer_or_template(run, folder, tmp_path, model):
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        (tmp_path / name).symlink_to(folder / name)
+    assert "has no chat template" in run("--chat", "hi", model=tmp_path)[2]
+    (tmp_path / "tokenizer.model").unlink()
+    assert "a text prompt needs a tokenizer" in run("hi", model=tmp_path)[2]
+    assert "a chat needs a tokenizer" in run("--chat", "hi", model=tmp_path)[2]
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    status, out, _ = run("--input", tmp_path / "in.jsonl", "--json", *FLAGS, model=tmp_path)
+    (done,) = expected(model, [5, 6, 7], params())
+    assert status == 0
+    assert (json.loads(out)["token_ids"], json.loads(out)["text"]) == (list(done.token_ids), None)
+
+
+def test_out_of_memory_is_one_line(run, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.\nmore")
+
+    monkeypatch.setattr("jllm.pretrained.load", full)
+    status, _, err = run("hi")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: out of memory; try fewer --num-pages")
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_full_standard_output(run, monkeypatch, extra):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status, _, err = run("a king", *FLAGS, *extra)
+    assert status == 2
+    assert err == "error: cannot write to standard output: No space left on device\n"
+
+
+def test_reader_that_has_gone(run, monkeypatch):
+    read, written = os.pipe()
+    os.close(read)
+    with open(written, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert run("a king", *FLAGS) == (141, "", "")

@@ -1,0 +1,198 @@
+"""From an input file to an output file, and taking it up again."""
+
+import errno
+import io
+import json
+import re
+import signal
+
+import pytest
+
+from jllm.cli import jsonl
+from jllm.engine.loop import Engine
+from tests.cli.cases import FLAGS, SUMMARY, WORDS, expected, params, results
+
+
+def test_file_to_file(run, lines, tmp_path, model):
+    out = tmp_path / "out.jsonl"
+    status, text, err = run("--input", lines, "--output", out, *FLAGS)
+    assert (status, text) == (0, "")
+    assert SUMMARY.fullmatch(err.splitlines()[-1])[1] == str(9 * 8 + 3 + 2 * 8)
+    assert "11 of 11 prompts done" in err
+    found = results(out)
+    assert found.keys() == {(i, 0) for i in range(11)} | {(10, 1)}
+    assert found[3, 0]["id"] == "r3"
+    # Each request alone gives the same: seeds are --seed plus the index, unless the line has one.
+    prompts = [" ".join(WORDS[i : i + 3]) for i in (2, 8)]
+    two, eight = expected(model, prompts, [params(seed=7), params(seed=13)])
+    assert found[2, 0]["token_ids"] == list(two.token_ids)
+    assert found[8, 0]["text"] == eight.text
+    (greedy,) = expected(model, [5, 6, 7], params(temperature=0.0, max_new_tokens=3))
+    assert found[9, 0]["token_ids"] == list(greedy.token_ids)
+    ids = model.tokenizer.encode("<user> who?\n<assistant>", add_bos=False)
+    chat = expected(model, [ids], params(n=2, seed=99))
+    assert [found[10, s]["token_ids"] for s in (0, 1)] == [list(c.token_ids) for c in chat]
+    assert found[10, 0]["messages"] == [{"role": "user", "content": "who?"}]
+    # Once more: nothing is left to do, and nothing changes.
+    before = out.read_bytes()
+    status, _, err = run("--input", lines, "--output", out, *FLAGS)
+    assert (status, out.read_bytes()) == (0, before)
+    assert "all 11 prompts were done before" in err
+    # The same on standard output.
+    status, text, _ = run("--input", lines, "--json", *FLAGS)
+    (tmp_path / "stdout.jsonl").write_text(text)
+    assert results(tmp_path / "stdout.jsonl") == found
+
+
+def test_resume_after_a_cut(run, lines, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    run("--input", lines, "--output", whole, *FLAGS)
+    data = whole.read_bytes()
+    kept = data.splitlines(keepends=True)[:4]
+    cut.write_bytes(b"".join(kept) + data.splitlines()[4][:30])  # a torn line
+    status, _, err = run("--input", lines, "--output", cut, *FLAGS)
+    assert status == 0
+    assert cut.read_bytes().startswith(b"".join(kept))
+    assert results(cut) == results(whole)
+    assert re.search(r"11 of 11 prompts done, [34] of them before", err)
+
+
+def interrupt_after(monkeypatch, steps: int) -> None:
+    """Ctrl-C in the middle of a step, once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background, it is ignored
+    step, left = Engine.step, steps
+
+    def interrupted(self):
+        nonlocal left
+        if self.metrics()["running"]:
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+def test_interrupt_keeps_finished_lines(run, lines, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run("--input", lines, "--output", whole, *FLAGS)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 15)
+        status, _, err = run("--input", lines, "--output", out, *FLAGS)
+    assert status == 130
+    assert SUMMARY.fullmatch(err.splitlines()[-1])
+    assert "interrupted" in err
+    kept = out.read_bytes()
+    assert 0 < len(results(out)) < 12
+    assert results(out).items() <= results(whole).items()
+    assert run("--input", lines, "--output", out, *FLAGS)[0] == 0
+    assert out.read_bytes().startswith(kept)
+    assert results(out) == results(whole)
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_interrupt_keeps_what_is_on_screen(run, model, monkeypatch, extra):
+    interrupt_after(monkeypatch, 6)
+    status, out, err = run("a king", *FLAGS, *extra)
+    (whole,) = expected(model, "a king", params())
+    assert status == 130
+    if extra:
+        assert out == ""  # an object is a finished completion
+    else:
+        assert out.endswith("\n")
+        assert whole.text.startswith(out[:-1])
+        assert 0 < len(out) <= len(whole.text)
+    assert 0 < int(SUMMARY.fullmatch(err.splitlines()[-1])[1]) < 8
+    assert "interrupted" in err
+
+
+def test_disk_fills_up(run, lines, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run("--input", lines, "--output", whole, *FLAGS)
+
+    class Disk(io.FileIO):
+        room = 1000
+
+        def write(self, data) -> int:
+            if Disk.room == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = min(Disk.room, len(data))
+            Disk.room -= taken
+            return super().write(bytes(data[:taken]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl, "open", lambda path, mode, buffering: Disk(path, mode), raising=False)
+        status, _, err = run("--input", lines, "--output", out, *FLAGS)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: cannot write {out}: No space left on device")
+    assert 0 < len(results(out)) < 12  # whole lines only
+    assert run("--input", lines, "--output", out, *FLAGS)[0] == 0
+    assert results(out) == results(whole)
+    status, _, err = run("--input", lines, "--output", "/dev/full", *FLAGS)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: cannot write /dev/full: No space left on device")
+
+
+LATE = {  # what only the model can tell
+    "id": ({"prompt": [3, 10**6]}, "prompt: token id 1000000 is not in [0, "),
+    "empty": ({"prompt": ""}, "the prompt is empty"),
+    "no ids": ({"prompt": []}, "the prompt is empty"),
+    "long": ({"prompt": [3] * 128}, "a prompt of 128 tokens is too long"),
+    "messages": ({"messages": [{"content": "x"}]}, "messages must be a non-empty list"),
+    "stop id": ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids: token id 1000000"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), LATE.values(), ids=LATE)
+def test_broken_line_before_anything_runs(run, tmp_path, line, message):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + json.dumps(line) + "\n")
+    status, text, err = run("--input", path, "--output", out)
+    assert (status, text, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {path}, line 3: ")
+    assert message in err
+    assert not out.exists()
+
+
+def test_chat_takes_no_token_ids(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5]}\n')
+    assert "line 1: --chat needs text or messages" in run("--chat", "--json", "--input", tmp_path / "in.jsonl")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--temperature", 0.5), "temperature the default, and now it is 0.5"),
+        (("--max-new-tokens", 9), "max_new_tokens 8, and now it is 9"),
+        (("--seed", 6), "was made with seed"),
+        (("--kv-cache", "f16"), 'kv_cache the default, and now it is "f16"'),
+        (("--chat",), "chat the default, and now it is true"),
+        (("--model", "other"), "was made with model"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_results_of_other_settings_are_not_mixed(run, lines, tmp_path, flags, words, finished):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(finished)
+    status, text, err = run("--input", lines, "--output", out, *FLAGS, *flags)
+    assert (status, text, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert out.read_bytes() == finished
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> bytes:
+    """The output of `lines`, as far as reading it goes: made without running the model."""
+    from jllm.cli.jsonl import Job, record, to_json
+    from jllm.engine.request import Completion, Timings
+
+    job = Job(0, {"prompt": " ".join(WORDS[:3]), "id": "r0"}, params(), "", {"model": str(folder)})
+    return to_json(record(job, 0, Completion((3,), "a", "length", None, None, Timings(0.1, 0.2, 3, 1), 5))).encode()
+
+
+def test_foreign_output_is_not_touched(run, lines, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("my diary\n")
+    status, _, err = run("--input", lines, "--output", out)
+    assert (status, err.count("\n"), out.read_text()) == (2, 1, "my diary\n")
+    assert "is not an output of this input" in err

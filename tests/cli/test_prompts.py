@@ -1,0 +1,110 @@
+"""`python -m jllm.generate` on prompts: what it prints."""
+
+import io
+import json
+import sys
+
+import jllm
+from jllm.cli.arguments import make_parser, sampling_params
+from jllm.cli.display import InOrder
+from jllm.cli.main import main
+from tests.cli.cases import FLAGS, SUMMARY, expected, params
+
+
+def test_text_in_a_pipe(run, model):
+    status, out, err = run("once upon a time", *FLAGS)
+    (done,) = expected(model, "once upon a time", params())
+    assert (status, out) == (0, done.text + "\n")  # the prompt is not repeated
+    summary = SUMMARY.fullmatch(err.splitlines()[-1])
+    assert summary[1] == "8"
+    assert "first token after" in summary[0]
+
+
+def test_text_comes_in_pieces(folder, monkeypatch, capsys):
+    pieces = []
+    monkeypatch.setattr("jllm.cli.sinks.write_stdout", pieces.append)
+    flags = ["--max-slots", "4", "--max-step-tokens", "32", "--no-compile-cache", "--max-new-tokens", "20"]
+    assert main(["--model", str(folder), *flags, "--seed", "1", "a king", "--ignore-eos"]) == 0
+    assert len(pieces) > 10
+    assert pieces[-1].endswith("\n")
+
+
+def test_json(run, model):
+    flags = ("--repetition-penalty", 1.3, "--presence-penalty", -0.5, "--frequency-penalty", 0.5, "--min-p", 0.01)
+    flags += ("--top-k", 50, "--top-p", 0.9, "--temperature", 0.7, "--logprobs", 2, "-n", 2, *FLAGS)
+    status, out, err = run("a king", "the sea", "--json", *flags)
+    assert status == 0
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [(r["index"], r["sample"]) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    fields = {"repetition_penalty": 1.3, "presence_penalty": -0.5, "frequency_penalty": 0.5, "min_p": 0.01}
+    fields |= {"top_k": 50, "top_p": 0.9, "temperature": 0.7, "logprobs": 2, "n": 2}
+    sampling = [params(**fields, seed=seed) for seed in (5, 6)]  # one seed a prompt
+    for r, done in zip(found, expected(model, ["a king", "the sea"], sampling), strict=True):
+        assert r["prompt"] == ["a king", "the sea"][r["index"]]
+        assert (r["text"], r["token_ids"], r["seed"]) == (done.text, list(done.token_ids), 5 + r["index"])
+        assert r["finish_reason"] == "length"
+        assert r["timings"].keys() == {"first_token", "total", "prompt_tokens", "output_tokens"}
+        assert 0 < r["timings"]["first_token"] <= r["timings"]["total"]
+        assert [[lp["token_id"], len(lp["top"])] for lp in r["logprobs"]] == [[id, 2] for id in r["token_ids"]]
+    assert SUMMARY.fullmatch(err.splitlines()[-1])[1] == "32"
+
+
+def test_a_drawn_seed_is_reported_and_repeats(run):
+    once = json.loads(run("a king", "--json", "--max-new-tokens", 8)[1])
+    again = json.loads(run("a king", "--json", "--max-new-tokens", 8, "--seed", once["seed"])[1])
+    assert once["token_ids"] == again["token_ids"]
+
+
+def test_several_prompts_stay_in_order(run, model):
+    status, out, _ = run("once", "upon a", "time", *FLAGS)
+    done = expected(model, ["once", "upon a", "time"], [params(seed=s) for s in (5, 6, 7)])
+    assert status == 0
+    assert out == "".join(f"== prompt {i + 1} of 3 ==\n{d.text}\n" for i, d in enumerate(done))
+
+
+def test_in_order():
+    shown = []
+    out = InOrder([(0, 0), (0, 1), (1, 0)], lambda key: f"<{key[0]}.{key[1]}>", ".", shown.append)
+    out.show()
+    out.add((1, 0), "z", last=True)
+    out.add((0, 1), "m", last=False)
+    out.add((0, 0), "a", last=False)
+    assert "".join(shown) == "<0.0>a"
+    out.add((0, 0), "b", last=True)
+    assert "".join(shown) == "<0.0>ab.<0.1>m"
+    out.show_rest()
+    assert "".join(shown) == "<0.0>ab.<0.1>m.<1.0>z."
+
+
+def test_prompt_from_stdin(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("once upon a time\n"))
+    assert run(*FLAGS)[:2] == run("once upon a time", *FLAGS)[:2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    message = "error: no prompt: standard input is empty, and no argument gives one (--help shows examples)\n"
+    assert run(*FLAGS) == (2, "", message)
+
+
+def test_stop_and_greedy(run, model):
+    (free,) = expected(model, "a king", params(temperature=0.0, max_new_tokens=20))
+    stop = free.text[5:7]
+    out = run("a king", "--temperature", 0, "--stop", "§", "--stop", stop, "--max-new-tokens", 20, "--ignore-eos")[1]
+    assert out == free.text[: free.text.index(stop)] + "\n"
+
+
+def test_chat(run, model):
+    status, out, _ = run("--chat", "who was old?", *FLAGS)
+    ids = model.tokenizer.encode("<user> who was old?\n<assistant>", add_bos=False)
+    assert (status, out) == (0, expected(model, ids, params())[0].text + "\n")
+
+
+def test_flags_are_the_library_parameters():
+    args = make_parser().parse_args([])
+    assert sampling_params(args) == jllm.SamplingParams()
+    text = " ".join(make_parser().format_help().split())
+    for name in jllm.SamplingParams.__dataclass_fields__:
+        assert name in text
+    from jllm.pretrained import DTYPES
+    from pallas_kernels.kv_pages import FLOATS
+
+    for name in (*DTYPES, *(set(FLOATS) - {"f64"}), "int8-gN", "int4-gN", "examples:", "exit status"):
+        assert name in text
