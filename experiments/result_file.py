@@ -12,6 +12,7 @@ from typing import Any
 
 from jllm.errors import OutputError
 
+OUTPUTS = ("--results", "--out")  # flags of experiments that say where their files go
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "sentencepiece")
 
 
@@ -31,7 +32,7 @@ class ResultFile:
             "date": today.isoformat(),
             "device": device,
             "versions": versions | {name: importlib.metadata.version(name) for name in PACKAGES},
-            "command": " ".join(command),
+            "command": " ".join(portable(command)),
             "complete": False,
             **extra,
             "bars": [],
@@ -59,6 +60,23 @@ class ResultFile:
             os.replace(partial, self.path)
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def portable(command: Sequence[str]) -> list[str]:
+    """A command without what only one machine knows: where output went is left out, other absolute paths are named by
+    their last part."""
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in OUTPUTS:
+            if not equals:
+                next(words, None)
+        elif equals and flag.startswith("-") and Path(value).is_absolute():
+            kept.append(f"{flag}={Path(value).name}")
+        else:
+            kept.append(Path(word).name if Path(word).is_absolute() else word)
+    return kept
 
 
 def _layout(value: Any) -> str:
