@@ -337,7 +337,8 @@ def test_the_memory_bound_catches_a_second_copy():
 
 
 def measure(*options):
-    script = Path(__file__).parent / "check_load_memory.py"
-    done = subprocess.run([sys.executable, script, "192", *options], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "experiments.load_memory", "192", *options]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""What host memory loading takes beyond the params: `python tests/check_load_memory.py 2048` for a 2 GiB checkpoint.
+"""What host memory loading takes beyond the params: `python -m experiments.load_memory 2048` for a 2 GiB checkpoint.
 
 Generates a bfloat16 checkpoint of about that many MiB, loads it in this process, and prints one JSON object: MiB of
 params, of the largest fused tensor, and of the peak resident set over baseline and params (`overhead_mib`). `--naive`
@@ -9,17 +9,17 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
 
+from experiments.result_file import ResultFile
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("mib", type=int)
     parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
     parser.add_argument("--naive", action="store_true")
+    parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     config = make_config(args.mib)
     jax.block_until_ready(jax.device_put(np.zeros(1, np.float32)))  # the backend is up before the baseline
@@ -86,17 +87,28 @@ def main() -> None:
         seconds, peak = time.perf_counter() - start, memory("VmHWM")
     params_mib = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / MIB
     leaves = jax.tree.leaves(abstract_params(config, args.dtype))
-    print(
-        json.dumps(
-            {
-                "params_mib": round(params_mib, 1),
-                "largest_leaf_mib": round(max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / MIB, 1),
-                "baseline_mib": round(baseline, 1),
-                "peak_mib": round(peak, 1),
-                "overhead_mib": round(peak - baseline - params_mib, 1),
-                "seconds": round(seconds, 2),
-            }
-        )
+    row = {
+        "dtype": args.dtype,
+        "params_mib": round(params_mib, 1),
+        "largest_leaf_mib": round(max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / MIB, 1),
+        "baseline_mib": round(baseline, 1),
+        "peak_mib": round(peak, 1),
+        "overhead_mib": round(peak - baseline - params_mib, 1),
+        "seconds": round(seconds, 2),
+    }
+    if args.results is not None:
+        keep(args.results, args.mib, row)
+    print(json.dumps(row))
+
+
+def keep(directory: Path, mib: int, row: dict[str, Any]) -> None:
+    result = ResultFile(directory, "load_memory", ["python", "-m", "experiments.load_memory", str(mib)])
+    result.add(row)
+    bar = row["largest_leaf_mib"] + 1024
+    name = "peak resident memory less the params"
+    met = row["overhead_mib"] <= bar
+    result.finish(
+        bars=[{"name": name, "value": row["overhead_mib"], "unit": "MiB", "bar": bar, "met": met}], complete=True
     )
 
 
