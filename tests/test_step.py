@@ -103,16 +103,23 @@ def test_a_done_slot_writes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("name", ["bf16", "f32", "int8-g8", "int8-g16", "int4-g8", "fp8", "k=int8-g8,v=int4-g16"])
-def test_cache_bytes_are_the_formula(name):
-    """Values and float16 scales, per token and layer: K heads x D values x bits / 8 + K heads x D / group x 2."""
+@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-3-8b"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "f32", "fp8", "int8-g8", "int8-g32", "int8-g128", "int4-g8", "int4-g64", "k=int8-g8,v=int4-g16"]
+)
+def test_cache_bytes_are_the_formula(name, shape):
+    """A token and layer: K heads x D values x bits / 8, and K heads x D / group scales of two bytes, for K and for V."""
+    config = load_config(CONFIGS / f"{shape}.json")
     bits = {"bf16": 16, "f32": 32, "fp8": 8, "int8": 8, "int4": 4}
 
     def one(part: str) -> float:
         kind, _, group = part.partition("-g")
-        scales = CONFIG.head_dim // int(group) * 2 if group else 0
-        return CONFIG.num_kv_heads * (CONFIG.head_dim * bits[kind] / 8 + scales)
+        scales = config.head_dim // int(group) * 2 if group else 0
+        return config.num_kv_heads * (config.head_dim * bits[kind] / 8 + scales)
 
     parts = [p.partition("=")[2] for p in name.split(",")] if "=" in name else [name, name]
-    cache = make_cache(CONFIG, 6, 8, parse_kv_cache(name, CONFIG, jnp.float32))
-    assert cache_bytes(cache) == 6 * 8 * CONFIG.num_layers * sum(map(one, parts))
+    formats = parse_kv_cache(name, config, jnp.bfloat16)
+    cache = jax.eval_shape(lambda: make_cache(config, 600, 16, formats))
+    assert cache_bytes(cache) == 600 * 16 * config.num_layers * sum(map(one, parts))
+    made = make_cache(CONFIG, 3, 8, parse_kv_cache("int8-g8", CONFIG, jnp.float32))
+    assert cache_bytes(made) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
