@@ -108,7 +108,7 @@ def test_a_done_slot_writes_nothing():
     "name", ["bf16", "f32", "fp8", "int8-g8", "int8-g32", "int8-g128", "int4-g8", "int4-g64", "k=int8-g8,v=int4-g16"]
 )
 def test_cache_bytes_are_the_formula(name, shape):
-    """A token of a layer: for K and V each, K heads x D values x bits / 8, and K heads x D / group scales of 2 bytes."""
+    """A token of a layer: for K and for V, K heads x D values of some bits, and K heads x D / group float16 scales."""
     config = load_config(CONFIGS / f"{shape}.json")
     bits = {"bf16": 16, "f32": 32, "fp8": 8, "int8": 8, "int4": 4}
 
