@@ -15,7 +15,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import reference, xla
-from pallas_kernels.prefill_attention.config import check_supported
+from pallas_kernels.prefill_attention.config import check_measured, check_supported
 from pallas_kernels.prefill_attention.work import Work
 
 
@@ -49,7 +49,13 @@ def prefill_attention(
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
-    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+
+    def check() -> None:
+        check_supported(q, pages)
+        if backend is None:
+            check_measured(q, pages)
+
+    chosen = choose_backend(backend, check)
     if chosen == "mosaic":
         from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, KVPages
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
 SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
 H200_SMS = 132
+SCALES = 64  # the fewest scales that a copy moves
+FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Config:
     flight.  warpgroups: computing warpgroups, 64 rows each. heads: query heads of one
     KV head that a tile holds; the rows of a tile are 64 * warpgroups / heads. alternate: whether two warpgroups take
     turns at the tensor cores, one's softmax under the other's products. ctas: persistent CTAs.
-    stage_probabilities: pass P through shared memory instead of registers (all that the interpreter can run).
+    interpretable: P through shared memory and no inline instructions, which is what the interpreter can run.
     """
 
     block_kv: int = 128
@@ -28,7 +30,7 @@ class Config:
     heads: int = 1
     alternate: bool = True
     ctas: int = H200_SMS
-    stage_probabilities: bool = False
+    interpretable: bool = False
 
     def __post_init__(self) -> None:
         if self.block_kv < 64 or self.block_kv % 64:
@@ -37,35 +39,49 @@ class Config:
             raise ValueError(f"{self.warpgroups} warpgroups cannot share {self.heads} heads: expected a divisor")
         if self.alternate and self.warpgroups != 2:
             raise ValueError(f"alternate needs 2 warpgroups, got {self.warpgroups}")
-        if self.stages < 2 or self.ctas < 1:
-            raise ValueError(f"expected at least 2 stages and 1 CTA: {self}")
+        if self.stages < 1 or self.ctas < 1:
+            raise ValueError(f"stages={self.stages} and ctas={self.ctas} must be positive")
 
     @property
     def tile_rows(self) -> int:
         return WARPGROUP_ROWS * self.warpgroups // self.heads
 
 
-def choose_config(head_dim: int, group: int) -> Config:
-    """The tuned configuration for D = head_dim and H/K = group."""
-    heads = 2 if group % 2 == 0 else 1
-    if head_dim == 256:
-        return Config(block_kv=64, warpgroups=1, alternate=False)
-    return Config(heads=heads)
+def choose_config(q: jax.Array, pages: KVPages) -> Config:
+    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes)."""
+    _, num_heads, head_dim = q.shape
+    converts = any(pool.values.dtype != q.dtype for pool in (pages.k, pages.v))
+    if head_dim == 256:  # what shared memory holds
+        return Config(block_kv=64, stages=1 if converts else 2, warpgroups=1, alternate=False)
+    heads = 2 if num_heads // pages.k.values.shape[1] % 2 == 0 else 1
+    return Config(block_kv=64 if converts else 128, heads=heads)
+
+
+def check_measured(q: jax.Array, pages: KVPages) -> None:
+    """Raises NotImplementedError for what the kernel supports but never ran on a device: nobody gets it unasked."""
+    for name, pool in (("K", pages.k), ("V", pages.v)):
+        if pool.values.dtype != q.dtype:
+            raise NotImplementedError(f"{name} stored as {pool.format.dtype} was not measured by backend mosaic yet")
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:
     """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
-    head_dim, page_size = q.shape[-1], pages.k.page_size
-    for name, value, supported in (
+    supported: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("queries of", str(q.dtype), ("bfloat16", "float16")),
-        ("head dim", head_dim, (64, 128, 256)),
-        ("page size", page_size, tuple(size for size in (8, 16, 32, 64, 128) if head_dim != 256 or size <= 64)),
-    ):
-        if value not in supported:
-            known = ", ".join(map(str, supported))
-            raise NotImplementedError(f"{name} {value} are not supported by backend mosaic, which does {known}")
-    for name, part in (("K", pages.k), ("V", pages.v)):
-        if part.values.dtype != q.dtype:
+        ("head dim", q.shape[-1], (64, 128, 256)),
+        ("page size", pages.k.page_size, (8, 16, 32, 64, 128)),
+        ("K stored as", pages.k.format.dtype, FORMATS),
+        ("V stored as", pages.v.format.dtype, FORMATS),
+    )
+    for name, value, values in supported:
+        if value not in values:
+            known = ", ".join(map(str, values))
+            raise NotImplementedError(f"{name} {value} is not supported by backend mosaic, which does {known}")
+    block = choose_config(q, pages).block_kv
+    for name, pool in (("K", pages.k), ("V", pages.v)):
+        count = min(pages.k.page_size, block) * pool.format.groups(q.shape[-1])
+        if count % SCALES:  # a copy moves so many
             raise NotImplementedError(
-                f"{name} stored as {part.format} is not supported by backend mosaic, which reads {q.dtype} pages"
+                f"{name} with {count} scales a page and head is not supported by backend mosaic, which does multiples "
+                f"of {SCALES}: take larger pages or smaller groups"
             )

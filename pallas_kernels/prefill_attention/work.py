@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention.config import Config, choose_config
 
 # Columns of Work.tiles.
@@ -28,23 +29,21 @@ class Work:
 
 
 def make_work(
+    q: jax.Array,
+    pages: KVPages,
     cu_q_lens: jax.Array,
     kv_lens: jax.Array,
-    num_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     *,
     window: int | None = None,
     config: Config | None = None,
 ) -> Work:
-    """The work list of q [num_rows, num_heads, head_dim]; cu_q_lens i32[B + 1] and kv_lens i32[B] as in api.py.
+    """The work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are enough.
 
     A static number of tiles: full ones, and one partial tile a chunk. Sorted by the keys that they read, so that what
     starts last is short: the order decides when a tile is computed, never what it holds.
     """
-    config = config or choose_config(head_dim, num_heads // num_kv_heads)
-    num_chunks, tile_rows = kv_lens.shape[0], config.tile_rows
+    config = config or choose_config(q, pages)
+    num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows
     num_tiles = num_rows // tile_rows + num_chunks + 1
     rows_end = jnp.full((1,), num_rows, jnp.int32)
     begin, end = cu_q_lens, jnp.concatenate([cu_q_lens[1:], rows_end])  # the last "chunk" is what no chunk owns

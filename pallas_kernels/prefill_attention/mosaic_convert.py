@@ -1,0 +1,106 @@
+"""Stored K and V to float32 registers, for the Hopper kernel of prefill_attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+
+from pallas_kernels.kv_pages import FP8, KVFormat, decode
+from pallas_kernels.prefill_attention.mosaic_plan import Plan
+
+SIDE = 64  # tokens and columns that are in registers at once
+RUN = 8  # consecutive columns of a thread: they share a scale, as groups are multiples of 8
+
+
+def layout_of(dtype: jnp.dtype) -> Any:
+    """The layout of [SIDE, SIDE] registers that store to 16-bit swizzled blocks 16 bytes a thread, RUN columns."""
+    return plgpu.Layout.SMEM_GMEM_COPY((SIDE, SIDE), dtype, 128)
+
+
+def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, column: int) -> jax.Array:
+    """f32 [SIDE, SIDE] of a block as stored: raw [T, D] or packed [T, D/2], scales f16 [pages, run * G] or None."""
+    layout = layout_of(plan.dtype)
+    if fmt.dtype in ("float16", "bfloat16"):
+        part = raw.at[pl.ds(row, SIDE), pl.ds(column, SIDE)]
+        return plgpu.load(part, layout=layout).astype(jnp.float32)
+    if plan.config.interpretable:
+        return _decode(raw, scales, fmt, plan)[row : row + SIDE, column : column + SIDE]
+
+    refs = (raw,) if scales is None else (raw, scales)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * len(refs),
+        return_type=plgpu.ShapeDtypeStruct((SIDE, SIDE), jnp.float32, layout=layout),
+    )
+    def load(_: Any, raw: ir.Value, scales: ir.Value | None = None) -> mgpu.FragmentedArray:
+        registers_of = layout.to_mgpu()
+        registers = np.empty(registers_of.registers_shape((SIDE, SIDE)), object)
+        for at, (i, j) in zip(np.ndindex(registers.shape), registers_of.thread_idxs((SIDE, SIDE))):
+            token, first = _add(i, row), _add(j, column)
+            run = _load_run(raw, fmt, token, first)
+            if scales is not None:
+                run = arith.mulf(run, _load_scale(scales, fmt, plan, token, first))
+            registers[at] = run
+        return mgpu.FragmentedArray(_registers=registers, _layout=registers_of, _is_signed=None)
+
+    return load(*refs)
+
+
+def _decode(raw: Any, scales: Any, fmt: KVFormat, plan: Plan) -> jax.Array:
+    """The whole block f32 [T, D] by the format's definition: what the interpreter runs."""
+    if scales is not None:
+        groups = fmt.groups(plan.head_dim)
+        scales = scales[...][:, : plan.run * groups].reshape(-1, groups)
+    return decode(raw[...], scales, fmt, jnp.float32)
+
+
+def _index(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IndexType.get())
+
+
+def _add(x: ir.Value, value: int) -> ir.Value:
+    return arith.addi(x, _index(value)) if value else x
+
+
+def _load_run(raw: ir.Value, fmt: KVFormat, token: ir.Value, first: ir.Value) -> ir.Value:
+    """vector<RUN x f32>: the codes or values of RUN columns from `first` on."""
+    i8, i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
+    f16, f32 = ir.F16Type.get(), ir.F32Type.get()
+    floats = ir.VectorType.get((RUN,), f32)
+    if fmt.dtype == "int8":
+        codes = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first])
+        return arith.sitofp(floats, arith.extsi(ir.VectorType.get((RUN,), i32), codes))
+
+    def elements(vec: ir.Value, count: int) -> list[ir.Value]:
+        return [vector.extract(vec, [], ir.DenseI64ArrayAttr.get([i])) for i in range(count)]
+
+    if fmt.dtype == "int4":  # two a byte, the even column in the low nibble
+        pairs = vector.load(ir.VectorType.get((RUN // 2,), i8), raw, [token, arith.divui(first, _index(2))])
+        (word,) = elements(vector.bitcast(ir.VectorType.get((1,), i32), pairs), 1)
+        top = mgpu.c(28, i32)
+        nibbles = [arith.shrsi(arith.shli(word, mgpu.c(28 - 4 * k, i32)), top) for k in range(RUN)]
+        return vector.from_elements(floats, [arith.sitofp(f32, nibble) for nibble in nibbles])
+
+    assert fmt.dtype == FP8, fmt
+    values = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first])
+    halves = []
+    for pair in elements(vector.bitcast(ir.VectorType.get((RUN // 2,), i16), values), RUN // 2):
+        both = llvm.inline_asm(i32, [pair], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        halves += elements(llvm.bitcast(ir.VectorType.get((2,), f16), both), 2)
+    return arith.extf(floats, vector.from_elements(ir.VectorType.get((RUN,), f16), halves))
+
+
+def _load_scale(scales: ir.Value, fmt: KVFormat, plan: Plan, token: ir.Value, first: ir.Value) -> ir.Value:
+    """vector<RUN x f32>: the scale that these columns share."""
+    assert fmt.group is not None
+    size, groups = _index(plan.run), _index(fmt.groups(plan.head_dim))
+    page, offset = arith.divui(token, size), arith.remui(token, size)
+    at = arith.addi(arith.muli(offset, groups), arith.divui(first, _index(fmt.group)))
+    scale = arith.extf(ir.F32Type.get(), memref.load(scales, [page, at]))
+    return vector.broadcast(ir.VectorType.get((RUN,), ir.F32Type.get()), scale)

@@ -1,0 +1,182 @@
+"""What the warpgroups of the Hopper kernel of prefill_attention share: sizes, memory, and the walk over tiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
+from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
+
+LINE = 128  # bytes: where in shared memory a copy may begin
+
+
+class Pool(NamedTuple):
+    """K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
+
+    values: Any  # global
+    scales: Any
+    blocks: Any  # [stages, T, D] as wgmma takes them
+    ready: Any
+    free: Any
+    raw: Any  # what is converted: blocks as stored [stages, T, ..]; else None
+    raw_scales: Any  # [stages, pages, >= P * G], each page's on lines of its own
+    raw_ready: Any
+    raw_free: Any
+
+
+class Refs(NamedTuple):
+    """Global arrays and shared memory of the kernel."""
+
+    q: Any
+    table: Any
+    tiles: Any
+    count: Any
+    out: Any
+    k: Pool
+    v: Pool
+    q_raw: Any  # [warpgroups, 64, D], plain rows: tiled copies would have to start at multiples of 8
+    q_s: Any  # the same, tiled and swizzled as wgmma wants it
+    p_s: Any  # [warpgroups, 64, T] if P is staged
+    out_s: Any  # [warpgroups, 64, D], plain rows
+    q_ready: Any
+    q_free: Any
+    v_raw: Any  # V of a boundary block, before its unseen slots are cleared
+    turn: Any
+
+
+class Tile(NamedTuple):
+    """One query tile: scalars of the work list, its query heads, and its KV blocks first <= j < last."""
+
+    chunk: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    position: jax.Array
+    keys: jax.Array
+    head: jax.Array  # the first of config.heads
+    low: jax.Array  # the first key that any row sees
+    first: jax.Array
+    last: jax.Array
+
+
+def scale_copies(count: int) -> list[pl.Slice]:
+    """The copies that move `count` scales: of a dimension, each takes up to 256."""
+    return [pl.ds(start, min(256, count)) for start in range(0, count, 256)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static sizes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: jnp.dtype
+    k_format: KVFormat
+    v_format: KVFormat
+    scale: float
+    window: int | None
+    config: Config
+
+    @property
+    def pages(self) -> int:
+        """Copies that make a KV block: its pages, or one for a part of a page."""
+        return max(1, self.config.block_kv // self.page_size)
+
+    @property
+    def run(self) -> int:
+        """Tokens of such a copy."""
+        return min(self.page_size, self.config.block_kv)
+
+    def converts(self, fmt: KVFormat) -> bool:
+        """Whether blocks of this format are converted before wgmma takes them."""
+        return fmt.storage_dtype != self.dtype
+
+    @property
+    def warpgroups(self) -> int:
+        """The computing ones, the one that fetches, and the one that converts."""
+        return self.config.warpgroups + 1 + (self.converts(self.k_format) or self.converts(self.v_format))
+
+    def slot(self, n: jax.Array) -> jax.Array:
+        """Where the n-th KV block of a CTA lies."""
+        return lax.rem(n, jnp.int32(self.config.stages))
+
+    def scratch(self) -> dict[str, Any]:
+        config, dim = self.config, self.head_dim
+        groups, rows = config.warpgroups, WARPGROUP_ROWS
+        return {
+            "k": self._pool_scratch(self.k_format),
+            "v": self._pool_scratch(self.v_format),
+            "q_raw": plgpu.SMEM((groups, rows, dim), self.dtype),
+            "q_s": self._tiled(groups, rows, dim),
+            "p_s": self._tiled(groups, rows, config.block_kv) if config.interpretable else None,
+            "out_s": plgpu.SMEM((groups, rows, dim), self.dtype),
+            "q_ready": plgpu.Barrier(num_arrivals=groups),
+            "q_free": plgpu.Barrier(num_arrivals=groups),
+            "v_raw": plgpu.Barrier(num_arrivals=self.pages),
+            "turn": plgpu.Barrier(num_barriers=2) if config.alternate else None,
+        }
+
+    def _tiled(self, *shape: int) -> Any:
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        return plgpu.SMEM(shape, self.dtype, transforms=transforms)
+
+    def _pool_scratch(self, fmt: KVFormat) -> dict[str, Any]:
+        stages, block, dim = self.config.stages, self.config.block_kv, self.head_dim
+        converts, groups = self.converts(fmt), fmt.groups(dim)
+        barrier = partial(plgpu.Barrier, num_barriers=stages)
+        scratch = dict.fromkeys(("raw", "raw_scales", "raw_ready", "raw_free"))
+        if converts:
+            row = dim // 2 if fmt.dtype == "int4" else dim
+            line = max(LINE // 2, self.run * groups)
+            scratch = {
+                "raw": plgpu.SMEM((stages, block, row), fmt.storage_dtype),
+                "raw_scales": plgpu.SMEM((stages, self.pages, line), jnp.float16) if groups else None,
+                "raw_ready": barrier(num_arrivals=self.pages * (1 + len(scale_copies(self.run * groups)))),
+                "raw_free": barrier(),
+            }
+        return scratch | {
+            "blocks": self._tiled(stages, block, dim),
+            "ready": barrier(num_arrivals=1 if converts else self.pages),
+            "free": barrier(num_arrivals=self.config.warpgroups),
+        }
+
+
+def for_each_tile(
+    plan: Plan, refs: Refs, body: Callable[[Tile, jax.Array, jax.Array], None]
+) -> tuple[jax.Array, jax.Array]:
+    """Calls body(tile, n, blocks) for the n-th tile of this CTA, `blocks` KV blocks done; returns both totals.
+
+    Tiles are dealt out longest first, back and forth, which evens out what the CTAs get.
+    """
+    ctas, sets = plan.config.ctas, plan.num_heads // plan.config.heads
+    cta = lax.axis_index("cta")
+    total = refs.count[0] * sets
+    rounds, rest = total // ctas, lax.rem(total, jnp.int32(ctas))
+
+    def dealt(n: jax.Array) -> jax.Array:
+        return jnp.where(lax.rem(n, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
+
+    def step(n: jax.Array, blocks: jax.Array) -> jax.Array:
+        item = n * ctas + dealt(n)
+        index = item // sets
+        chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
+        low = jnp.int32(0)
+        if plan.window is not None:
+            low = jnp.maximum(position - (plan.window - 1), 0)
+        first = low // plan.config.block_kv
+        last = (position + rows + (plan.config.block_kv - 1)) // plan.config.block_kv
+        head = (item - index * sets) * plan.config.heads
+        body(Tile(chunk, row, rows, position, keys, head, low, first, last), n, blocks)
+        return blocks + last - first
+
+    tiles = rounds + (dealt(rounds) < rest).astype(jnp.int32)
+    return tiles, lax.fori_loop(0, tiles, step, jnp.int32(0))
