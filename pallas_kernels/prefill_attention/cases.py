@@ -27,6 +27,13 @@ class Case:
     window: int | None = None
 
     @property
+    def flops(self) -> int:
+        """What the products with visible keys take: two of K and two of V a query, key and column."""
+        window = max(self.kv_lens) if self.window is None else self.window
+        seen = sum(min(kv - i, window) for q, kv in zip(self.q_lens, self.kv_lens) for i in range(q))
+        return 4 * self.heads[0] * self.head_dim * seen
+
+    @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
@@ -70,6 +77,9 @@ BENCH_CASES = tuple(
     for name in ("bf16", "fp8", "int8-g8", "int4-g32")
     for q_lens, kv_lens in (
         ((2048,), (2048,)),
+        ((1024,) * 8, (1024,) * 8),
+        ((16384,), (16384,)),
+        ((2048,), (8192,)),
         ((512,) * 8, (512,) * 8),
         ((512,), (8192,)),
         ((1500, 300, 200, 48), (1500, 300, 4096, 2048)),
