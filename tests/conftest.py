@@ -8,8 +8,6 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 # XLA's thread pool has a thread a core. Each thread of an interpreted kernel that waits at a barrier holds one of them:
 # with two cores, three threads wait forever.
 os.environ.setdefault("NPROC", "16")
-# The GPU interpreter's threads block XLA's own while they wait for each other: on few cores all would be blocked.
-os.environ.setdefault("NPROC", "16")
 
 import jax  # noqa: E402
 
