@@ -1,6 +1,7 @@
 """The computing warpgroups of the Hopper kernel of prefill_attention."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
 
     def compute_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
+        del n
         below = wg // config.heads * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
         plgpu.barrier_wait(refs.q_ready)
         _copy(refs.q_raw.at[wg], refs.q_s.at[wg])
@@ -32,12 +34,12 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
         @pl.when(tile.last > tile.first)
         def _() -> None:
-            acc, total = _attend(plan, refs, tile, wg, refs.q_s.at[wg], tile.position + below, blocks)
+            acc, total = _Rows(plan, refs, tile, wg, tile.position + below, blocks).attend()
             store(acc * lax.broadcast_in_dim(1 / total, acc.shape, [0]))
 
         @pl.when(tile.last == tile.first)
         def _() -> None:
-            store(plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA))
+            store(_full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA))
 
     for_each_tile(plan, refs, compute_tile)
     if config.alternate:
@@ -45,121 +47,145 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(
-    plan: Plan, refs: Refs, tile: Tile, wg: jax.Array, q: Any, position: jax.Array, blocks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Unnormalized P V [64, D] and the row sums [64] of the rows at `position` and after, over blocks first..last."""
-    config, block = plan.config, plan.config.block_kv
-    shape, out_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, plan.head_dim)
-    to_log2 = plan.scale * math.log2(math.e)
+def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    def slot(j: jax.Array) -> jax.Array:
-        return plan.slot(blocks + j - tile.first)
 
-    def take_turn() -> None:
-        if config.alternate:
-            plgpu.barrier_wait(refs.turn.at[wg])
+@dataclass(frozen=True)
+class _Rows:
+    """A warpgroup's 64 rows of a tile, at `position` of the sequence and after; `blocks` KV blocks came before."""
 
-    def pass_turn() -> None:
-        if config.alternate:
-            plgpu.barrier_arrive(refs.turn.at[1 - wg])
+    plan: Plan
+    refs: Refs
+    tile: Tile
+    wg: jax.Array
+    position: jax.Array
+    blocks: jax.Array
 
-    def softmax(
-        scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool
+    @property
+    def scores_acc(self) -> Any:
+        return plgpu.ACC((WARPGROUP_ROWS, self.plan.config.block_kv), jnp.float32)
+
+    @property
+    def out_acc(self) -> Any:
+        return plgpu.ACC((WARPGROUP_ROWS, self.plan.head_dim), jnp.float32)
+
+    def attend(self) -> tuple[jax.Array, jax.Array]:
+        """Unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
+        plan, tile, block = self.plan, self.tile, self.plan.config.block_kv
+        lowest = _full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
+        acc = _full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
+        p, peak, _ = self._softmax(self._scores(tile.first), tile.first, lowest, masked=True)
+        carry = (acc, peak, p.sum(axis=1), p.astype(plan.dtype))
+
+        # Blocks that every row sees in full need no mask.
+        masked, unmasked = partial(self._step, masked=True), partial(self._step, masked=False)
+        begin = tile.first + 1
+        full_end = jnp.clip((self.position + 1) // block, begin, tile.last)
+        if plan.window is not None:
+            full_begin = (self.position + WARPGROUP_ROWS - plan.window + block - 1) // block
+            full_begin = jnp.clip(full_begin, begin, full_end)
+            carry = lax.fori_loop(begin, full_begin, masked, carry)
+            begin = full_begin
+        carry = lax.fori_loop(begin, full_end, unmasked, carry)
+        acc, _, total, p = lax.fori_loop(full_end, tile.last, masked, carry)
+        return self._product(tile.last - 1, acc, p), total
+
+    def _step(self, j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        """P V of block j - 1, under which the scores and the softmax of block j are computed."""
+        refs, slot = self.refs, self._slot
+        acc, peak, total, p = carry
+
+        def weigh(scores: jax.Array) -> tuple[jax.Array, ...]:
+            new_p, new_peak, decay = self._softmax(scores, j, peak, masked)
+            return new_p, new_peak, total * decay + new_p.sum(axis=1), decay
+
+        def overlapped(scores_ref: Any, acc_ref: Any) -> tuple[jax.Array, ...]:
+            acc_ref[...] = acc
+            plgpu.barrier_wait(refs.k.ready.at[slot(j)])
+            self._take_turn()
+            plgpu.wgmma(scores_ref, refs.q_s.at[self.wg], refs.k.blocks.at[slot(j)].transpose((1, 0)))
+            plgpu.barrier_wait(refs.v.ready.at[slot(j - 1)])
+            plgpu.wgmma(acc_ref, p, refs.v.blocks.at[slot(j - 1)])
+            self._pass_turn()
+            # The barriers keep LLVM from reading accumulators before the wait: it doesn't know that they change late.
+            scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+            plgpu.barrier_arrive(refs.k.free.at[slot(j)])
+            weighed = weigh(scores)
+            return lax.optimization_barrier(acc_ref[...]), *weighed
+
+        if self.plan.config.interpretable:
+            scores = self._scores(j)
+            acc = self._product(j - 1, acc, p)
+            new_p, new_peak, new_total, decay = weigh(scores)
+        else:
+            acc, new_p, new_peak, new_total, decay = pl.run_scoped(overlapped, self.scores_acc, self.out_acc)
+            plgpu.barrier_arrive(refs.v.free.at[slot(j - 1)])
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+        return acc, new_peak, new_total, new_p.astype(self.plan.dtype)
+
+    def _scores(self, j: jax.Array) -> jax.Array:
+        """Q K^T of block j, alone."""
+        refs, slot = self.refs, self._slot(j)
+
+        def product(acc: Any) -> jax.Array:
+            plgpu.barrier_wait(refs.k.ready.at[slot])
+            self._take_turn()
+            plgpu.wgmma(acc, refs.q_s.at[self.wg], refs.k.blocks.at[slot].transpose((1, 0)))
+            self._pass_turn()
+            return lax.optimization_barrier(acc[...])
+
+        scores = pl.run_scoped(product, self.scores_acc)
+        plgpu.barrier_arrive(refs.k.free.at[slot])
+        return scores
+
+    def _product(self, j: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
+        """acc + P V of block j, alone."""
+        refs, slot, staged = self.refs, self._slot(j), self.plan.config.interpretable
+        plgpu.barrier_wait(refs.v.ready.at[slot])
+        if staged:
+            refs.p_s[self.wg] = p
+            plgpu.commit_smem()
+
+        def product(acc_ref: Any) -> jax.Array:
+            if not staged:
+                acc_ref[...] = acc
+            self._take_turn()
+            plgpu.wgmma(acc_ref, refs.p_s.at[self.wg] if staged else p, refs.v.blocks.at[slot])
+            self._pass_turn()
+            return lax.optimization_barrier(acc_ref[...])
+
+        out = pl.run_scoped(product, self.out_acc)
+        plgpu.barrier_arrive(refs.v.free.at[slot])
+        return acc + out if staged else out
+
+    def _softmax(
+        self, scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """P of block j (f32), the rows' new peak (in units of log2), and what earlier sums shrink by."""
+        shape, to_log2 = scores.shape, self.plan.scale * math.log2(math.e)
         if masked:
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            distance = row - column + (position - j * block)  # query's position - key's
+            distance = row - column + (self.position - j * shape[1])  # query's position - key's
             seen = distance >= 0
-            if plan.window is not None:
-                seen = seen & (distance < plan.window)
+            if self.plan.window is not None:
+                seen = seen & (distance < self.plan.window)
             scores = jnp.where(seen, scores, -jnp.inf)
         new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
         p = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, shape, [0]))
         return p, new_peak, jnp.exp2(peak - new_peak)
 
-    def first_scores(j: jax.Array) -> jax.Array:
-        def product(acc: Any) -> jax.Array:
-            plgpu.barrier_wait(refs.k.ready.at[slot(j)])
-            take_turn()
-            plgpu.wgmma(acc, q, refs.k.blocks.at[slot(j)].transpose((1, 0)))
-            pass_turn()
-            return lax.optimization_barrier(acc[...])
+    def _slot(self, j: jax.Array) -> jax.Array:
+        return self.plan.slot(self.blocks + j - self.tile.first)
 
-        scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-        plgpu.barrier_arrive(refs.k.free.at[slot(j)])
-        return scores
+    def _take_turn(self) -> None:
+        if self.plan.config.alternate:
+            plgpu.barrier_wait(self.refs.turn.at[self.wg])
 
-    def step(j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
-        """P V of block j - 1, under which the scores and the softmax of block j are computed."""
-        acc, peak, total, p = carry
-
-        def products(scores_ref: Any, acc_ref: Any) -> tuple[jax.Array, ...]:
-            acc_ref[...] = acc
-            plgpu.barrier_wait(refs.k.ready.at[slot(j)])
-            take_turn()
-            plgpu.wgmma(scores_ref, q, refs.k.blocks.at[slot(j)].transpose((1, 0)))
-            plgpu.barrier_wait(refs.v.ready.at[slot(j - 1)])
-            plgpu.wgmma(acc_ref, p, refs.v.blocks.at[slot(j - 1)])
-            pass_turn()
-            # The barriers keep LLVM from reading accumulators before the wait: it doesn't know that they change late.
-            scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            plgpu.barrier_arrive(refs.k.free.at[slot(j)])
-            new_p, new_peak, decay = softmax(scores, j, peak, masked)
-            new_total = total * decay + new_p.sum(axis=1)
-            return lax.optimization_barrier(acc_ref[...]), new_peak, new_total, new_p, decay
-
-        if config.interpretable:
-            scores = first_scores(j)
-            new_acc = last_product(j - 1, acc, p)
-            new_p, new_peak, decay = softmax(scores, j, peak, masked)
-            new_total = total * decay + new_p.sum(axis=1)
-        else:
-            accs = plgpu.ACC(shape, jnp.float32), plgpu.ACC(out_shape, jnp.float32)
-            new_acc, new_peak, new_total, new_p, decay = pl.run_scoped(products, *accs)
-            plgpu.barrier_arrive(refs.v.free.at[slot(j - 1)])
-        new_acc = new_acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-        return new_acc, new_peak, new_total, new_p.astype(plan.dtype)
-
-    def last_product(j: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
-        plgpu.barrier_wait(refs.v.ready.at[slot(j)])
-        if config.interpretable:
-            refs.p_s[wg] = p
-            plgpu.commit_smem()
-
-        def product(acc_ref: Any) -> jax.Array:
-            if not config.interpretable:
-                acc_ref[...] = acc
-            take_turn()
-            plgpu.wgmma(acc_ref, refs.p_s.at[wg] if config.interpretable else p, refs.v.blocks.at[slot(j)])
-            pass_turn()
-            return lax.optimization_barrier(acc_ref[...])
-
-        out = pl.run_scoped(product, plgpu.ACC(out_shape, jnp.float32))
-        plgpu.barrier_arrive(refs.v.free.at[slot(j)])
-        return acc + out if config.interpretable else out
-
-    def full(size: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        return plgpu.layout_cast(jnp.full(size, value, jnp.float32), layout)
-
-    lowest = full(shape[:1], LOWEST, plgpu.Layout.WGMMA.reduce(1))
-    acc = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
-    p, peak, _ = softmax(first_scores(tile.first), tile.first, lowest, True)
-    carry = (acc, peak, p.sum(axis=1), p.astype(plan.dtype))
-
-    # Blocks that every row sees in full need no mask.
-    begin, end = tile.first + 1, tile.last
-    full_end = jnp.clip((position + 1) // block, begin, end)
-    if plan.window is not None:
-        full_begin = (position + WARPGROUP_ROWS - plan.window + block - 1) // block
-        full_begin = jnp.clip(full_begin, begin, full_end)
-        carry = lax.fori_loop(begin, full_begin, partial(step, masked=True), carry)
-        begin = full_begin
-    carry = lax.fori_loop(begin, full_end, partial(step, masked=False), carry)
-    acc, _, total, p = lax.fori_loop(full_end, end, partial(step, masked=True), carry)
-    return last_product(tile.last - 1, acc, p), total
+    def _pass_turn(self) -> None:
+        if self.plan.config.alternate:
+            plgpu.barrier_arrive(self.refs.turn.at[1 - self.wg])
 
 
 def _copy(source: Any, target: Any) -> None:
