@@ -74,21 +74,23 @@ def _load_run(raw: ir.Value, fmt: KVFormat, token: ir.Value, first: ir.Value) ->
     f16, f32 = ir.F16Type.get(), ir.F32Type.get()
     floats = ir.VectorType.get((RUN,), f32)
     if fmt.dtype == "int8":
-        codes = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first])
+        codes = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first], alignment=RUN)
         return arith.sitofp(floats, arith.extsi(ir.VectorType.get((RUN,), i32), codes))
 
     def elements(vec: ir.Value, count: int) -> list[ir.Value]:
         return [vector.extract(vec, [], ir.DenseI64ArrayAttr.get([i])) for i in range(count)]
 
     if fmt.dtype == "int4":  # two a byte, the even column in the low nibble
-        pairs = vector.load(ir.VectorType.get((RUN // 2,), i8), raw, [token, arith.divui(first, _index(2))])
+        pairs = vector.load(
+            ir.VectorType.get((RUN // 2,), i8), raw, [token, arith.divui(first, _index(2))], alignment=RUN // 2
+        )
         (word,) = elements(vector.bitcast(ir.VectorType.get((1,), i32), pairs), 1)
         top = mgpu.c(28, i32)
         nibbles = [arith.shrsi(arith.shli(word, mgpu.c(28 - 4 * k, i32)), top) for k in range(RUN)]
         return vector.from_elements(floats, [arith.sitofp(f32, nibble) for nibble in nibbles])
 
     assert fmt.dtype == FP8, fmt
-    values = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first])
+    values = vector.load(ir.VectorType.get((RUN,), i8), raw, [token, first], alignment=RUN)
     halves = []
     for pair in elements(vector.bitcast(ir.VectorType.get((RUN // 2,), i16), values), RUN // 2):
         both = llvm.inline_asm(i32, [pair], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
