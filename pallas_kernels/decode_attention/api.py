@@ -14,7 +14,7 @@ from pallas_kernels.checks import (
     check_window,
 )
 from pallas_kernels.decode_attention import reference, xla
-from pallas_kernels.decode_attention.config import check_supported
+from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work
 from pallas_kernels.kv_pages import KVPages
 
@@ -45,7 +45,8 @@ def decode_attention(
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
-    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+    check = check_supported if backend == "mosaic" else check_proven
+    chosen = choose_backend(backend, lambda: check(q, pages))
     if chosen == "mosaic":
         from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 

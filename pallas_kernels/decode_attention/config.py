@@ -36,7 +36,7 @@ class Config:
 
 def choose_config(head_dim: int, queries: int) -> Config:
     """The configuration for a head dim and the query heads that share a KV head (up to 64 of them)."""
-    return Config(per_sm=2 if head_dim * queries <= 128 * 16 else 1)
+    return Config(per_sm=2 if head_dim <= 128 and queries <= 16 else 1)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:
@@ -49,5 +49,16 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
     if page_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"the mosaic kernel has no page size {page_size}; supported: 8, 16, 32, 64, 128")
     for name, part in (("K", pages.k), ("V", pages.v)):
+        if part.format.dtype in ("float32", "float64"):
+            raise NotImplementedError(
+                f"the mosaic kernel has no {part.format.dtype} {name}; supported: 16 bits and fewer"
+            )
+
+
+def check_proven(q: jax.Array, pages: KVPages) -> None:
+    """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
+    arguments get it when it is named, not by default."""
+    check_supported(q, pages)
+    for part in (pages.k, pages.v):
         if part.values.dtype != q.dtype:
-            raise NotImplementedError(f"the mosaic kernel has no {part.format} {name} with {q.dtype} queries")
+            raise NotImplementedError(f"the mosaic kernel was not yet run on {part.format} with {q.dtype} queries")

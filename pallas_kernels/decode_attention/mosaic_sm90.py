@@ -19,6 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.config import Config, check_supported
+from pallas_kernels.decode_attention.storage_sm90 import (
+    Storage,
+    dims_in_order,
+    even_dims_first,
+    shared_bytes_left,
+    storage,
+    tiled,
+)
 from pallas_kernels.decode_attention.work import Work, make_work, max_slots, query_chunks, row_splits
 from pallas_kernels.kv_pages import KVPages
 
@@ -51,6 +59,8 @@ class _Shape:
     scale: float
     config: Config
     stages: int  # tiles in flight
+    k: Storage
+    v: Storage
 
     @property
     def group(self) -> int:
@@ -85,6 +95,7 @@ def decode_attention(
             f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
             f"the call has {num_rows}, {kv_heads * chunks} and {window}"
         )
+    stored = [storage(part, q.dtype, head_dim, config.tile, interpret is not None) for part in (pages.k, pages.v)]
     shape = _Shape(
         rows=num_rows,
         num_heads=num_heads,
@@ -97,22 +108,28 @@ def decode_attention(
         slots=max_slots(num_rows, page_table.shape[1] * page_size, window, config.split),
         scale=scale,
         config=config,
-        stages=_stages(config, head_dim, -(-queries // 8) * 8),
+        stages=_stages(config, -(-queries // 8) * 8, *stored),
+        k=stored[0],
+        v=stored[1],
     )
+    if stored[0].permuted:
+        q = even_dims_first(q)
     out, parts = _attend(shape, q, pages, page_table, lengths, work, interpret)
     if shape.slots:
         out = _merge(shape, out, parts, lengths, work, interpret)
-    return out.reshape(q.shape)
+    out = out.reshape(q.shape)
+    return dims_in_order(out) if shape.v.permuted else out
 
 
-def _stages(config: Config, head_dim: int, columns: int) -> int:
+def _stages(config: Config, columns: int, k: Storage, v: Storage) -> int:
     """How many tiles of K and V fit a worker's share of an SM's shared memory, beside its other buffers."""
-    queries_and_results = columns * (4 * 2 * head_dim + 4 * (head_dim + _PAD) + 2 * config.tile)
-    room = 227 * 1024 // config.per_sm - 5 * 1024 - queries_and_results
-    stages = min(config.stages, room // (2 * 2 * config.tile * head_dim))
-    if stages < 2:
-        raise NotImplementedError(f"{config} with head dim {head_dim} and {columns} queries needs more shared memory")
-    return stages
+    queries_and_results = columns * (4 * 2 * k.head_dim + 4 * (k.head_dim + _PAD) + 2 * config.tile)
+    other = queries_and_results + k.other_bytes() + v.other_bytes()
+    for sharing in (config.per_sm, 1):  # where that is too little, workers take turns
+        stages = min(config.stages, (shared_bytes_left(sharing) - other) // (k.stage_bytes() + v.stage_bytes()))
+        if stages >= 2:
+            return stages
+    raise NotImplementedError(f"{config}, head dim {k.head_dim} and {columns} queries need more shared memory")
 
 
 def _attend(
@@ -128,26 +145,29 @@ def _attend(
     config, dtype = shape.config, q.dtype
     columns, head_dim = shape.columns, shape.head_dim
     slots = shape.slots + _MERGED - 1  # the last of them may be read, but don't count
-    tile = partial(_tiled, dtype=dtype)
-    copies = 2 * max(config.tile // shape.page_size, 1)  # a tile is one part of a page, or several pages
+    sources = {"k": pages.k.values, "v": pages.v.values}
+    for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
+        if pool.scales is not None:
+            sources[name] = stored.scale_rows(pool.scales)
     return plgpu.kernel(
-        partial(_attend_kernel, shape, work.window),
+        partial(_attend_kernel, shape, work.window, tuple(sources)),
         out_type=(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((slots, max(shape.num_heads, _BLOCK), head_dim + _PAD), jnp.float32),
         ),
         scratch_types={
             "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
-            "q_s": tile((columns, head_dim)),
-            "k_s": tile((shape.stages, config.tile, head_dim)),
-            "v_s": tile((shape.stages, config.tile, head_dim)),
-            "p_s": tile((columns, config.tile)),
+            "q_s": tiled((columns, head_dim), shape.k.dtype),
+            "q_top": plgpu.SMEM((columns,), jnp.float32),
+            "p_s": tiled((columns, config.tile), shape.v.dtype),
+            **shape.k.scratch("k", shape.stages),
+            **shape.v.scratch("v", shape.stages),
             "out_s": plgpu.SMEM((columns, head_dim), dtype),
             "part_s": plgpu.SMEM((columns, head_dim + _PAD), jnp.float32),
             "weight_s": plgpu.SMEM((columns,), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
-            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=shape.stages),
+            "full": plgpu.Barrier(num_arrivals=shape.k.parts * len(sources), num_barriers=shape.stages),
             "free": plgpu.Barrier(num_barriers=shape.stages),
         },
         grid=(config.workers,),
@@ -156,24 +176,10 @@ def _attend(
         thread_name="warpgroup",
         compiler_params=_COMPILER,
         interpret=interpret,
-    )(
-        q.reshape(-1, head_dim),
-        pages.k.values,
-        pages.v.values,
-        page_table,
-        lengths,
-        work.rows,
-        work.slots,
-        work.first,
-        work.items,
-    )
+    )(q.reshape(-1, head_dim), page_table, lengths, work.rows, work.slots, work.first, work.items, *sources.values())
 
 
 _COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))  # type: ignore[abstract]
 
 
 @dataclass(frozen=True)
@@ -191,19 +197,18 @@ class _Item:
 def _attend_kernel(
     shape: _Shape,
     window: int | None,
+    names: tuple[str, ...],
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
     table_ref: Any,
     lengths_ref: Any,
     rows_ref: Any,
     slots_ref: Any,
     first_ref: Any,
     items_ref: Any,
-    out_ref: Any,
-    part_ref: Any,
+    *refs: Any,
     **scratch: Any,
 ) -> None:
+    sources, (out_ref, part_ref) = dict(zip(names, refs)), refs[len(names) :]
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
     config, heads = shape.config, shape.kv_heads * shape.chunks
 
@@ -246,11 +251,11 @@ def _attend_kernel(
     def _copy() -> None:
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
-            for w, parts in enumerate(_parts_by_warp(shape)):
+            for w, parts in enumerate(_parts_by_warp(shape, names)):
 
                 @pl.when(warp == w)
                 def _share(w: int = w, parts: _Parts = parts) -> None:
-                    copy = partial(_copy_item, shape, first_query, q_ref, k_ref, v_ref, table_ref, w == 0, parts)
+                    copy = partial(_copy_item, shape, first_query, q_ref, table_ref, sources, w == 0, parts)
                     tiles = for_each_item(partial(copy, **scratch))
                     _drain(shape, items_ref[worker], tiles, w == 0, scratch["q_free"], scratch["free"])
 
@@ -258,11 +263,10 @@ def _attend_kernel(
 _Parts = list[tuple[int, str]]
 
 
-def _parts_by_warp(shape: _Shape) -> list[_Parts]:
-    """Which copies of a tile each warp issues: (part of the tile, "k" or "v"). One warp alone couldn't keep up."""
-    pages = max(shape.config.tile // shape.page_size, 1)
-    parts = [(i, which) for i in range(pages) for which in "kv"]
-    if pages < 4:
+def _parts_by_warp(shape: _Shape, names: tuple[str, ...]) -> list[_Parts]:
+    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up."""
+    parts = [(i, name) for i in range(shape.k.parts) for name in names]
+    if shape.k.parts < 4:
         return [parts[w::4] for w in range(4) if parts[w::4]]
     return [[part for part in parts if part[0] % 4 == w] for w in range(4)]
 
@@ -294,9 +298,8 @@ def _copy_item(
     shape: _Shape,
     first_query: Any,
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
     table_ref: Any,
+    sources: dict[str, Any],
     with_queries: bool,
     parts: _Parts,
     count: jax.Array,
@@ -304,13 +307,11 @@ def _copy_item(
     tiles: jax.Array,
     *,
     q_raw: Any,
-    k_s: Any,
-    v_s: Any,
     q_full: Any,
     q_free: Any,
     full: Any,
     free: Any,
-    **_: Any,
+    **targets: Any,
 ) -> jax.Array:
     """One warp's share of an item's copies, of its queries and of keys and values, as room gets free."""
     tile, stages, page_size = shape.config.tile, shape.stages, shape.page_size
@@ -342,17 +343,23 @@ def _copy_item(
         def _wait() -> None:
             plgpu.barrier_wait(free.at[slot])
 
-        begin, size = j * tile // page_size, min(page_size, tile)
+        begin = j * tile // page_size
         offset = lax.rem(j * tile, jnp.int32(page_size)) if page_size > tile else 0
-        for i, which in parts:
-            source, target = (k_ref, k_s) if which == "k" else (v_ref, v_s)
+        for i, name in parts:
             there = jnp.logical_and(begin + i >= first_page, begin + i <= last_page)
             page = pages[numbers.index(i)]
 
             @pl.when(there)
-            def _copy(i: int = i, source: Any = source, target: Any = target, page: jax.Array = page) -> None:
-                rows = source.at[page, kv_head, pl.ds(offset, size)]
-                plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(i * size, size)], full.at[slot])
+            def _copy(i: int = i, name: str = name, page: jax.Array = page) -> None:
+                stored, size = shape.k if name.startswith("k") else shape.v, shape.k.tokens
+                source: Any
+                target: Any
+                if name in ("k", "v"):
+                    source, target = (page, kv_head, pl.ds(offset, size)), (slot, pl.ds(i * size, size))
+                else:
+                    scales, _ = stored.scale_slice(kv_head, offset)
+                    source, target = (page, scales), (slot, stored.scale_part(i))
+                plgpu.copy_gmem_to_smem(sources[name].at[source], targets[name].at[target], full.at[slot])
 
             @pl.when(jnp.logical_not(there))
             def _skip() -> None:  # what the tile holds there is masked
@@ -388,8 +395,7 @@ def _compute_item(
     *,
     q_raw: Any,
     q_s: Any,
-    k_s: Any,
-    v_s: Any,
+    q_top: Any,
     p_s: Any,
     out_s: Any,
     part_s: Any,
@@ -398,28 +404,35 @@ def _compute_item(
     q_free: Any,
     full: Any,
     free: Any,
+    **tiles_of: Any,
 ) -> jax.Array:
     """Online softmax over an item's tiles."""
     tile, columns, head_dim = shape.config.tile, shape.columns, shape.head_dim
-    dtype = q_s.dtype
     q_slot = lax.rem(count, jnp.int32(2))
     plgpu.barrier_wait(q_full.at[q_slot])
-    _stage_queries(q_raw.at[q_slot], q_s)
+    _stage_queries(q_raw.at[q_slot], q_s, q_top)
     plgpu.barrier_arrive(q_free.at[q_slot])
     first_tile, end_tile = _tile_range(shape, item)
     column = plgpu.Layout.WGMMA.reduce(0)
     top = plgpu.layout_cast(jnp.full((columns,), _MASKED, jnp.float32), column)
     total = plgpu.layout_cast(jnp.zeros((tile, columns), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((head_dim, columns), jnp.float32), plgpu.Layout.WGMMA)
-    log2_scale = shape.scale * math.log2(math.e)
+    log2_scale: Any = shape.scale * math.log2(math.e)
+    if q_s.dtype != q_raw.dtype:
+        factors = plgpu.load(q_top, layout=column, optimized=False) * log2_scale
+        log2_scale = lax.broadcast_in_dim(factors, (tile, columns), [1])
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
         slot = lax.rem(tiles + j - first_tile, jnp.int32(shape.stages))
         plgpu.barrier_wait(full.at[slot])
+        k_tile = _staged(shape, shape.k, "k", item, j, slot, tiles_of)
+        if not shape.k.direct:
+            plgpu.commit_smem()
 
         def logits_of(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, k_s.at[slot], q_s.transpose((1, 0)))
+            plgpu.wgmma(ref, k_tile, q_s.transpose((1, 0)))
+            _staged(shape, shape.v, "v", item, j, slot, tiles_of)  # meanwhile
             return ref[...]
 
         logits = pl.run_scoped(logits_of, plgpu.ACC((tile, columns), jnp.float32)) * log2_scale
@@ -429,12 +442,13 @@ def _compute_item(
         shrink = jnp.exp2(top - new_top)
         p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [1]))
         total = total * lax.broadcast_in_dim(shrink, total.shape, [1]) + p
-        p_s.transpose((1, 0))[...] = p.astype(dtype)
-        _zero_hidden(shape, item, j, v_s.at[slot])
+        p_s.transpose((1, 0))[...] = p.astype(p_s.dtype)
+        v_tile = tiles_of["v"].at[slot] if shape.v.direct else tiles_of["v_tile"]
+        _zero_hidden(shape, item, j, v_tile)
         plgpu.commit_smem()
 
         def values_of(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
+            plgpu.wgmma(ref, v_tile.transpose((1, 0)), p_s.transpose((1, 0)))
             return ref[...]
 
         summed = pl.run_scoped(values_of, plgpu.ACC((head_dim, columns), jnp.float32))
@@ -448,7 +462,7 @@ def _compute_item(
 
     @pl.when(item.splits == 1)
     def _whole() -> None:
-        out_s.transpose((1, 0))[...] = plgpu.layout_cast(acc.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        out_s.transpose((1, 0))[...] = plgpu.layout_cast(acc.astype(out_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         queries = pl.ds(first_query(item), shape.queries)
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[queries])
@@ -473,10 +487,35 @@ _BY_ROWS = plgpu.Layout.TILED(
 )
 
 
-def _stage_queries(raw: Any, q_s: Any) -> None:
-    """Moves the queries to where wgmma reads them. Rows past the real ones hold anything: their columns are dropped."""
-    q_s[...] = plgpu.load(raw, layout=_BY_ROWS, optimized=False)
+def _stage_queries(raw: Any, q_s: Any, q_top: Any) -> None:
+    """Moves the queries to where wgmma reads them, in its dtype: to fit float16's range, as fractions of their largest
+    element, which q_top receives. Rows past the real ones hold anything: their columns are dropped."""
+    queries = plgpu.load(raw, layout=_BY_ROWS, optimized=False)
+    if q_s.dtype != raw.dtype:
+        exact = queries.astype(jnp.float32)
+        top = jnp.maximum(jnp.maximum(exact, -exact).max(axis=1), float(jnp.finfo(jnp.float32).tiny))
+        q_top[...] = top
+        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), _BY_ROWS)
+        queries = (exact / spread).astype(q_s.dtype)
+    q_s[...] = queries
     plgpu.commit_smem()
+
+
+def _staged(
+    shape: _Shape, stored: Storage, name: str, item: _Item, j: jax.Array, slot: jax.Array, tiles_of: dict[str, Any]
+) -> Any:
+    """Where the product finds a tile of K or V: where it was copied to, or converted from there."""
+    if stored.direct:
+        return tiles_of[name].at[slot]
+    scales = packed = None
+    shift = jnp.int32(0)
+    if stored.groups:
+        kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
+        scales, packed = tiles_of[f"{name}_scales"].at[slot], tiles_of.get(f"{name}_packed")
+        _, shift = stored.scale_slice(kv_head, lax.rem(j * stored.tile, jnp.int32(shape.page_size)))
+    target = tiles_of[f"{name}_tile"]
+    target[...] = stored.read(tiles_of[name].at[slot], scales, packed, shift)
+    return target
 
 
 def _zero_hidden(shape: _Shape, item: _Item, j: jax.Array, v_tile: Any) -> None:

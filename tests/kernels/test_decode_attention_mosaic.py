@@ -48,17 +48,22 @@ def interpreted(case: Case, arguments, config: Config = TINY):
     return out
 
 
+def small(**changes) -> Case:
+    return dataclasses.replace(SMALL, **changes)
+
+
 INTERPRETED = [
-    (dataclasses.replace(SMALL, window=100), TINY),
-    (dataclasses.replace(SMALL, lengths=(300, 70), page_size=128, heads=(2, 2), head_dim=128), TINY),
+    (small(window=100), TINY),
+    (small(lengths=(300,), heads=(2, 2), page_size=128, head_dim=128, k_format="int8-g8", v_format="int4-g32"), TINY),
     (
-        dataclasses.replace(
-            SMALL, lengths=(9, 140), page_size=8, heads=(9, 1), k_format="f16", v_format="f16", dtype="float16"
-        ),
+        small(lengths=(9, 140), heads=(9, 1), page_size=8, k_format="f16", v_format="f16", dtype="float16"),
         dataclasses.replace(TINY, tile=128, split=256),
     ),
-    (dataclasses.replace(SMALL, lengths=(600,), heads=(1, 1), page_size=32, head_dim=256), TINY),
-    (dataclasses.replace(SMALL, lengths=(70,), heads=(71, 1), page_size=64, window=1), TINY),
+    (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), TINY),
+    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), TINY),
+    (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
+    (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
+    (small(lengths=(100,), heads=(2, 1), v_format="int4-g8", k_format="int4-g64", head_dim=128), TINY),
 ]
 
 
@@ -71,7 +76,7 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
 
 
 def test_bits_depend_neither_on_the_run_nor_on_company():
-    case = dataclasses.replace(SMALL, lengths=(300, 40), heads=(2, 1))
+    case = small(lengths=(300, 40), heads=(2, 1))
     q, pages, table, lengths = case.inputs()
     out = interpreted(case, (q, pages, table, lengths))
     assert same_bits(out, interpreted(case, (q, pages, table, lengths)))
@@ -80,7 +85,7 @@ def test_bits_depend_neither_on_the_run_nor_on_company():
 
 
 def test_seeded_faults_are_caught():
-    case = dataclasses.replace(SMALL, lengths=(130,), heads=(2, 1), window=100)
+    case = small(lengths=(130,), heads=(2, 1), window=100)
     q, pages, table, lengths = case.inputs()
     expected = reference.decode_attention(q, pages, table, lengths, case.scale, case.window)
     other = dataclasses.replace(case, window=case.window + 1)
@@ -180,7 +185,7 @@ def test_unsupported_arguments_name_what_is_supported():
         ({"page_size": 4}, "8, 16, 32, 64, 128"),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            lower(dataclasses.replace(SMALL, **change))
+            lower(small(**change))
 
 
 def test_32_layers_share_one_kernel():
@@ -189,7 +194,7 @@ def test_32_layers_share_one_kernel():
             q = decode_attention(q, *arguments, **options)
         return q
 
-    text = lower(dataclasses.replace(SMALL, lengths=(100,)), layers)
+    text = lower(small(lengths=(100,)), layers)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
