@@ -72,7 +72,7 @@ def backbone(
     """Hidden states [T, E] before the final norm, and the updated cache."""
     x = jnp.take(params.embed, batch.tokens, axis=0, mode="clip")
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
-    works = {window: _plan(batch, config, window, backend) for window in dict.fromkeys(config.windows or (None,))}
+    works = {w: _plan(batch, config, w, x.dtype, cache, backend) for w in dict.fromkeys(config.windows or (None,))}
     pools = []
     for i, layer in enumerate(params.layers):
         window = config.window(i)
@@ -99,15 +99,19 @@ class _Works:
     prefill: prefill_attention.Work | None = None
 
 
-def _plan(batch: Packed | Paged, config: LlamaConfig, window: int | None, backend: str | None) -> _Works:
-    if isinstance(batch, Packed) or not (backend == "mosaic" or (backend is None and on_hopper())):
+def _plan(
+    batch: Packed | Paged, config: LlamaConfig, window: int | None, dtype, cache: Cache | None, backend: str | None
+) -> _Works:
+    on_kernels = backend == "mosaic" or (backend is None and on_hopper())
+    if cache is None or isinstance(batch, Packed) or not on_kernels:
         return _Works()
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     R = batch.decode_lengths.shape[0]
-    C = batch.tokens.shape[0] - R
+    q = jax.ShapeDtypeStruct((batch.tokens.shape[0] - R, config.num_heads, config.head_dim), dtype)
+    chunks = (batch.chunk_cu, batch.chunk_lengths)
     return _Works(
         decode_attention.make_work(batch.decode_lengths, *heads, window=window) if R else None,
-        prefill_attention.make_work(batch.chunk_cu, batch.chunk_lengths, C, *heads, window=window) if C else None,
+        prefill_attention.make_work(q, cache[0], *chunks, window=window) if q.shape[0] else None,
     )
 
 

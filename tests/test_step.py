@@ -37,6 +37,26 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
+@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"])
+def test_a_step_on_the_kernels_lowers_for_cuda(shape):
+    """Without a GPU. Decode attention and its merge, prefill attention, cache update: in one body for all layers."""
+    config = load_config(CONFIGS / f"{shape}.json")
+    formats = parse_kv_cache(None, config, jnp.bfloat16)
+    state = jax.eval_shape(lambda: State(make_cache(config, 4096, 16, formats), make_slots(64, 256)))
+    layout = Layout(Rung(64, 512, 64), deltas=160)
+    traced = jit_step.trace(
+        abstract_params(config, jnp.bfloat16),
+        state,
+        jax.ShapeDtypeStruct((layout.size,), np.int32),
+        config=config,
+        layout=layout,
+        backend="mosaic",
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @_layer(") == config.num_layers
+    assert text.count("custom_call @mosaic_gpu_v2") == 4
+
+
 def test_the_ladder_holds_every_step():
     assert len(LADDER) <= 16
     for decodes, tokens, chunks in [(1, 0, 0), (512, 1536, 512), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
