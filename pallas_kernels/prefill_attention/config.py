@@ -47,7 +47,7 @@ class Config:
         return WARPGROUP_ROWS * self.warpgroups // self.heads
 
 
-def choose_config(q: jax.Array, pages: KVPages) -> Config:
+def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> Config:
     """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes)."""
     _, num_heads, head_dim = q.shape
     converts = any(pool.values.dtype != q.dtype for pool in (pages.k, pages.v))

@@ -29,7 +29,7 @@ class Work:
 
 
 def make_work(
-    q: jax.Array,
+    q: jax.Array | jax.ShapeDtypeStruct,
     pages: KVPages,
     cu_q_lens: jax.Array,
     kv_lens: jax.Array,
