@@ -13,6 +13,7 @@ from pallas_kernels.checks import (
     check_pages,
     check_window,
 )
+from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work
@@ -29,6 +30,7 @@ def decode_attention(
     window: int | None = None,
     work: Work | None = None,
     backend: str | None = None,
+    debug: bool = False,
 ) -> jax.Array:
     """softmax(scale * q k^T) v of one query a sequence, over K and V as stored. q [R, H, D] -> [R, H, D].
 
@@ -36,8 +38,9 @@ def decode_attention(
     length 0 is unused and comes out zero. Token j of row r is in page page_table[r, j // P] (i32[R, M]); entries past
     the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
     0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`), which all layers of a step share; other
-    backends don't need it, and without it each call makes its own. Raises ValueError where shapes or dtypes disagree,
-    NotImplementedError for sizes, dtypes and formats that the backend lacks.
+    backends don't need it, and without it each call makes its own. `debug` reads the values first, outside of jit only,
+    and raises ValueError for a row whose length or pages are out of range. Raises ValueError where shapes or dtypes
+    disagree, NotImplementedError for sizes, dtypes and formats that the backend lacks.
     """
     sizes = bind_shapes(q=(q, "R H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
     check_floats(q=q)
@@ -45,6 +48,8 @@ def decode_attention(
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
+    if debug:
+        check_decode_values(page_table, lengths, window, pages)
     check = check_supported if backend == "mosaic" else check_proven
     chosen = choose_backend(backend, lambda: check(q, pages))
     if chosen == "mosaic":

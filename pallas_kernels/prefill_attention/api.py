@@ -13,6 +13,7 @@ from pallas_kernels.checks import (
     check_pages,
     check_window,
 )
+from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import reference, xla
 from pallas_kernels.prefill_attention.config import check_measured, check_supported
@@ -30,6 +31,7 @@ def prefill_attention(
     window: int | None = None,
     work: Work | None = None,
     backend: str | None = None,
+    debug: bool = False,
 ) -> jax.Array:
     """Causal softmax(scale * q k^T) v of B chunks, over K and V as stored, the chunks' own included.
 
@@ -38,8 +40,10 @@ def prefill_attention(
     kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
     (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
     window, key j is visible to query i iff 0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`),
-    which all layers of a step share; other backends don't need it, and without it each call makes its own. Raises
-    ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and formats that a backend lacks.
+    which all layers of a step share; other backends don't need it, and without it each call makes its own. `debug`
+    reads the values first, outside of jit only, and raises ValueError for a chunk whose rows, length or pages are out
+    of range. Raises ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and formats that
+    a backend lacks.
     """
     sizes = bind_shapes(
         q=(q, "C H D"), page_table=(page_table, "B M"), cu_q_lens=(cu_q_lens, "B+1"), kv_lens=(kv_lens, "B")
@@ -49,6 +53,8 @@ def prefill_attention(
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
+    if debug:
+        check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
 
     def check() -> None:
         check_supported(q, pages)

@@ -1,0 +1,58 @@
+"""What only values can tell: the debug=True mode of the attention APIs, which names the row that is wrong.
+
+Kernels trust lengths and page tables; a wrong entry reads another sequence's keys, or memory that is no page.
+"""
+
+import jax
+import numpy as np
+
+from pallas_kernels.kv_pages import KVPages
+
+
+def check_decode_values(page_table: jax.Array, lengths: jax.Array, window: int | None, pages: KVPages) -> None:
+    """Raises ValueError for a row whose length or page table is out of range: arguments as decode_attention's."""
+    tables, ends = _values(page_table, lengths)
+    for row, length in enumerate(ends.tolist()):
+        _check_sequence(f"row {row}", tables[row], 0 if window is None else max(0, length - window), length, pages)
+
+
+def check_prefill_values(
+    num_rows: int,
+    page_table: jax.Array,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    window: int | None,
+    pages: KVPages,
+) -> None:
+    """Raises ValueError for a chunk that is out of range: arguments as prefill_attention's, num_rows is C."""
+    tables, cu, ends = _values(page_table, cu_q_lens, kv_lens)
+    if cu[0] != 0 or cu[-1] > num_rows:
+        raise ValueError(f"cu_q_lens runs from {cu[0]} to {cu[-1]}, expected from 0 to at most {num_rows} rows")
+    for chunk, (queries, length) in enumerate(zip(np.diff(cu).tolist(), ends.tolist())):
+        if queries < 0:
+            raise ValueError(f"cu_q_lens falls from {cu[chunk]} to {cu[chunk + 1]} at chunk {chunk}")
+        if queries == 0:
+            continue
+        if length < queries:
+            raise ValueError(
+                f"chunk {chunk} has {queries} queries and kv_lens {length}, expected at least as many keys"
+            )
+        start = 0 if window is None else max(0, length - queries + 1 - window)
+        _check_sequence(f"chunk {chunk}", tables[chunk], start, length, pages)
+
+
+def _values(*arrays: jax.Array) -> tuple[np.ndarray, ...]:
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise NotImplementedError("debug=True reads values: call it outside jit, vmap and grad")
+    return tuple(np.asarray(array) for array in arrays)
+
+
+def _check_sequence(name: str, table: np.ndarray, start: int, length: int, pages: KVPages) -> None:
+    """Keys start <= j < length must lie in pages of the pool."""
+    page_size, num_pages = pages.k.page_size, pages.k.num_pages
+    room = table.size * page_size
+    if not 0 <= length <= room:
+        raise ValueError(f"{name} has length {length}, expected 0 to {room}: {table.size} pages of {page_size} tokens")
+    for index in range(start // page_size, -(-length // page_size)):
+        if not 0 <= table[index] < num_pages:
+            raise ValueError(f"{name} has page {table[index]} at index {index}, expected one of the pool's {num_pages}")
