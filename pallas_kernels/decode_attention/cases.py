@@ -53,3 +53,6 @@ BENCH_CASES = tuple(
     for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
     for batch, length in (_CELLS if name == "bf16" else _SHORT_CELLS)
 )
+# One long sequence among short ones, and equally many keys in sequences of one length.
+SKEWED = Case(lengths=(32768, *(512,) * 63), k_format="bf16", v_format="bf16", **_LLAMA_7B)  # type: ignore[arg-type]
+UNIFORM = Case(lengths=(1016,) * 64, k_format="bf16", v_format="bf16", **_LLAMA_7B)  # type: ignore[arg-type]
