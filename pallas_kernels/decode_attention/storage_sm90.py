@@ -1,6 +1,5 @@
 """How decode_attention's kernel holds K and V in shared memory, and turns what is stored into what wgmma multiplies."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,7 @@ class Storage:
     def scales(self) -> int:
         """Copied with each part: its own, and where those are few, some of its neighbours'."""
         own = self.tokens * self.groups
-        return own if self.by_token else max(own, _SCALES)
+        return own if self.by_token or not own else max(own, _SCALES)
 
     @property
     def packed(self) -> bool:
@@ -209,5 +208,5 @@ def dims_in_order(x: jax.Array) -> jax.Array:
 
 
 def shared_bytes_left(per_sm: int) -> int:
-    """Of an SM of compute capability 9.0, for each of its CTAs, reductions and alignment taken off."""
-    return math.floor(227 * 1024 / per_sm) - 6 * 1024
+    """Of an SM of compute capability 9.0, for each of its CTAs, without reductions, barriers and alignment."""
+    return 227 * 1024 // per_sm - 8 * 1024

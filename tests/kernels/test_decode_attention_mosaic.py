@@ -27,7 +27,7 @@ SMALL = Case(
     v_format="bf16",
     dtype="bfloat16",
 )
-TINY = Config(split=128, per_sm=1, sms=3, stages=2, merge_per_sm=1)
+TINY = Config(tile=64, split=128, per_sm=1, sms=3, stages=2, merge_per_sm=1)
 
 
 def poisoned(case: Case):
