@@ -1,6 +1,6 @@
 """generate() and stream(): the library's two one-call entrances, both over one Engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -53,7 +53,8 @@ def stream(
         raise RequestError(f"sampling must be SamplingParams, or a list of them, not {sampling!r}")
     if len(sampling) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
-    options.setdefault("max_slots", slots_for(sum(s.n for s in sampling), options))
+    if options.get("max_slots") is None:
+        options["max_slots"] = slots_for(sum(s.n for s in sampling), options)
     engine = Engine(model, **options)
     index = {engine.submit(prompt, params): i for i, (prompt, params) in enumerate(zip(prompts, sampling))}
     return _pieces(engine, index)
@@ -63,10 +64,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    try:
-        several: list = list(prompts)
-    except TypeError:
-        raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}") from None
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}")
+    several: list = list(prompts)
     return [several] if several and isinstance(several[0], Integral) else several
 
 

@@ -37,7 +37,7 @@ def catch_interrupts() -> Iterator[Interrupt]:
     """Handles SIGINT while in the block; leaves it alone outside the main thread, and where it is ignored (a shell's
     background job)."""
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    if before is signal.SIG_IGN or before is None:  # None: a handler that is not Python's
         yield interrupt
         return
     try:

@@ -77,16 +77,20 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
 
 def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:
     """Runs the engine until nothing is left or somebody presses Ctrl-C, and says how fast that was."""
+    broken = 0
     try:
         for job, event in events:
             speed.count(event)
             sink.take(job, event)
+            broken += event.completion is not None and event.completion.finish_reason == "error"
     except KeyboardInterrupt:  # the second Ctrl-C, or one that came where no handler of ours is
         interrupt.asked = True
     finally:
         sink.close()
     _note(speed.line(*sink.notes(), *(["interrupted"] if interrupt.asked else [])))
-    return INTERRUPTED if interrupt.asked else 0
+    if broken:
+        _note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
+    return INTERRUPTED if interrupt.asked else 2 if broken else 0
 
 
 # What to run

@@ -155,8 +155,10 @@ class Engine:
                 self._read(before)
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
-        except BaseException:  # above all Ctrl-C: half a step may be done, and nobody knows which half
-            self.close("it was interrupted in the middle of a step")
+        except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
+            self.close(f"a step {what} half-way")
             raise
         events, self._events = self._events, []
         return events
@@ -345,5 +347,5 @@ def _token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogpr
     return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from jllm.batch import Rung, make_ladder
@@ -29,10 +30,13 @@ class EngineOptions:
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, not {value!r}")
-        if self.page_size not in PAGE_SIZES:
+        if not isinstance(self.page_size, Integral) or self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, not {self.page_size!r}")
+        rungs = self.ladder is None or isinstance(self.ladder, tuple)
+        if not rungs or not all(isinstance(rung, Rung) for rung in self.ladder or ()):
+            raise ConfigError(f"ladder must be a tuple of Rung, not {self.ladder!r}")
         if self.kv_cache is not None and not isinstance(self.kv_cache, str):
             raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in BACKENDS:
@@ -40,12 +44,13 @@ class EngineOptions:
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:
-    """EngineOptions from keyword arguments. Raises ConfigError for a name that is not one of them."""
+    """EngineOptions from keyword arguments; None stands for the default. Raises ConfigError for a name that is not one
+    of them."""
     names = [f.name for f in fields(EngineOptions)]
     for name in given:
         if name not in names:
             raise ConfigError(f"unknown engine option {name!r}; known are {', '.join(names)}")
-    return EngineOptions(**given)
+    return EngineOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def slots_for(samples: int, given: Mapping[str, Any]) -> int:
@@ -55,6 +60,8 @@ def slots_for(samples: int, given: Mapping[str, Any]) -> int:
     while slots < min(samples, MAX_SLOTS):
         slots *= 2
     bounds = [given[name] for name in ("num_pages", "max_step_tokens") if isinstance(given.get(name), int)]
+    if isinstance(given.get("ladder"), tuple):
+        bounds.append(max((rung.decodes for rung in given["ladder"] if isinstance(rung, Rung)), default=slots))
     return max(1, min(slots, *bounds)) if bounds else slots
 
 

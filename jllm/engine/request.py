@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from jllm.errors import RequestError
 
@@ -88,9 +89,9 @@ def _is_int(x) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
-def _is_real(x) -> bool:
+def _is_real(x: Any) -> bool:
     """A number that float32, the type of parameters on the device, can hold."""
-    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) < 3e38
+    return isinstance(x, Real) and not isinstance(x, bool) and bool(abs(x) < 3e38)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A tiny model with a tokenizer and a chat template, and the command line run on it."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,11 @@ def lines(tmp_path) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in requests))
     return path
+
+
+@pytest.fixture(autouse=True)
+def sigint():
+    """Whatever a test makes of Ctrl-C, the next one finds it as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)

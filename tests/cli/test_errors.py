@@ -2,10 +2,14 @@
 
 import json
 import os
+import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 
+import jllm
+from jllm.checkpoint import save
 from tests.cli.cases import FLAGS, expected, params
 
 ERRORS = {
@@ -93,3 +97,13 @@ def test_reader_that_has_gone(run, monkeypatch):
     with open(written, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert run("a king", *FLAGS) == (141, "", "")
+
+
+def test_logits_that_are_not_finite_are_an_error(run, folder, tmp_path):
+    model = jllm.load(folder)
+    broken = replace(model.params, norm=model.params.norm.at[0].set(float("nan")))
+    save(tmp_path, broken, model.config)
+    shutil.copy(folder / "tokenizer.model", tmp_path)
+    status, _, err = run("a king", model=tmp_path)
+    assert status == 2
+    assert err.splitlines()[-1].startswith("error: the logits of 1 completions were not finite")

@@ -262,7 +262,7 @@ def test_generate_chooses_slots_that_the_other_options_allow(model):
     small = jllm.generate(model, prompts, greedy(4), num_pages=4, page_size=8, max_step_tokens=6)
     large = jllm.generate(model, prompts, greedy(4))
     assert [c.token_ids for c in small] == [c.token_ids for c in large]
-    for bad in (5, None, ["text", None], b"abc", [[True]]):
+    for bad in (5, None, ["text", None], b"abc", [b"abc"], [[True]]):
         with pytest.raises(RequestError):
             jllm.generate(model, bad, greedy(4))
     for bad in (None, {"n": 1}, [greedy()] * 2):

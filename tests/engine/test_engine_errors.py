@@ -155,7 +155,7 @@ def test_an_interrupted_step_closes_the_engine(model, monkeypatch):
     monkeypatch.setattr(jax, "device_get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    with pytest.raises(EngineClosed, match="interrupted in the middle of a step"):
+    with pytest.raises(EngineClosed, match="a step was interrupted half-way"):
         engine.step()
 
 
@@ -166,7 +166,16 @@ def test_logits_that_are_not_finite_end_a_request_as_an_error(model):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"stop": None}, {"stop": 5}, {"stop_token_ids": 5}, {"logit_bias": [1]}, {"top_k": 0.5}, {"seed": "x"}]
+    "bad",
+    [
+        {"stop": None},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"logit_bias": [1]},
+        {"top_k": 0.5},
+        {"seed": "x"},
+        {"temperature": 10**400},
+    ],
 )
 def test_sampling_values_of_the_wrong_type_are_named(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):

@@ -167,12 +167,12 @@ class AdmitsGreedily(Scheduler):
 
 FAULTS = {
     FreesAtOnce: "given back though an unread step",
-    ForgetsDelta: "the device's page table is another",
+    ForgetsDelta: "the device's page table is another|a prompt waits though there is room",
     PreemptsInFlight: "given back though an unread step",
     LosesPages: "a page is lost or has two owners",
     RequeuesBehind: "one that came later stands before one that came earlier",
     WritesPastItsPages: "no page for a position that is written",
-    KeepsComputed: "a position is left out or written twice",
+    KeepsComputed: "a position is left out or written twice|the oldest is held up|nothing can run",
     AdmitsGreedily: "admitted only to be preempted",
 }
 
