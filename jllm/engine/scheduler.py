@@ -239,11 +239,6 @@ class Scheduler:
         else:
             self._release(seq)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at any time; one that has ended stays as it is."""
-        if not seq.finished:
-            self.finish(seq, "abort")
-
     def step_read(self, step: int) -> None:
         """All outputs of this step have been taken in. Steps are read in order."""
         if not self.read + 1 == step <= self.dispatched:

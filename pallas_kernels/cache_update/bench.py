@@ -7,17 +7,15 @@ that must move: Q in and out, K and V in, and what is stored of them. `fused` re
 is, `sliced` gets q, k, v as slices of it, `xla` is the plain backend on the same slices.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90
 from pallas_kernels.cache_update.cases import BENCH_CASES, Case
 from pallas_kernels.cache_update.config import Config
@@ -116,23 +114,11 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
     parser.add_argument("--fused-only", action="store_true", help="leave out the slices and XLA")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
-    from experiments.result_file import ResultFile  # the command's, not the library's
-
-    command = ["python", "-m", "pallas_kernels.cache_update.bench", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, "cache_update", command)
-    for row in table(args.rows, not args.fused_only):
-        result.add(row)
-        print(row, flush=True)
-    result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return record("cache_update", args, argv, table(args.rows, not args.fused_only), bars)
 
 
 if __name__ == "__main__":

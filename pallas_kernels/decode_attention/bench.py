@@ -7,17 +7,15 @@ being the results of the one before. Bytes are those of K and V, scales included
 run, cuDNN's included.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import BENCH_CASES, SKEWED, UNIFORM, Case
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
@@ -150,29 +148,21 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"name": name, "value": us, "unit": "us", "bar": bar, "met": us <= bar}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}))
-    parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    args = parser.parse_args(argv)
-    from experiments.result_file import ResultFile  # the command's, not the library's
-
-    command = ["python", "-m", "pallas_kernels.decode_attention.bench", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, "decode_attention", command)
-    for row in table(args.formats, not args.mosaic_only):
-        result.add(row)
-        print(row, flush=True)
-    rows = result.document["rows"]
-    ceiling = max(row["gb_s"] for row in rows if "gb_s" in row)
+def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Adds each row's share of the run's best bandwidth, and yields the bars."""
+    ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
     for row in rows:
         if "us" in row:
             row["fraction"] = round(row["gb_s"] / ceiling, 3)
-    result.finish(bars=list(bars(rows)), complete=not any("error" in row for row in rows))
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return bars(rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--formats", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}))
+    parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
+    args = parser.parse_args(argv)
+    return record("decode_attention", args, argv, table(args.formats, not args.mosaic_only), summarize)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ a step as the engine does. FLOPs are those of visible keys. cuDNN does the same 
 sequences; for a chunk that continues one it attends to all keys without a mask, and its rate is over all of them.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
 from pallas_kernels.measure import device_us
 from pallas_kernels.prefill_attention import make_work, prefill_attention
@@ -138,23 +136,12 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--kv", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}), metavar="FORMAT")
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
-    from experiments.result_file import ResultFile  # the command's, not the library's
-
-    command = ["python", "-m", "pallas_kernels.prefill_attention.bench", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, "prefill_attention", command)
-    for row in table([case for case in BENCH_CASES if case.k_format in args.kv], not args.mosaic_only):
-        result.add(row)
-        print(row, flush=True)
-    result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    cases = [case for case in BENCH_CASES if case.k_format in args.kv]
+    return record("prefill_attention", args, argv, table(cases, not args.mosaic_only), bars)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,10 @@ class Loop:
                 self.scheduler.finish(seq, reason)
         self.scheduler.step_read(plan.step)
 
+    def abort(self, seq: Sequence):
+        if not seq.finished:
+            self.scheduler.finish(seq, "abort")
+
     def lose_device(self):
         self.unread.clear()
         self.device = Device(self.limits)

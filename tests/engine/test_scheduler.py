@@ -178,8 +178,8 @@ def test_abort_at_any_stage(stage):
     while not reached():
         loop.step(late=stage != "read")
     reason = seq.finish_reason or "abort"
-    loop.scheduler.abort(seq)
-    loop.scheduler.abort(seq)
+    loop.abort(seq)
+    loop.abort(seq)
     loop.check_state()
     assert seq.finish_reason == reason
     loop.run()
@@ -192,7 +192,7 @@ def test_a_lost_device_recomputes_all_that_ran():
     for _ in range(2):
         loop.dispatch()
     loop.read()
-    loop.scheduler.abort(b)
+    loop.abort(b)
     loop.lose_device()
     assert list(loop.scheduler.waiting) == [a, c]
     assert (a.output, a.computed, a.in_flight) == (alone(a)[:1], 0, 0)

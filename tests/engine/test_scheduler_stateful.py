@@ -77,7 +77,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         seq = data.draw(st.sampled_from(self.loop.seqs), "seq")
-        self.loop.scheduler.abort(seq)
+        self.loop.abort(seq)
 
     @precondition(lambda self: self.loop.unread)
     @rule()
