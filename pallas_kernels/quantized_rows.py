@@ -1,0 +1,60 @@
+"""Rows in eight bits with a scale each: what quantized matmuls take as their left operand.
+
+Symmetric and dynamic: the scale of a row is its largest magnitude over the largest code, so that a token's codes depend
+on that token alone. The arithmetic is spelled out as products (with 1/127 or 1/448, and with one reciprocal a row),
+because XLA on a GPU would turn the divisions into them, and the kernels that quantize give the same bits.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.numerics import compute_dtype
+
+KINDS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # -128 is not used: symmetric
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedRows:
+    """x = values * scales[..., None]."""
+
+    values: jax.Array  # int8 or float8_e4m3fn [..., E]
+    scales: jax.Array  # float32 (float64 of float64 inputs) [...], positive
+
+
+def quantize_rows(x: jax.Array, kind: str, *, per_tensor: bool = False) -> QuantizedRows:
+    """x [..., E] of bf16, f16, f32 or f64 -> values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row.
+
+    In c = promote_types(x.dtype, float32): scale = max(absmax * c(1/largest), the smallest normal c), codes are
+    x * (1 / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that
+    holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
+    token's codes then depend on its company. Raises ValueError for another kind, dtype or an E of zero.
+    """
+    check_kind(kind)
+    if x.ndim < 1 or x.shape[-1] < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected floating point [..., E] with E of at least 1")
+    x = x.astype(compute_dtype(x.dtype))
+    absmax = jnp.max(jnp.abs(x), axis=-1)
+    if per_tensor:
+        absmax = jnp.broadcast_to(jnp.max(absmax, initial=0), absmax.shape)
+    scales = absmax * jnp.asarray(1 / LARGEST[kind], x.dtype)
+    scales = jnp.maximum(scales, jnp.finfo(x.dtype).smallest_normal.astype(x.dtype))
+    scaled = jnp.clip(x * (1 / scales)[..., None], -LARGEST[kind], LARGEST[kind])
+    codes = jnp.round(scaled) if kind == "int8" else scaled
+    return QuantizedRows(codes.astype(KINDS[kind]), scales)
+
+
+def dequantize_rows(rows: QuantizedRows, dtype: DTypeLike | None = None) -> jax.Array:
+    """The numbers that `rows` stand for [..., E], in `dtype` (default: that of the scales)."""
+    x = rows.values.astype(rows.scales.dtype) * rows.scales[..., None]
+    return x if dtype is None else x.astype(dtype)
+
+
+def check_kind(kind: str | None) -> None:
+    """Raises ValueError for a kind that is neither "int8" nor "fp8"."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of quantized rows {kind!r}; kinds: {', '.join(KINDS)}")
