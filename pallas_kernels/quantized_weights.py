@@ -1,0 +1,280 @@
+"""Quantized weights: the layouts that all matmul kernels share, their formats, and their encoding.
+
+A weight [N, K] (out, in) becomes codes with one scale a row, or one for every `group` values along K:
+
+| codes | values | w = |
+|---|---|---|
+| int8 | int8 [N, K] | (code - zero) * scale |
+| fp8 | float8_e4m3fn [N, K] | code * scale |
+| int4 | uint8 [N, K/2], two signed codes a byte, the even column in the low nibble | (code - zero) * scale |
+| nf4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale |
+
+Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous. N and
+K are padded to multiples of 32 once, here; `shape` keeps the logical sizes. Unsigned codes with a zero point (the
+textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels.numerics import compute_dtype
+
+# NormalFloat4: quantiles of a normal distribution, one exact zero, in [-1, 1] (QLoRA, arXiv 2305.14314, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+MULTIPLE = 32  # of N and K as stored
+_BLOCK = 256  # scales that share a step when they are quantized themselves
+_FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight is stored, and what its inputs are quantized to when they meet it."""
+
+    codes: str  # "int8", "fp8", "int4" or "nf4"
+    group: int | None = None  # values along K that share a scale; None: a row's
+    zero_point: bool = False
+    double_quant: bool = False  # scales are stored as int8 themselves
+    activations: str | None = None  # "int8" or "fp8": one scale a token, found when it comes; None: 16 bits
+    per_tensor: bool = False  # one activation scale for all tokens, for experiments: a token depends on its company
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.codes in ("int4", "nf4")
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """The dtype of the values array."""
+        return jnp.dtype({"int8": "int8", "fp8": "float8_e4m3fn"}.get(self.codes, "uint8"))
+
+    @property
+    def name(self) -> str:
+        """What parse_weight_format reads."""
+        group = "" if self.group is None else f"-g{self.group}"
+        if self.codes == "nf4":
+            return "nf4" + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
+        if self.codes == "fp8":
+            return "fp8" if self.activations else "fp8-weight"
+        if self.codes == "int8" and self.zero_point and not group:
+            return "uint8-zp"
+        bits = "w4a16" if self.codes == "int4" else "w8a8" if self.activations else "w8a16"
+        return bits + group + ("-zp" if self.zero_point else "") + ("-tensor" if self.per_tensor else "")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [N, K] in a format; N' and K' are the padded sizes."""
+
+    values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte
+    scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8)
+    zeros: jax.Array | None  # int8, shaped as scales are
+    scale_steps: (
+        jax.Array | None
+    )  # double_quant: float32 [1 + blocks of 256 scales]: their mean, then each block's step
+    columns: jax.Array | None  # int32 [K]: stored column i multiplies input columns[i]; None: in order
+    shape: tuple[int, int] = field(metadata={"static": True})  # (N, K)
+    format: WeightFormat = field(metadata={"static": True})
+
+
+def parse_weight_format(name: str) -> WeightFormat:
+    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp8, fp8-weight or
+    uint8-zp, N a multiple of 8. Raises ValueError for any other."""
+    fixed = {
+        "w8a8": WeightFormat("int8", activations="int8"),
+        "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
+        "fp8": WeightFormat("fp8", activations="fp8"),
+        "fp8-weight": WeightFormat("fp8"),
+        "uint8-zp": WeightFormat("int8", zero_point=True),
+        "nf4": WeightFormat("nf4", 64),
+        "nf4-dq": WeightFormat("nf4", 64, double_quant=True),
+        "w8a16": WeightFormat("int8"),
+    }
+    if name in fixed:
+        return fixed[name]
+    match = re.fullmatch(r"(w8a16|w4a16|nf4)-g([1-9][0-9]*)(-zp|-dq)?", name)
+    suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq")}
+    if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
+        raise ValueError(
+            f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq]"
+            " (N = 8, 16, ..)"
+        )
+    codes = {"w8a16": "int8", "w4a16": "int4", "nf4": "nf4"}[match[1]]
+    return WeightFormat(codes, int(match[2]), match[3] == "-zp", match[3] == "-dq")
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to what is stored."""
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def check_shape(shape: tuple[int, int], fmt: WeightFormat) -> None:
+    """Raises ValueError where groups don't divide K, or K is empty."""
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"a weight of shape {tuple(shape)} cannot be quantized: expected [N, K]")
+    if fmt.group is not None and (shape[1] % fmt.group or padded(shape[1]) != shape[1]):
+        raise ValueError(
+            f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {fmt.group} and of {MULTIPLE}"
+        )
+
+
+def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
+    """Rounds w [N, K] to the nearest of what the format holds.
+
+    Symmetric int8 steps are absmax / 127 and symmetric int4 ones absmax / 7.5 (all 16 codes: -absmax and absmax are
+    half a step away); with a zero point, the range of w and 0 is cut into 255 or 15 steps. fp8: absmax / 448. Scales of
+    groups are rounded up to float16 within its normal range, so that nothing is clipped by more than half a step, and
+    values are divided by the rounded scale. Raises ValueError where the shape does not fit.
+    """
+    check_shape(w.shape, fmt)  # type: ignore[arg-type]
+    N, K = w.shape
+    x = w.astype(compute_dtype(w.dtype))
+    x = jnp.pad(x, ((0, padded(N) - N), (0, padded(K) - K)))
+    x = x.reshape(x.shape[0], -1, fmt.group or x.shape[1])  # [N', groups, group]
+    scales, zeros = _scales(x, fmt)
+    steps = None
+    if fmt.double_quant:
+        stored, steps = _quantize_scales(scales)
+        scales = decode_scales(stored, steps).astype(x.dtype)
+    else:
+        stored = scales.astype(jnp.float32 if fmt.group is None else jnp.float16)
+    codes = _codes(x / scales[..., None], zeros, fmt)
+    values = codes.reshape(codes.shape[0], -1)
+    by_row = fmt.group is None
+    return QuantizedWeight(
+        values=pack4(values) if fmt.packed else values,
+        scales=stored[:, 0] if by_row else stored.T,
+        zeros=None if zeros is None else (zeros[:, 0] if by_row else zeros.T).astype(jnp.int8),
+        scale_steps=steps,
+        columns=None,
+        shape=(N, K),
+        format=fmt,
+    )
+
+
+def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The weight [N, K] that the codes stand for, computed in float32 at least."""
+    N, K = w.shape
+    zeros = None if w.zeros is None else w.zeros[..., :N]
+    return _decode_rows(w, w.values[:N], group_scales(w)[..., :N], zeros, dtype)[:, :K]
+
+
+def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of the weight, as of an embedding: i32[...] -> [..., K]. Indices out of range are clipped."""
+
+    def take(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.take(x, rows.reshape(-1), axis=axis, mode="clip")
+
+    zeros = None if w.zeros is None else take(w.zeros, -1)
+    out = _decode_rows(w, take(w.values, 0), take(group_scales(w), -1), zeros, dtype)
+    return out[:, : w.shape[1]].reshape(*rows.shape, w.shape[1])
+
+
+def _decode_rows(
+    w: QuantizedWeight, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: DTypeLike
+) -> jax.Array:
+    """Some rows of w's values, with their scales and zeros: [rows, K']."""
+    compute = compute_dtype(dtype)
+    if w.format.packed:
+        values = unpack4(values, signed=w.format.codes == "int4")
+    x = jnp.asarray(NF4, compute)[values] if w.format.codes == "nf4" else values.astype(compute)
+    if zeros is not None:
+        x = x - _spread(zeros.astype(compute), x.shape[1])
+    x = x * _spread(scales.astype(compute), x.shape[1])
+    if w.columns is not None:
+        x = jnp.zeros_like(x).at[:, w.columns].set(x[:, : w.shape[1]])
+    return x.astype(dtype)
+
+
+def group_scales(w: QuantizedWeight) -> jax.Array:
+    """Scales as the kernels take them: float32 [N'] or float16 [K'/group, N'], decoded where they are quantized."""
+    if w.scale_steps is None:
+        return w.scales
+    return decode_scales(w.scales.T, w.scale_steps).T
+
+
+def pack4(codes: jax.Array) -> jax.Array:
+    """Two codes of 4 bits a byte: [..., K] of any integers -> uint8 [..., K/2]."""
+    low, high = codes[..., 0::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
+    return (low & jnp.uint8(15)) | (high << jnp.uint8(4))
+
+
+def unpack4(packed: jax.Array, *, signed: bool) -> jax.Array:
+    """Inverse of pack4: uint8 [..., K/2] -> int8 [..., K] in -8..7, or in 0..15."""
+    pairs = jnp.stack([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(jnp.int8)
+    codes = pairs.reshape(*packed.shape[:-1], -1)
+    return (codes ^ jnp.int8(8)) - jnp.int8(8) if signed else codes
+
+
+def _spread(x: jax.Array, columns: int) -> jax.Array:
+    """[rows] or [groups, rows] -> [rows, columns] or [rows, 1]."""
+    return x[:, None] if x.ndim == 1 else jnp.repeat(x.T, columns // x.shape[0], axis=1)
+
+
+def _scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | None]:
+    """Scales and zeros [N', groups] of x [N', groups, group], scales as they will be stored."""
+    low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
+    absmax = jnp.maximum(high, -low)
+    if fmt.zero_point:
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+        scales = _storable((high - low) / (15 if fmt.packed else 255), fmt)
+        return scales, jnp.round(-low / scales) - (8 if fmt.packed else 128)
+    return _storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
+
+
+def _storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """Scales rounded to what holds them: never zero, float16 ones never down."""
+    dtype = jnp.finfo(jnp.float32 if fmt.group is None else jnp.float16)
+    scales = jnp.clip(scales, jnp.asarray(dtype.tiny, scales.dtype), jnp.asarray(dtype.max, scales.dtype))
+    if fmt.group is None:
+        return scales.astype(jnp.float32).astype(scales.dtype)
+    rounded = jax.lax.reduce_precision(scales, exponent_bits=5, mantissa_bits=10)  # XLA may drop a pair of conversions
+    up = rounded * (1 + 1.25 * 2.0**-11)  # 0.6 to 1.25 float16 steps more: rounds to the next one
+    up = jax.lax.reduce_precision(up, exponent_bits=5, mantissa_bits=10)
+    return jnp.minimum(jnp.where(rounded < scales, up, rounded), jnp.asarray(dtype.max, scales.dtype))
+
+
+def _codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
+    """Codes of x in units of scales: int8 in range, indices of NF4, or e4m3."""
+    if fmt.codes == "fp8":
+        return jnp.clip(x, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn)
+    if fmt.codes == "nf4":
+        table = np.asarray(NF4)
+        middles = jnp.asarray((table[1:] + table[:-1]) / 2, x.dtype)
+        return jnp.sum(
+            (x[..., None] > middles.reshape((1,) * x.ndim + (-1,))).astype(jnp.int8), axis=-1, dtype=jnp.int8
+        )
+    low, high = (-8, 7) if fmt.packed else (-128, 127)
+    if zeros is None:
+        return jnp.clip(jnp.round(x), low if fmt.packed else -127, high).astype(jnp.int8)
+    return jnp.clip(jnp.round(x) + zeros[..., None], low, high).astype(jnp.int8)
+
+
+def _quantize_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scales [N', groups] as int8 around their mean, in blocks of 256 (QLoRA's double quantization, with a linear
+    code): int8 [N', groups], float32 [1 + blocks]."""
+    flat = scales.reshape(-1)
+    mean = jnp.mean(flat).astype(jnp.float32)
+    blocks = jnp.pad(flat - mean.astype(flat.dtype), (0, -flat.size % _BLOCK)).reshape(-1, _BLOCK)
+    tiny = jnp.asarray(jnp.finfo(jnp.float32).tiny, flat.dtype)
+    steps = jnp.maximum(jnp.max(jnp.abs(blocks), axis=1) / 127, tiny).astype(jnp.float32)
+    codes = jnp.round(blocks / steps[:, None].astype(flat.dtype)).astype(jnp.int8)
+    return codes.reshape(-1)[: flat.size].reshape(scales.shape), jnp.concatenate([mean[None], steps])
+
+
+def decode_scales(codes: jax.Array, steps: jax.Array) -> jax.Array:
+    """What _quantize_scales stored, as float16 within its normal range: int8 [N', groups] -> [N', groups]."""
+    block = jnp.arange(codes.size, dtype=jnp.int32) // _BLOCK
+    scales = steps[0] + codes.reshape(-1).astype(jnp.float32) * steps[1:][block]
+    limits = jnp.finfo(jnp.float16)
+    scales = jnp.clip(scales, float(limits.tiny), float(limits.max))
+    return scales.reshape(codes.shape).astype(jnp.float16)
