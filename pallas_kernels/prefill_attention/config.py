@@ -9,7 +9,6 @@ from pallas_kernels.kv_pages import FP8, KVPages
 WARPGROUP_ROWS = 64  # rows of one wgmma
 SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
 H200_SMS = 132
-SCALES = 64  # the fewest scales that a copy moves
 FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 
 
@@ -77,11 +76,3 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
         if value not in values:
             known = ", ".join(map(str, values))
             raise NotImplementedError(f"{name} {value} is not supported by backend mosaic, which does {known}")
-    block = choose_config(q, pages).block_kv
-    for name, pool in (("K", pages.k), ("V", pages.v)):
-        count = min(pages.k.page_size, block) * pool.format.groups(q.shape[-1])
-        if count % SCALES:  # a copy moves so many
-            raise NotImplementedError(
-                f"{name} with {count} scales a page and head is not supported by backend mosaic, which does multiples "
-                f"of {SCALES}: take larger pages or smaller groups"
-            )

@@ -56,7 +56,7 @@ def _decode(raw: Any, scales: Any, fmt: KVFormat, plan: Plan) -> jax.Array:
     """The whole block f32 [T, D] by the format's definition: what the interpreter runs."""
     if scales is not None:
         groups = fmt.groups(plan.head_dim)
-        scales = scales[...][:, : plan.run * groups].reshape(-1, groups)
+        scales = scales[...].reshape(-1, groups)
     return decode(raw[...], scales, fmt, jnp.float32)
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, Tile, for_each_tile, scale_copies
+from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, Tile, for_each_tile
 
 
 def fetch(plan: Plan, refs: Refs) -> None:
@@ -74,14 +74,14 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
             source = source.at[pl.ds(begin, run)] if run < size else source
             plgpu.copy_gmem_to_smem(source, shared.at[slot, pl.ds(i * run, run)], barrier)
 
-    for pool in (refs.k, refs.v):
+    for pool, fmt in ((refs.k, plan.k_format), (refs.v, plan.v_format)):
         if pool.raw is not None:
             _wait_until_free(plan, n, pool.raw_free)
             copy(pool, pool.raw, pool.raw_ready.at[slot])
-            for i, number in enumerate(numbers if pool.scales is not None else []):
-                groups = pool.scales.shape[2] // size
-                for part in scale_copies(run * groups):
-                    source = pool.scales.at[number, kv_head, pl.ds(begin * groups + part.start, part.size)]
+            start, _ = plan.scale_start(fmt, tile.head, begin)
+            for i, number in enumerate(numbers):
+                for part in plan.scale_copies(fmt):
+                    source = pool.scales.at[number, pl.ds(start + part.start, part.size)]
                     plgpu.copy_gmem_to_smem(source, pool.raw_scales.at[slot, i, part], pool.raw_ready.at[slot])
         elif pool is refs.k:
             _wait_until_free(plan, n, pool.free)
@@ -132,7 +132,10 @@ def _convert_block(
     plan: Plan, tile: Tile, pool: Pool, fmt: KVFormat, j: jax.Array, slot: jax.Array, clear: bool
 ) -> None:
     layout = layout_of(plan.dtype)
-    scales = None if pool.raw_scales is None else pool.raw_scales.at[slot]
+    scales = None
+    if pool.raw_scales is not None:
+        _, shift = plan.scale_start(fmt, tile.head, 0)
+        scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.groups(plan.head_dim))]
     for row in range(0, plan.config.block_kv, SIDE):
         seen = _seen(tile, j * plan.config.block_kv + row, layout)
         for column in range(0, plan.head_dim, SIDE):

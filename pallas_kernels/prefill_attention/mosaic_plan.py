@@ -11,23 +11,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.kv_pages import KVFormat, Pages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
 
-LINE = 128  # bytes: where in shared memory a copy may begin
+SCALES = 64  # the fewest that a copy moves: 128 bytes, where the next may begin in shared memory
 
 
 class Pool(NamedTuple):
     """K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
 
     values: Any  # global
-    scales: Any
+    scales: Any  # flat: [N, K * P * G]
     blocks: Any  # [stages, T, D] as wgmma takes them
     ready: Any
     free: Any
     raw: Any  # what is converted: blocks as stored [stages, T, ..]; else None
-    raw_scales: Any  # [stages, pages, >= P * G], each page's on lines of its own
+    raw_scales: Any  # [stages, pages, >= run * G], each page's on lines of its own
     raw_ready: Any
     raw_free: Any
 
@@ -66,9 +66,13 @@ class Tile(NamedTuple):
     last: jax.Array
 
 
-def scale_copies(count: int) -> list[pl.Slice]:
-    """The copies that move `count` scales: of a dimension, each takes up to 256."""
-    return [pl.ds(start, min(256, count)) for start in range(0, count, 256)]
+def flat_scales(pool: Pages) -> jax.Array | None:
+    """The pool's scales such that a copy may take some of the next heads' along: [N, K * P * G]."""
+    if pool.scales is None:
+        return None
+    scales = pool.scales.reshape(pool.num_pages, -1)
+    missing = SCALES - scales.shape[1]  # only in toys: one KV head, small pages and one or two groups
+    return scales if missing <= 0 else jnp.pad(scales, ((0, 0), (0, missing)))
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,26 @@ class Plan:
         """The computing ones, the one that fetches, and the one that converts."""
         return self.config.warpgroups + 1 + (self.converts(self.k_format) or self.converts(self.v_format))
 
+    def copied_scales(self, fmt: KVFormat) -> int:
+        """Scales that come with each copy of values: its own, and where those are few, some neighbours'."""
+        own = self.run * fmt.groups(self.head_dim)
+        return max(SCALES, own) if own else 0
+
+    def scale_copies(self, fmt: KVFormat) -> list[pl.Slice]:
+        """The copies that bring them: of a dimension, each takes up to 256."""
+        count = self.copied_scales(fmt)
+        return [pl.ds(start, min(256, count)) for start in range(0, count, 256)]
+
+    def scale_start(self, fmt: KVFormat, head: jax.Array, token: Any) -> tuple[jax.Array, Any]:
+        """Where in a page's flat scales the copies begin that bring those of a query head, from a token of the page
+        on, and where in what they bring those begin."""
+        groups = fmt.groups(self.head_dim)
+        start = (head // (self.num_heads // self.num_kv_heads) * self.page_size + token) * groups
+        if self.run * groups >= SCALES:
+            return start, 0
+        begin = jnp.minimum(start, max(0, self.num_kv_heads * self.page_size * groups - SCALES))
+        return begin, start - begin
+
     def slot(self, n: jax.Array) -> jax.Array:
         """Where the n-th KV block of a CTA lies."""
         return lax.rem(n, jnp.int32(self.config.stages))
@@ -131,16 +155,15 @@ class Plan:
 
     def _pool_scratch(self, fmt: KVFormat) -> dict[str, Any]:
         stages, block, dim = self.config.stages, self.config.block_kv, self.head_dim
-        converts, groups = self.converts(fmt), fmt.groups(dim)
+        converts, scales = self.converts(fmt), self.copied_scales(fmt)
         barrier = partial(plgpu.Barrier, num_barriers=stages)
         scratch = dict.fromkeys(("raw", "raw_scales", "raw_ready", "raw_free"))
         if converts:
             row = dim // 2 if fmt.dtype == "int4" else dim
-            line = max(LINE // 2, self.run * groups)
             scratch = {
                 "raw": plgpu.SMEM((stages, block, row), fmt.storage_dtype),
-                "raw_scales": plgpu.SMEM((stages, self.pages, line), jnp.float16) if groups else None,
-                "raw_ready": barrier(num_arrivals=self.pages * (1 + len(scale_copies(self.run * groups)))),
+                "raw_scales": plgpu.SMEM((stages, self.pages, scales), jnp.float16) if scales else None,
+                "raw_ready": barrier(num_arrivals=self.pages * (1 + len(self.scale_copies(fmt)))),
                 "raw_free": barrier(),
             }
         return scratch | {

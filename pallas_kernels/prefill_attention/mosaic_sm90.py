@@ -19,7 +19,7 @@ from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
 from pallas_kernels.prefill_attention.mosaic_attend import compute
 from pallas_kernels.prefill_attention.mosaic_fetch import convert, fetch
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs
+from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, flat_scales
 from pallas_kernels.prefill_attention.work import Work, make_work
 
 # Registers of each thread that computes, converts and fetches: the CTA's 64 Ki, moved to where they are needed. By
@@ -72,7 +72,7 @@ def prefill_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    pools = [array for pool in (pages.k, pages.v) for array in (pool.values, pool.scales) if array is not None]
+    pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
     return kernel(q, page_table, work.tiles, work.count, *pools)[:num_rows]
 
 
