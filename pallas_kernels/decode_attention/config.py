@@ -17,6 +17,7 @@ class Config:
     sms: int = 132  # multiprocessors: an H200's
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
     merge_per_sm: int = 8  # CTAs a multiprocessor of the kernel that merges splits
+    dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:
         if self.tile < 64 or self.tile % 64:
@@ -25,7 +26,7 @@ class Config:
             raise ValueError(f"split is {self.split}, expected a multiple of tile={self.tile}")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}, expected at least 2")
-        for name in ("per_sm", "sms", "merge_per_sm"):
+        for name in ("per_sm", "sms", "merge_per_sm", "dequantize"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 

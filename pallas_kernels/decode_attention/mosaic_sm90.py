@@ -60,7 +60,8 @@ def decode_attention(
             f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
             f"the call has {num_rows}, {kv_heads * chunks} and {window}"
         )
-    stored = [storage(part, q.dtype, head_dim, config.tile, interpret is not None) for part in (pages.k, pages.v)]
+    options = (q.dtype, head_dim, config.tile, interpret is not None, config.dequantize)
+    stored = [storage(part, *options) for part in (pages.k, pages.v)]
     shape = Shape(
         rows=num_rows,
         num_heads=num_heads,

@@ -38,6 +38,7 @@ class Storage:
     page_size: int
     tile: int
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
+    repeat: int = 1  # times that integers are dequantized, to the same bits: what an experiment asks for
 
     @property
     def direct(self) -> bool:
@@ -143,6 +144,15 @@ class Storage:
             scales = packed
         if not self.by_token:
             scales = scales.reshape(self.tile, self.groups)
+        tile = self._dequantize(values, scales, layout)
+        for _ in range(self.repeat - 1):  # the barrier hides from the compiler that it is the same again
+            values = lax.optimization_barrier(values)
+            tile = jnp.maximum(tile, self._dequantize(values, scales, layout))
+        return tile
+
+    def _dequantize(self, values: jax.Array, scales: Any, layout: Any) -> jax.Array:
+        """[tile, D] from the codes in registers and their scales [tile, G] in shared memory."""
+        width = self.row // self.groups
         halves = self._integers(values)
         columns: list[list[jax.Array]] = [[] for _ in halves]
         for group in range(self.groups):
@@ -188,13 +198,13 @@ class Storage:
         packed[...] = plgpu.load(scales.at[:, pl.ds(shift, size)], layout=layout, optimized=False)
 
 
-def storage(pages: Pages, dtype: Any, head_dim: int, tile: int, interpreted: bool) -> Storage:
+def storage(pages: Pages, dtype: Any, head_dim: int, tile: int, interpreted: bool, repeat: int = 1) -> Storage:
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
-    return Storage(pages.format, jnp.dtype(dtype), head_dim, kv_heads, page_size, tile, interpreted)
+    return Storage(pages.format, jnp.dtype(dtype), head_dim, kv_heads, page_size, tile, interpreted, repeat)
 
 
 def even_dims_first(x: jax.Array) -> jax.Array:
