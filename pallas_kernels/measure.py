@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,30 @@ def device_us(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def kernels(run: Callable[[], Any], repeats: int = 1) -> list[tuple[str, float]]:
-    """Name and microseconds of each kernel or copy that `repeats` calls of `run` put on the device, in order.
+    """Name and microseconds of each kernel or copy that `repeats` calls of `run` put on the device, in order."""
+    return [(event.name, event.us) for event in timeline(run, repeats)]
 
-    Raises RuntimeError where the profiler saw no device.
-    """
+
+class Event(NamedTuple):
+    """One kernel or copy on the device."""
+
+    name: str
+    start_us: float
+    us: float
+
+
+def timeline(run: Callable[[], Any], repeats: int = 1) -> list[Event]:
+    """What `repeats` calls of `run` put on the device, in order. Raises RuntimeError where the profiler saw none."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             jax.block_until_ready([run() for _ in range(repeats)][-1])
         (path,) = Path(directory).rglob("*.xplane.pb")
         planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if "GPU" in plane.name]
-        events = [event for plane in planes for line in plane.lines if "Stream" in line.name for event in line.events]
-        found = [(event.name, event.duration_ns / 1e3) for event in sorted(events, key=lambda event: event.start_ns)]
+        lines = [line for plane in planes for line in plane.lines if "Stream" in line.name]
+        found = [Event(event.name, event.start_ns / 1e3, event.duration_ns / 1e3) for x in lines for event in x.events]
     if not found:
         raise RuntimeError("the profiler recorded nothing on a GPU")
-    return found
+    return sorted(found, key=lambda event: event.start_us)
 
 
 def copy_bandwidth(gib: int = 2) -> float:

@@ -1,0 +1,129 @@
+"""Where the time of one decode step goes, kernel by kernel, as the profiler saw it on the device.
+
+    python -m experiments.step_profile --config configs/llama-2-7b.json --batch 1 64 256
+
+Random weights, every slot at --context tokens of KV. Kernels of one name are added up and sorted into kinds: matmul,
+attention, cache (rotary embedding and the write), and the rest, which is everything between them. The gap is the time
+in which no kernel ran, from the first kernel of the profiled steps to the last.
+"""
+
+import argparse
+import collections
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from experiments.decode_step import filled_slots
+from experiments.result_file import ResultFile
+from jllm.batch import Layout, Rung, pack_decode
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.checkpoint import init_params
+from jllm.config import LlamaConfig, load_config
+from jllm.errors import JllmError
+from jllm.params import Params
+from jllm.step import State, jit_step
+from pallas_kernels.measure import Event, timeline
+
+KINDS = (  # the first pattern that a kernel's name contains
+    ("attention", r"attention|merge"),
+    ("cache", r"cache_update"),
+    ("matmul", r"matmul|gemm|gemv|cutlass|cublas|nvjet|dot"),
+    ("norm, activation", r"norm_quant|silu"),
+)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "rest")
+
+
+def decode_steps(
+    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
+) -> Callable[[], jax.Array]:
+    """A function that runs `steps` decode steps, each fed by the one before."""
+    pages_each = -(-(args.context + 4 * steps) // args.page_size)
+    formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
+    state = State(
+        make_cache(config, batch * pages_each, args.page_size, formats), filled_slots(batch, pages_each, args.context)
+    )
+    layout = Layout(Rung(batch, 0, 0), deltas=8)
+    buffer = jax.device_put(pack_decode(layout, range(batch)))
+
+    def run() -> jax.Array:
+        nonlocal state
+        for _ in range(steps):
+            state, outputs = jit_step(params, state, buffer, config=config, layout=layout)
+        return outputs.tokens
+
+    return run
+
+
+def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
+    """One row a kernel name, the longest first, and one for the gaps."""
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        times[re.sub(r"[_.]?\d+", "", event.name)[:60]].append(event.us)
+    span = max(event.start_us + event.us for event in events) - min(event.start_us for event in events)
+    for name, all_us in sorted(times.items(), key=lambda item: -sum(item[1])):
+        us = sum(all_us) / steps
+        yield {
+            "kernel": name, "kind": kind_of(name), "calls": round(len(all_us) / steps, 1), "us": round(us, 2),
+            "share": round(us * steps / span, 4),
+        }  # fmt: skip
+    idle = (span - sum(event.us for event in events)) / steps
+    yield {"kernel": "(none)", "kind": "gap", "us": round(idle, 2), "share": round(idle * steps / span, 4)}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--layers", type=int, help="only so many layers, for a try")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="slots that decode")
+    parser.add_argument("--context", type=int, default=256, help="KV tokens of each slot at the start")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=4, help="steps in one profile")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    config = load_config(args.config)
+    if args.layers:
+        config = LlamaConfig(**{**vars(config), "num_layers": args.layers})
+    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+    for batch in tqdm(args.batch, delay=2):
+        run = decode_steps(params, config, batch, args, args.steps)
+        jax.block_until_ready(run())
+        for row in table(timeline(run), args.steps):
+            yield {"model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype, **row}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.step_profile", *(argv or sys.argv[1:])]
+    try:
+        result = ResultFile(args.results, "step_profile", command)
+        for row in rows(args):
+            result.add(row)
+            if row["share"] >= 0.002:
+                print(row, flush=True)
+        result.finish(bars=[], complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
