@@ -328,9 +328,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
                 plgpu.barrier_wait(refs.full.at[slot])
                 plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot, columns].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                pl.when(s > 0)(
-                    lambda: plgpu.barrier_arrive(refs.free.at[lax.rem(n * steps + s - 1, jnp.int32(stages))])
-                )
+                pl.when(s > 0)(lambda: plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + s - 1)]))
 
             return lax.optimization_barrier(acc[...])  # LLVM doesn't know that accumulators change until the wait
 
