@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InputFileError,
         JllmError,
         OutputError,
+        QuantizationError,
         RequestError,
         TokenizerError,
     )
@@ -36,6 +37,7 @@ __all__ = [
     "Model",
     "OutputError",
     "Piece",
+    "QuantizationError",
     "RequestError",
     "SamplingParams",
     "Timings",
@@ -59,6 +61,7 @@ _NAMES_OF = {
         "InputFileError",
         "JllmError",
         "OutputError",
+        "QuantizationError",
         "RequestError",
         "TokenizerError",
     ),

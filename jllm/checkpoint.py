@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.config import DTYPES, LlamaConfig, to_hf
-from jllm.errors import CheckpointError, OutputError
-from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs
-from jllm.params import Params
+from jllm.config import DTYPES, LlamaConfig, load_quantization, to_hf
+from jllm.errors import CheckpointError, OutputError, QuantizationError
+from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
+from jllm.params import EMBED, HEAD, Params, Weight
+from jllm.quant.files import arrays, quantization_config
+from jllm.quant.quantize import map_weights, quantize_weight, weight_formats
+from jllm.quant.schemes import Formats, Scheme
+from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
-from jllm.safetensors_io import StoredTensor, encode_header, read_header, read_tensor
+from jllm.safetensors_io import StoredTensor, encode_header, read_as_stored, read_header, read_tensor
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 __all__ = ["abstract_params", "find_model", "init_params", "load_params", "save"]
 
@@ -66,17 +71,24 @@ def find_model(path_or_id: str | Path) -> Path:
     raise CheckpointError(f"{name}: no such directory; as a Hub id it {problem}")
 
 
-def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None) -> Params:
+def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None, scheme: Scheme | None = None) -> Params:
     """Read a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
 
     Every leaf is read, part by part, into one host buffer of its own shape, put on the device, and dropped before the
-    next: host memory beyond the params stays under the largest leaf. All names and shapes are checked before any data
-    is read. Raises CheckpointError for what is missing, superfluous, misshapen or damaged.
+    next: host memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is
+    there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
+    they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
+    superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit.
     """
-    dtype = param_dtype(config, dtype)
-    specs = param_specs(config)
-    stored = _stored_tensors(Path(path))
-    _check_tensors(Path(path), specs, stored, tied=config.tie_embeddings)
+    path, dtype = Path(path), param_dtype(config, dtype)
+    stored = _stored_tensors(path)
+    quantized = _quantized_weights(path, config, stored)
+    if quantized and scheme is not None:
+        raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
+    apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
+    specs = _specs(config, head=not config.tie_embeddings or apart)
+    formats = {} if scheme is None else scheme.formats(config.num_layers)
+    _check_tensors(path, specs, quantized, stored)
     with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
 
         def load(spec: LeafSpec) -> jax.Array:
@@ -86,10 +98,48 @@ def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None) -> Par
                 row += rows
             return jax.block_until_ready(jax.device_put(host))  # before the next buffer is made
 
-        params = jax.tree.map(load, specs)
-        if config.tie_embeddings and "lm_head.weight" in stored:
-            _check_tied(stored["model.embed_tokens.weight"], stored["lm_head.weight"], advance)
+        def load_weight(name: str, spec: LeafSpec, wanted: Formats) -> Weight:
+            if name in quantized:
+                return _build(path, quantized[name], stored, advance)
+            return quantize_weight(name, load(spec), wanted) if wanted else load(spec)
+
+        weights = map_weights(load_weight, specs, formats)
+        params = jax.tree.map(lambda leaf: load(leaf) if isinstance(leaf, LeafSpec) else leaf, weights)
+        if specs.head is None and f"{HEAD}.weight" in stored:
+            _check_tied(stored[f"{EMBED}.weight"], stored[f"{HEAD}.weight"], advance)
     return params
+
+
+def _specs(config: LlamaConfig, *, head: bool) -> Params:
+    """param_specs, with a head or without: a tied model has one where it is quantized apart from the embedding."""
+    return param_specs(replace(config, tie_embeddings=not head))
+
+
+def _quantized_weights(path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredWeight]:
+    """The weights that a checkpoint stores quantized, by name."""
+    raw = load_quantization(path)
+    if raw is None:
+        return {}
+    from jllm.quant.importers import stored_weights
+
+    with _named(path):
+        return stored_weights(raw, weight_specs(config), stored)
+
+
+def _build(
+    path: Path, weight: StoredWeight, stored: dict[str, StoredTensor], advance: Callable[[int], object]
+) -> QuantizedWeight:
+    with _named(path):
+        built = weight.build({name: read_as_stored(stored[name], advance) for name in weight.tensors})
+    return jax.block_until_ready(jax.device_put(built))
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -153,20 +203,29 @@ def _sharded_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _check_tensors(path: Path, specs: Params, stored: dict[str, StoredTensor], *, tied: bool) -> None:
-    wanted = {name: spec.part_shape(rows) for spec in jax.tree.leaves(specs) for name, rows in spec.parts}
+def _check_tensors(
+    path: Path, specs: Params, quantized: dict[str, StoredWeight], stored: dict[str, StoredTensor]
+) -> None:
+    plain = [spec for spec in jax.tree.leaves(specs) if spec.weight not in quantized]
+    wanted: dict[str, tuple[str | None, tuple[int, ...]]] = {
+        name: (None, spec.part_shape(rows)) for spec in plain for name, rows in spec.parts
+    }
+    wanted |= {name: tensor for weight in quantized.values() for name, tensor in weight.tensors.items()}
     if missing := [name for name in wanted if name not in stored]:
-        raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing, the first is {missing[0]}")
-    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+        by = ", by its quantization_config" if quantized else ""
+        raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing{by}, the first is {missing[0]}")
+    ignored = ("rotary_emb.inv_freq", f"{HEAD}.weight") if specs.head is None else ("rotary_emb.inv_freq",)
     if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
         raise CheckpointError(f"{path}: {len(extra)} tensors that its config has no use for, the first is {extra[0]}")
-    for name, shape in wanted.items():
-        found = stored[name]
+    for name, (dtype, shape) in wanted.items():
+        found, config = stored[name], "config" if dtype is None else "quantization_config"
         if found.shape != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(found.shape)}, but the config says {list(shape)}"
+                f"{path}: tensor {name} has shape {list(found.shape)}, but the {config} says {list(shape)}"
             )
-        if found.dtype not in STORED_DTYPES:
+        if dtype is not None and found.dtype != dtype:
+            raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}, but the {config} says {dtype}")
+        if dtype is None and found.dtype not in STORED_DTYPES:
             supported = ", ".join(STORED_DTYPES)
             raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}; supported are {supported}")
 
@@ -193,15 +252,17 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
     safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
 
-    Exact: loading gives the same bits. Streams tensor by tensor, into files that get their names at the end, once all
+    Exact: loading gives the same bits. Quantized weights are stored as quant/files.py says, which transformers does not
+    read. Streams tensor by tensor, into files that get their names at the end, once all
     are complete; then what a checkpoint that was there before had more is removed. A failure before that (OutputError:
     a full disk, say) leaves the directory as it was. Raises CheckpointError for params that do not fit the config,
     ConfigError for a config that its architecture cannot express.
     """
     path = Path(path)
     tensors, dtype = _tensors_to_store(params, config)
-    config = replace(config, dtype=dtype.name)
-    raw = to_hf(config)
+    raw = to_hf(replace(config, dtype=dtype.name))
+    if formats := weight_formats(params):
+        raw["quantization_config"] = quantization_config(formats, config.num_layers)
     shards: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > max_shard_bytes:
@@ -212,7 +273,7 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     with _all_or_nothing(path) as create:
         for name, shard in zip(names, shards):
             with create(name) as file:
-                file.write(encode_header((t.name, dtype, t.shape) for t in shard))
+                file.write(encode_header((t.name, np.dtype(t.leaf.dtype), t.shape) for t in shard))
                 for tensor in shard:
                     tensor.write(file)
         ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
@@ -249,8 +310,11 @@ class _Tensor:
 
 
 def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor], np.dtype]:
-    specs = dict(jax.tree_util.tree_flatten_with_path(param_specs(config))[0])
-    leaves = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+    """What to write, and the dtype of what is not quantized."""
+    apart = params.head is not None and not weight_formats(params).keys().isdisjoint((EMBED, HEAD))
+    wanted = _specs(config, head=not config.tie_embeddings or apart)
+    specs = dict(jax.tree_util.tree_flatten_with_path(wanted)[0])
+    leaves = dict(jax.tree_util.tree_flatten_with_path(params, lambda leaf: isinstance(leaf, QuantizedWeight))[0])
     if odd := [path for path in [*specs, *leaves] if path not in specs or path not in leaves]:
         problem = "is not in the params" if odd[0] in specs else "is in the params, but not in the config"
         raise CheckpointError(f"params{jax.tree_util.keystr(odd[0])} {problem}")
@@ -258,15 +322,20 @@ def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor
         if leaves[path].shape != spec.shape:
             where, shape = jax.tree_util.keystr(path), list(leaves[path].shape)
             raise CheckpointError(f"params{where} has shape {shape}, but the config says {list(spec.shape)}")
-    dtypes = {leaf.dtype for leaf in leaves.values()}
+    dtypes = {leaf.dtype for leaf in leaves.values() if not isinstance(leaf, QuantizedWeight)}
     if len(dtypes) != 1 or not dtypes <= set(STORED_DTYPES.values()):
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise CheckpointError(f"params are of {found}; one dtype of {', '.join(DTYPES)} can be saved")
     tensors = []
     for path, spec in specs.items():
+        leaf = leaves[path]
+        if isinstance(leaf, QuantizedWeight):
+            assert spec.weight is not None, "only matrices are quantized"
+            tensors += [_Tensor(name, array, 0, array.shape) for name, array in arrays(spec.weight, leaf).items()]
+            continue
         start = 0
         for name, rows in spec.parts:
-            tensors.append(_Tensor(name, leaves[path], start, spec.part_shape(rows)))
+            tensors.append(_Tensor(name, leaf, start, spec.part_shape(rows)))
             start += rows
     return tensors, dtypes.pop()
 

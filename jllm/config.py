@@ -121,12 +121,25 @@ def load_config(path: str | Path) -> LlamaConfig:
     return from_hf(raw, source=str(file))
 
 
+def load_quantization(path: str | Path) -> dict[str, Any] | None:
+    """What a model directory's config.json says about how its weights are quantized: its `quantization_config` (older
+    files: `compression_config`), None where there is none. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    if not file.exists():
+        return None
+    raw = _read_json(file)
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{file}: quantization_config is a {type(found).__name__}, not a JSON object")
+    return found or None
+
+
 def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConfig:
     """A config from the dict of a Hugging Face config.json, in the older (`rope_theta`, `rope_scaling`, `torch_dtype`)
     or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
 
-    Absent fields mean what they mean in transformers. Raises ConfigError for what is missing, malformed or unsupported;
-    warns of fields that nobody knows.
+    Absent fields mean what they mean in transformers. How the weights are quantized is no part of it: load_quantization
+    reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of fields that nobody knows.
     """
     try:
         return _from_hf(raw, source)

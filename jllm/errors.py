@@ -16,6 +16,10 @@ class CheckpointError(JllmError, ValueError):
     """A checkpoint directory or one of its files is missing, damaged or does not fit its config."""
 
 
+class QuantizationError(JllmError, ValueError):
+    """A quantization scheme that is unknown or garbled, or does not fit the model or its weights."""
+
+
 class TokenizerError(JllmError, ValueError):
     """No tokenizer where one is needed, or one that cannot be read, or text that it cannot take."""
 

@@ -32,7 +32,8 @@ FAMILIES = {
 _UNDERSTOOD = set(
     "architectures model_type dtype torch_dtype vocab_size hidden_size intermediate_size num_hidden_layers "
     "num_attention_heads num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings "
-    "rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings bos_token_id eos_token_id".split()
+    "rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings bos_token_id eos_token_id "
+    "quantization_config compression_config".split()  # the last two: how weights are stored, which checkpoint.py reads
 )
 ROPE_FIELDS = set(
     "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
@@ -109,8 +110,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "per_layer_config": ({},),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
-    "quantization_config": (),
-    "compression_config": (),
     "layer_types": (),
 }
 
@@ -135,8 +134,6 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
     for key, value in raw.items():
         if key in understood or key not in _NEUTRAL or value is None or value in _NEUTRAL[key]:
             continue
-        if key in ("quantization_config", "compression_config"):
-            raise ConfigError(f"{key} is set: quantized checkpoints are not supported yet; use one in 16 or 32 bits")
         kind = _layer_kind(raw, architecture)
         if key == "layer_types" and isinstance(value, list) and value and all(layer == kind for layer in value):
             continue

@@ -11,7 +11,7 @@ import numpy as np
 
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError
-from jllm.params import LayerParams, Params
+from jllm.params import EMBED, HEAD, LINEARS, LayerParams, Params, layer_prefix
 from pallas_kernels.numerics import compute_dtype
 
 
@@ -24,6 +24,7 @@ class LeafSpec:
     parts: tuple[tuple[str, int], ...]
     mean: float = 0.0
     std: float = 0.0
+    weight: str | None = None  # of a matrix: its name in schemes (see params.py)
 
     def part_shape(self, rows: int) -> tuple[int, ...]:
         return (rows, *self.shape[1:])
@@ -33,46 +34,52 @@ def param_specs(config: LlamaConfig) -> Params:
     """Params with a LeafSpec at every leaf: the one description of shapes, initial values and names in files."""
     E, V, std = config.hidden_size, config.vocab_size, 0.02
     fields: dict[str, Any] = {
-        "embed": LeafSpec((V, E), (("model.embed_tokens.weight", V),), std=std),
-        "layers": tuple(_layer_specs(config, f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        "embed": LeafSpec((V, E), ((f"{EMBED}.weight", V),), std=std, weight=EMBED),
+        "layers": tuple(_layer_specs(config, layer_prefix(layer)) for layer in range(config.num_layers)),
         "norm": LeafSpec((E,), (("model.norm.weight", E),), mean=1.0),
-        "head": None if config.tie_embeddings else LeafSpec((V, E), (("lm_head.weight", V),), std=std),
+        "head": None if config.tie_embeddings else LeafSpec((V, E), ((f"{HEAD}.weight", V),), std=std, weight=HEAD),
     }
     return Params(**fields)
+
+
+def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
+    """Every matrix by name, the head of a tied model included."""
+    specs = param_specs(replace(config, tie_embeddings=False))
+    return {spec.weight: spec for spec in jax.tree.leaves(specs) if spec.weight is not None}
 
 
 def _layer_specs(config: LlamaConfig, prefix: str) -> LayerParams:
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
-    qkv = (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
-    o = (("self_attn.o_proj", E),)
-    gate_up, down = (("mlp.gate_proj", F), ("mlp.up_proj", F)), (("mlp.down_proj", E),)
+    sizes = {"qkv": (q, kv, kv), "o": (E,), "gate_up": (F, F), "down": (E,)}  # rows of each module
+    modules = {field: tuple(zip(LINEARS[field][1], sizes[field])) for field in LINEARS}
     residual = 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
 
-    def weight(modules: tuple[tuple[str, int], ...], columns: int, scale: float = 1.0) -> LeafSpec:
-        parts = tuple((f"{prefix}{name}.weight", rows) for name, rows in modules)
-        return LeafSpec((sum(rows for _, rows in modules), columns), parts, std=0.02 * scale)
+    def weight(field: str, columns: int, scale: float = 1.0) -> LeafSpec:
+        parts = tuple((f"{prefix}{name}.weight", rows) for name, rows in modules[field])
+        name = prefix + LINEARS[field][0]
+        return LeafSpec((sum(sizes[field]), columns), parts, std=0.02 * scale, weight=name)
 
-    def bias(modules: tuple[tuple[str, int], ...], used: bool) -> LeafSpec | None:
-        parts = tuple((f"{prefix}{name}.bias", rows) for name, rows in modules)
-        return LeafSpec((sum(rows for _, rows in modules),), parts) if used else None
+    def bias(field: str, used: bool) -> LeafSpec | None:
+        parts = tuple((f"{prefix}{name}.bias", rows) for name, rows in modules[field])
+        return LeafSpec((sum(sizes[field]),), parts) if used else None
 
     def norm(name: str, size: int, used: bool = True) -> LeafSpec | None:
         return LeafSpec((size,), ((f"{prefix}{name}.weight", size),), mean=1.0) if used else None
 
     fields: dict[str, Any] = {
         "attn_norm": norm("input_layernorm", E),
-        "qkv": weight(qkv, E),
-        "qkv_bias": bias(qkv, config.qkv_bias),
+        "qkv": weight("qkv", E),
+        "qkv_bias": bias("qkv", config.qkv_bias),
         "q_norm": norm("self_attn.q_norm", D, config.qk_norm),
         "k_norm": norm("self_attn.k_norm", D, config.qk_norm),
-        "o": weight(o, q, residual),
-        "o_bias": bias(o, config.o_bias),
+        "o": weight("o", q, residual),
+        "o_bias": bias("o", config.o_bias),
         "mlp_norm": norm("post_attention_layernorm", E),
-        "gate_up": weight(gate_up, E),
-        "gate_up_bias": bias(gate_up, config.mlp_bias),
-        "down": weight(down, F, residual),
-        "down_bias": bias(down, config.mlp_bias),
+        "gate_up": weight("gate_up", E),
+        "gate_up_bias": bias("gate_up", config.mlp_bias),
+        "down": weight("down", F, residual),
+        "down_bias": bias("down", config.mlp_bias),
     }
     return LayerParams(**fields)
 

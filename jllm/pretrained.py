@@ -11,6 +11,7 @@ from jllm.checkpoint import find_model, load_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
 from jllm.params import Params
+from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED = Path(__file__).parent / "assets" / "fairytale"
@@ -33,21 +34,23 @@ class Model:
         return {**sizes, "total": sum(sizes.values())}
 
 
-def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | None = None) -> Model:
+def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | Path | Scheme | None = None) -> Model:
     """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
 
     dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
-    16-bit arithmetic, 16-bit weights are widened to float32. quantize names a scheme: "bf16" so far, which is a dtype.
-    A directory without a tokenizer gives a model that takes and yields token ids.
+    16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
+    name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read. The preset "bf16" is a
+    dtype. A directory without a tokenizer gives a model that takes and yields token ids.
     """
-    dtype = _dtype(dtype, quantize)
+    scheme = None if quantize is None else find_scheme(quantize)
+    wanted = _dtype(dtype, scheme)
     folder = find_model(path)
     config = load_config(folder)
-    if dtype is None:
-        dtype = jnp.dtype(config.dtype)
-        if jax.default_backend() == "cpu" and dtype.itemsize < 4:
-            dtype = jnp.dtype("float32")
-    params = load_params(folder, config, dtype)
+    if wanted is None:
+        wanted = jnp.dtype(config.dtype)
+        if jax.default_backend() == "cpu" and wanted.itemsize < 4:
+            wanted = jnp.dtype("float32")
+    params = load_params(folder, config, wanted, scheme)
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:
@@ -57,16 +60,15 @@ def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | None = None)
     return Model(config, params, tokenizer)
 
 
-def _dtype(dtype, quantize: str | None) -> jnp.dtype | None:
+def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:
     """The dtype that the arguments ask for, None if that is left to the checkpoint."""
-    if quantize is not None and quantize != "bf16":
-        raise ConfigError(f"quantization scheme {quantize!r} is not supported; supported so far: bf16")
+    is_dtype = scheme is not None and scheme.name == PLAIN
     if dtype is None:
-        return None if quantize is None else jnp.dtype("bfloat16")
+        return jnp.dtype("bfloat16") if is_dtype else None
     try:
         wanted = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
         raise ConfigError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}") from None
-    if quantize is not None and wanted.name != "bfloat16":
+    if is_dtype and wanted.name != "bfloat16":
         raise ConfigError(f"quantize='bf16' and dtype={wanted.name!r} contradict each other")
     return wanted

@@ -23,7 +23,16 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODES = {  # what quantized checkpoints hold besides
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+STORED = DTYPES | CODES
+NAMES = {dtype: name for name, dtype in STORED.items()}
 _MAX_HEADER = 100_000_000  # the format's own limit
 _PIECE = 16 << 20  # bytes read at a time when they must be converted
 
@@ -74,7 +83,7 @@ def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> Sto
     dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
         raise ValueError
-    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+    if dtype in STORED and end - begin != math.prod(shape) * STORED[dtype].itemsize:
         raise CheckpointError(f"{path}: tensor {name}: {dtype} of shape {list(shape)} cannot take {end - begin} bytes")
     return StoredTensor(name, path, dtype, shape, data_start + begin, end - begin)
 
@@ -106,6 +115,18 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int],
             progress(source.nbytes)
 
 
+def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lambda n: None) -> np.ndarray:
+    """A tensor of any dtype of `STORED`, bit for bit. Raises CheckpointError when the file ends early."""
+    out = np.empty(tensor.shape, STORED[tensor.dtype])
+    flat, step = out.reshape(-1), max(1, _PIECE // out.itemsize)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        for start in range(0, flat.size, step):
+            _read_exactly(file, flat[start : start + step], tensor)
+            progress(flat[start : start + step].nbytes)
+    return out
+
+
 def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
     view = memoryview(out.view(np.uint8))
     while len(view):
@@ -121,7 +142,7 @@ def encode_header(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> b
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     return struct.pack("<Q", len(text)) + text

@@ -27,7 +27,7 @@ class Device:
 
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions):
         self._config, self._params, self._backend = config, params, options.backend
-        self._formats = parse_kv_cache(options.kv_cache, config, params.embed.dtype)
+        self._formats = parse_kv_cache(options.kv_cache, config, params.norm.dtype)
         self._page_size = options.page_size
         self.sizes = resolve(options, config, self._affordable_pages())
         self.used: set[tuple[Rung, Variant]] = set()  # the compiled steps that this engine needed

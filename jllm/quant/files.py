@@ -1,0 +1,80 @@
+"""Our own layout of quantized checkpoints.
+
+A quantized weight is stored under its name (params.py) and that of each array of QuantizedWeight: say
+`model.layers.0.self_attn.qkv_proj.values`, `.scales`, and where it has them `.zeros`, `.scale_steps`, `.columns`, in
+the layouts of pallas_kernels/quantized_weights.py. Other tensors keep their Hugging Face names. config.json says
+
+    "quantization_config": {"quant_method": "jllm", "version": 1, "name": "w8a8", "rules": [["o_proj", "bf16"], ...]}
+
+with the rules of schemes.py. Safetensors has no 4-bit integers: two codes a byte are U8.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.errors import CheckpointError, QuantizationError
+from jllm.param_specs import LeafSpec
+from jllm.quant.schemes import Scheme, choose_format, scheme_of
+from jllm.quant.stored import StoredWeight
+from jllm.safetensors_io import NAMES, StoredTensor
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
+
+VERSION = 1
+METHOD = "jllm"
+
+
+def quantization_config(formats: Mapping[str, WeightFormat], num_layers: int) -> dict[str, Any]:
+    """What config.json says of weights in these formats."""
+    scheme = scheme_of(formats, num_layers)
+    rules = [list(rule) for rule in scheme.rules]
+    return {"quant_method": METHOD, "version": VERSION, "name": scheme.name, "rules": rules}
+
+
+def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
+    """The stored tensors of a weight, by the name that they have in files."""
+    found = {field.name: getattr(w, field.name) for field in fields(w) if field.name not in ("shape", "format")}
+    return {f"{name}.{field}": array for field, array in found.items() if array is not None}
+
+
+def stored_weights(
+    raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredWeight]:
+    """The importer of this layout (see importers.py)."""
+    if raw.get("version") != VERSION:
+        raise CheckpointError(f"quantization_config: version {raw.get('version')!r} is not known; known is {VERSION}")
+    num_layers = sum(name.endswith(".o_proj") for name in specs)
+    given = {key: raw[key] for key in ("name", "rules") if key in raw}
+    try:
+        wanted = Scheme.from_dict(given, source="quantization_config").formats(num_layers)
+        formats = {name: choose_format(name, specs[name].shape, found) for name, found in wanted.items() if found}
+    except QuantizationError as error:
+        raise CheckpointError(str(error)) from None
+    return {name: _stored_weight(name, specs[name], fmt, stored) for name, fmt in formats.items()}
+
+
+def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping[str, StoredTensor]) -> StoredWeight:
+    N, K = spec.shape
+    wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=f"{name}.columns" in stored))
+
+    def build(found: Mapping[str, np.ndarray]) -> QuantizedWeight:
+        columns = found.get(f"{name}.columns")
+        if columns is not None and not np.array_equal(np.sort(columns), np.arange(K)):
+            raise CheckpointError(f"tensor {name}.columns is not a permutation of {K} columns")
+        leaves: dict[str, Any] = dict.fromkeys(field.name for field in fields(QuantizedWeight))
+        leaves |= {full.rpartition(".")[2]: array for full, array in found.items()}
+        return QuantizedWeight(**leaves | {"shape": (N, K), "format": fmt})
+
+    return StoredWeight({full: (NAMES[np.dtype(a.dtype)], a.shape) for full, a in wanted.items()}, build)
+
+
+def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool) -> QuantizedWeight:
+    """A QuantizedWeight of jax.ShapeDtypeStruct."""
+    w = jax.eval_shape(partial(encode, fmt=fmt), jax.ShapeDtypeStruct(shape, jnp.float32))
+    columns: Any = jax.ShapeDtypeStruct(shape[1:], jnp.int32)
+    return replace(w, columns=columns) if reordered else w

@@ -1,0 +1,39 @@
+"""How quantized checkpoints are laid out: one importer for each `quant_method` of config.json's quantization_config.
+
+An importer looks at that object and at the headers of the files, and says for each of our (merged) weights which stored
+tensors make it up; checkpoint.py checks them against the files, reads them one weight at a time and hands them to the
+weight's `build`. A weight that the importer leaves out is an ordinary one, in 16 or 32 bits.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jllm.errors import CheckpointError
+from jllm.param_specs import LeafSpec
+from jllm.quant import files
+from jllm.quant.stored import StoredWeight
+from jllm.safetensors_io import StoredTensor
+
+# (quantization_config, every matrix by name (param_specs.weight_specs; a tied model's lm_head among them), the stored
+# tensors by name) -> the weights that are stored quantized, by name. Raises CheckpointError for a config that it cannot
+# follow, in one line that names the field or the tensor; checkpoint.py puts the directory before it.
+Importer = Callable[
+    [Mapping[str, Any], Mapping[str, LeafSpec], Mapping[str, StoredTensor]],
+    dict[str, StoredWeight],
+]
+
+IMPORTERS: dict[str, Importer] = {
+    "jllm": files.stored_weights,
+}
+
+
+def stored_weights(
+    raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredWeight]:
+    """What a checkpoint with this quantization_config stores quantized, by the name of the weight. Raises
+    CheckpointError for a method that nobody imports."""
+    method = raw.get("quant_method")
+    if method not in IMPORTERS:
+        known = ", ".join(IMPORTERS)
+        raise CheckpointError(f"quantization_config: quant_method {method!r} is not supported; supported are {known}")
+    return IMPORTERS[method](raw, specs, stored)

@@ -1,0 +1,99 @@
+"""Post-training quantization by rounding: Params in, Params with QuantizedWeight leaves out, one tensor at a time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jllm.errors import QuantizationError
+from jllm.params import EMBED, HEAD, Params, Weight, map_linears
+from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
+
+
+def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> Params:
+    """`params` with the weights that the scheme names in its formats, rounded to nearest.
+
+    With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
+    weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
+    QuantizationError for a scheme that does not fit these weights, and for weights that hold NaN or infinity.
+    """
+    formats = find_scheme(scheme).formats(len(params.layers))
+    count = sum(bool(wanted) for wanted in formats.values())
+    with tqdm(total=count, desc="quantizing", unit="weight", delay=2, leave=False, disable=None) as bar:
+
+        def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
+            if not wanted:
+                return leaf
+            bar.update()
+            return quantize_weight(name, leaf, wanted)
+
+        return map_weights(convert, params, formats, release=_delete if donate else lambda leaf: None)
+
+
+def map_weights(
+    convert: Callable[[str, Any, Formats], Weight],
+    params: Params,
+    formats: Mapping[str, Formats],
+    *,
+    release: Callable[[Any], None] = lambda leaf: None,
+) -> Params:
+    """convert(name, leaf, formats) for every matrix, and what becomes of a tied head; sources that were quantized are
+    released. The head of a tied model is the embedding, unless a rule of its own gives it another format."""
+
+    def one(name: str, leaf: Any) -> Weight:
+        wanted = formats.get(name, ())
+        new = convert(name, leaf, wanted)
+        if wanted:
+            release(leaf)
+        return new
+
+    separate = params.head is None and HEAD in formats and formats[HEAD] != formats.get(EMBED, ())
+    head: Weight | None = None
+    if params.head is not None:
+        head = one(HEAD, params.head)
+    elif separate:
+        head = convert(HEAD, params.embed, formats[HEAD])
+    kept = separate and not formats[HEAD]  # the embedding's source is the head now
+    embed = convert(EMBED, params.embed, formats.get(EMBED, ())) if kept else one(EMBED, params.embed)
+    return map_linears(one, replace(params, embed=embed, head=head))
+
+
+def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
+    """One weight [N, K], an array or a jax.ShapeDtypeStruct, in the first format that can hold it. Raises
+    QuantizationError naming it."""
+    if isinstance(w, QuantizedWeight):
+        raise QuantizationError(f"{name} is quantized already ({w.format.name}); quantize the 16-bit weights instead")
+    fmt = choose_format(name, w.shape, formats)
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(encode, fmt=fmt), w)
+    quantized, finite = _encode(w, fmt)
+    if not finite:
+        raise QuantizationError(f"{name} holds NaN or infinity, which no format can hold")
+    return quantized
+
+
+def weight_formats(params: Params) -> dict[str, WeightFormat]:
+    """Name of each quantized weight -> its format."""
+    leaves: dict[str, Weight | None] = {EMBED: params.embed, HEAD: params.head}
+
+    def collect(name: str, leaf: Weight) -> Weight:
+        leaves[name] = leaf
+        return leaf
+
+    map_linears(collect, params)
+    return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
+
+
+def _delete(leaf: Any) -> None:
+    if isinstance(leaf, jax.Array):
+        leaf.delete()
+
+
+@partial(jax.jit, static_argnums=1)
+def _encode(w: jax.Array, fmt: WeightFormat) -> tuple[QuantizedWeight, jax.Array]:
+    return encode(w, fmt), jnp.isfinite(w).all()

@@ -1,0 +1,213 @@
+"""Quantization schemes as data: ordered rules from a pattern of weight names to a format; the first that matches wins.
+
+Names are those of Hugging Face modules; query, key and value rows are one weight here, and so are gate and up:
+
+| weight | name | also matched as |
+|---|---|---|
+| query, key, value | model.layers.3.self_attn.qkv_proj | ...self_attn.q_proj, k_proj, v_proj |
+| attention output | model.layers.3.self_attn.o_proj | |
+| gate, up | model.layers.3.mlp.gate_up_proj | ...mlp.gate_proj, up_proj |
+| down | model.layers.3.mlp.down_proj | |
+| embedding | model.embed_tokens | |
+| output head | lm_head | |
+
+A pattern is such a name or the end of one after a dot (`o_proj`, `layers.3.mlp.down_proj`), a trailing `.weight` may
+stay, and `*` stands for anything (`layers.*.o_proj`, `*_proj`). What no rule matches is left alone, and so is what
+matches one with the format "bf16". A format is one of parse_weight_format's, or several in order of preference with
+"|" between them, of which the first counts that can hold the weight's shape. Modules that are one weight must come to
+one format. Without a rule of its own, the head of a tied model is its embedding, whatever that becomes; a rule for
+lm_head gives it a head of its own.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jllm.errors import QuantizationError
+from jllm.params import EMBED, HEAD, LINEARS, layer_prefix, weight_modules
+from pallas_kernels.quantized_weights import WeightFormat, check_shape, parse_weight_format
+
+PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
+NEAR = 4  # names that an error suggests
+
+Formats = tuple[WeightFormat, ...]  # in order of preference; none: left as it is
+
+
+def parse_formats(name: str) -> Formats:
+    """Of a rule's format. Raises ValueError."""
+    return () if name == PLAIN else tuple(parse_weight_format(choice.strip()) for choice in name.split("|"))
+
+
+def choose_format(name: str, shape: tuple[int, ...], formats: Formats) -> WeightFormat:
+    """The first of at least one format that can hold weight `name`. Raises QuantizationError where none can."""
+    for fmt in formats:
+        try:
+            check_shape(shape, fmt)  # type: ignore[arg-type]
+        except ValueError as error:
+            problem = error
+        else:
+            return fmt
+    raise QuantizationError(f"{name}: {problem}")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Which weights become what. Raises QuantizationError for a format that nobody knows."""
+
+    name: str
+    rules: tuple[tuple[str, str], ...]  # pattern, format
+
+    def __post_init__(self) -> None:
+        for pattern, name in self.rules:
+            try:
+                parse_formats(name)
+            except ValueError as error:
+                raise QuantizationError(f"scheme {self.name!r}, rule {pattern!r}: {error}, {PLAIN}") from None
+
+    def formats(self, num_layers: int) -> dict[str, Formats]:
+        """Name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
+
+        Raises QuantizationError for a pattern that matches nothing, and for merged modules of different formats.
+        """
+        modules = weight_modules(num_layers)
+        known = dict.fromkeys(name for weight, parts in modules.items() for name in (weight, *parts))
+        for pattern, _ in self.rules:
+            if not any(matches(pattern, name) for name in known):
+                raise QuantizationError(f"scheme {self.name!r}: pattern {pattern!r} matches no weight; {near(pattern)}")
+        chosen = {weight: self._choose(weight, parts) for weight, parts in modules.items()}
+        return {weight: parse_formats(name) for weight, name in chosen.items() if name is not None}
+
+    def _choose(self, weight: str, parts: tuple[str, ...]) -> str | None:
+        """The format's name by the first rule that matches, None where none does."""
+        found = {
+            part: next(
+                (name for pattern, name in self.rules if matches(pattern, weight) or matches(pattern, part)), None
+            )
+            for part in parts
+        }
+        if len(set(found.values())) > 1:
+            given = ", ".join(f"{part.rpartition('.')[2]}: {name or 'none'}" for part, name in found.items())
+            raise QuantizationError(
+                f"scheme {self.name!r}: {weight} is one weight, but its modules get different formats ({given})"
+            )
+        return found[parts[0]]
+
+    def to_json(self) -> str:
+        return json.dumps({"name": self.name, "rules": self.rules}, indent=2) + "\n"
+
+    def to_toml(self) -> str:
+        rules = "".join(f"  [{_quoted(pattern)}, {_quoted(name)}],\n" for pattern, name in self.rules)
+        return f"name = {_quoted(self.name)}\nrules = [  # pattern, format; the first that matches wins\n{rules}]\n"
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any], *, source: str = "scheme") -> "Scheme":
+        """From {"name": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
+        if unknown := sorted(set(raw) - {"name", "rules"}):
+            raise QuantizationError(f"{source}: unknown key {unknown[0]!r}; a scheme has name and rules")
+        name, rules = raw.get("name", source), raw.get("rules")
+        pairs = isinstance(rules, list | tuple) and all(isinstance(r, list | tuple) and len(r) == 2 for r in rules)
+        if not isinstance(name, str) or not pairs or not all(isinstance(s, str) for r in rules or () for s in r):
+            raise QuantizationError(f"{source}: a scheme needs rules = [[pattern, format], ...], all of them strings")
+        return Scheme(name, tuple((pattern, fmt) for pattern, fmt in rules or ()))
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML: JSON's, but that it has no surrogates, and no DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _linears(name: str, fmt: str, *before: tuple[str, str]) -> Scheme:
+    return Scheme(name, (*before, ("*_proj", fmt)))
+
+
+def _int4_names(suffix: str) -> list[str]:
+    """Groups of 128, 64 and 32, each with the smaller ones for weights whose columns it does not divide."""
+    groups = [f"w4a16-g{g}{suffix}" for g in (128, 64, 32)]
+    return ["|".join(groups[i:]) for i in range(len(groups))]
+
+
+_TALK = ("o_proj", PLAIN)  # as in PPL's talk: attention and its output projection stay in 16 bits
+PRESETS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("bf16", (("*", PLAIN),)),
+        _linears("w8a16", "w8a16"),
+        _linears("w8a8", "w8a8", _TALK),
+        _linears("w8a8-talk", "w8a8", _TALK),
+        _linears("w8a8-all", "w8a8"),
+        _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: a token depends on its company
+        *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
+        *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp8", "fp8-weight", "uint8-zp")),
+    )
+}
+
+
+def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
+    """A scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), or one read from a .toml or .json
+    file. Raises QuantizationError."""
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.endswith((".toml", ".json"))):
+        return read_scheme(Path(scheme))
+    if not isinstance(scheme, str):
+        raise QuantizationError(f"a quantization scheme is a name, a file or a Scheme, not {scheme!r}")
+    if scheme in PRESETS:
+        return PRESETS[scheme]
+    try:
+        parse_weight_format(scheme)
+    except ValueError:
+        close = get_close_matches(scheme, PRESETS, NEAR, 0.5)
+        hint = f"near ones: {', '.join(close)}" if close else f"schemes: {', '.join(PRESETS)}"
+        raise QuantizationError(f"unknown quantization scheme {scheme!r}; {hint}, or a .toml or .json file") from None
+    return _linears(scheme, scheme)
+
+
+def read_scheme(file: Path) -> Scheme:
+    """From a TOML or JSON file; without a name, it is called as the file is."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise QuantizationError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        kind = "TOML" if file.suffix == ".toml" else "JSON"
+        raise QuantizationError(f"{file}: not valid {kind}: {error}") from None
+    if not isinstance(raw, dict):
+        raise QuantizationError(f"{file}: holds a {type(raw).__name__}, not a scheme")
+    return Scheme.from_dict({"name": file.stem} | raw, source=str(file))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is a name, or its end after a dot."""
+    pattern = pattern.removesuffix(".weight")
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def near(pattern: str) -> str:
+    """What somebody who wrote `pattern` may have meant: names of one layer, its number left open."""
+    names = [n.replace(".0.", ".*.") for weight, parts in weight_modules(1).items() for n in (weight, *parts)]
+    ends = {end: None for name in names for end in (name, name.rpartition(".")[2])}
+    close = get_close_matches(pattern.removesuffix(".weight"), ends, NEAR, 0.5)
+    return f"near ones: {', '.join(close)}" if close else f"names: {', '.join(dict.fromkeys(names))}"
+
+
+def scheme_of(formats: Mapping[str, WeightFormat], num_layers: int) -> Scheme:
+    """The scheme that gives these formats, and leaves other weights alone: a preset where one does."""
+    wanted = {name: (fmt,) for name, fmt in formats.items()}
+    for scheme in PRESETS.values():
+        if {name: found for name, found in scheme.formats(num_layers).items() if found} == wanted:
+            return scheme
+    rules: dict[str, WeightFormat | None] = {}
+    for linear, _ in LINEARS.values():
+        layers = [formats.get(layer_prefix(layer) + linear) for layer in range(num_layers)]
+        if len(set(layers)) == 1:
+            rules[f"layers.*.{linear}"] = layers[0]
+        else:
+            rules |= {layer_prefix(layer) + linear: fmt for layer, fmt in enumerate(layers)}
+    rules |= {name: formats.get(name) for name in (EMBED, HEAD)}
+    return Scheme("mixed", tuple((pattern, fmt.name) for pattern, fmt in rules.items() if fmt is not None))
