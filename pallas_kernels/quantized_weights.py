@@ -6,7 +6,7 @@ A weight [N, K] (out, in) becomes codes with one scale a row, or one for every `
 |---|---|---|
 | int8 | int8 [N, K] | (code - zero) * scale |
 | fp8 | float8_e4m3fn [N, K] | code * scale |
-| int4 | uint8 [N, K/2], two signed codes a byte, the even column in the low nibble | (code - zero) * scale |
+| int4 | uint8 [N, K/2], two signed codes a byte, in the order of pack4 | (code - zero) * scale |
 | nf4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale |
 
 Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous. N and
@@ -203,15 +203,22 @@ def group_scales(w: QuantizedWeight) -> jax.Array:
 
 
 def pack4(codes: jax.Array) -> jax.Array:
-    """Two codes of 4 bits a byte: [..., K] of any integers -> uint8 [..., K/2]."""
-    low, high = codes[..., 0::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
-    return (low & jnp.uint8(15)) | (high << jnp.uint8(4))
+    """Two codes of 4 bits a byte: [..., K] of any integers -> uint8 [..., K/2], K a multiple of 32.
+
+    Each 32 columns 8p + 2c + i are stored as nibble 4i + p of 32-bit word c, p and c below 4 and i below 2: so word c
+    is what one thread in four gives to wgmma's 16-bit left operand, whose pairs (i) are 16 bits apart.
+    """
+    if codes.shape[-1] % 32:
+        raise ValueError(f"{codes.shape[-1]} codes cannot be packed: expected a multiple of 32")
+    parts = jnp.moveaxis(codes.astype(jnp.uint8).reshape(*codes.shape[:-1], -1, 4, 4, 2), -3, -1)  # [.., c, i, p]
+    low, high = parts[..., 0::2], parts[..., 1::2]
+    return ((low & jnp.uint8(15)) | (high << jnp.uint8(4))).reshape(*codes.shape[:-1], -1)
 
 
 def unpack4(packed: jax.Array, *, signed: bool) -> jax.Array:
     """Inverse of pack4: uint8 [..., K/2] -> int8 [..., K] in -8..7, or in 0..15."""
     pairs = jnp.stack([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(jnp.int8)
-    codes = pairs.reshape(*packed.shape[:-1], -1)
+    codes = jnp.moveaxis(pairs.reshape(*packed.shape[:-1], -1, 4, 2, 4), -1, -3).reshape(*packed.shape[:-1], -1)
     return (codes ^ jnp.int8(8)) - jnp.int8(8) if signed else codes
 
 

@@ -141,5 +141,16 @@ def test_shapes_that_do_not_fit(shape, name):
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_packing_is_exact(seed, signed):
     low = -8 if signed else 0
-    codes = np.random.default_rng(seed).integers(low, low + 16, (3, 10)).astype(np.int8)
+    codes = np.random.default_rng(seed).integers(low, low + 16, (3, 64)).astype(np.int8)
     assert (np.asarray(unpack4(pack4(jnp.asarray(codes)), signed=signed)) == codes).all()
+
+
+def test_where_a_packed_code_lies():
+    """Column 8p + 2c + i is nibble 4i + p of word c."""
+    codes = np.arange(32) % 15
+    words = np.asarray(pack4(jnp.asarray(codes))).view("<u4")
+    for column, code in enumerate(codes):
+        p, c, i = column // 8, column % 8 // 2, column % 2
+        assert words[c] >> 4 * (4 * i + p) & 15 == code
+    with pytest.raises(ValueError, match="10 codes cannot be packed"):
+        pack4(jnp.zeros(10, jnp.int8))
