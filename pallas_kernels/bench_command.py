@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.result_file import ResultFile
+
 Row = dict[str, Any]
 
 
@@ -27,8 +29,6 @@ def record(
 ) -> int:
     """Measures `rows` one by one; `summarize` may complete them and gives the bars. A row with "error" makes the
     result incomplete. Returns the exit status."""
-    from experiments.result_file import ResultFile  # the command's, not the library's
-
     command = ["python", "-m", f"pallas_kernels.{operation}.bench", *(sys.argv[1:] if argv is None else argv)]
     result = ResultFile(args.results, operation, command)
     for row in rows:

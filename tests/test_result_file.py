@@ -1,11 +1,13 @@
 """What an experiment leaves behind."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from experiments import result_file
-from experiments.result_file import ResultFile, portable
+import experiments.result_file
+from jllm.errors import OutputError
+from pallas_kernels.result_file import ResultFile, portable
 
 
 @pytest.mark.parametrize(
@@ -22,8 +24,7 @@ def test_commands_hold_no_paths_of_a_machine(command, kept):
     assert portable(command.split()) == kept.split()
 
 
-def test_begun_incomplete_and_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_file, "PACKAGES", ("jax",))
+def test_begun_incomplete_and_finished(tmp_path):
     result = ResultFile(tmp_path / "results", "x", ["python", "-m", "x", "--results", str(tmp_path)], size=3)
     result.add({"step": 1})
     begun = json.loads(result.path.read_text())
@@ -34,8 +35,16 @@ def test_begun_incomplete_and_finished(tmp_path, monkeypatch):
     assert str(tmp_path) not in result.path.read_text()
 
 
+@pytest.mark.parametrize(("kind", "error"), [(ResultFile, OSError), (experiments.result_file.ResultFile, OutputError)])
+def test_says_where_it_cannot_be_written(tmp_path, monkeypatch, kind, error):
+    monkeypatch.setattr(kind, "packages", ("jax",))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(error, match=r"file/results/x-.*\.json: cannot be written: Not a directory"):
+        kind(tmp_path / "file" / "results", "x", ["python"])
+
+
 def test_committed_results_hold_no_paths_of_a_machine():
-    results = list((result_file.Path(result_file.__file__).parent / "results").glob("*.json"))
+    results = list((Path(experiments.result_file.__file__).parent / "results").glob("*.json"))
     assert results
     for file in results:
         command = json.loads(file.read_text())["command"].split()

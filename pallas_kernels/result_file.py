@@ -1,0 +1,88 @@
+"""The dated JSON file that every benchmark and experiment leaves in experiments/results."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+OUTPUTS = ("--results", "--out")  # flags that say where their files go
+
+
+class ResultFile:
+    """`{experiment}-{YYYYMMDD}-{device}.json` in a directory: begun incomplete, rewritten with every row.
+
+    Raises OSError where it cannot be written.
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ("jax", "jaxlib", "numpy")  # whose versions are kept
+
+    def __init__(self, directory: str | Path, experiment: str, command: Sequence[str], **extra: Any):
+        import jax
+
+        device = jax.devices()[0].device_kind
+        today = datetime.date.today()
+        short = re.sub(r"\W+", "-", device.lower().removeprefix("nvidia ")).strip("-")
+        self.path = Path(directory) / f"{experiment}-{today:%Y%m%d}-{short}.json"
+        versions = {"python": platform.python_version()}
+        self.document: dict[str, Any] = {
+            "experiment": experiment,
+            "date": today.isoformat(),
+            "device": device,
+            "versions": versions | {name: importlib.metadata.version(name) for name in self.packages},
+            "command": " ".join(portable(command)),
+            "complete": False,
+            **extra,
+            "bars": [],
+            "rows": [],
+        }
+        self._write()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more table row, a flat dict."""
+        self.document["rows"].append(row)
+        self._write()
+
+    def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
+        """`bars` entries are {name, value, unit, bar, met}; `extra` are further figures of the whole run."""
+        rows = self.document.pop("rows")  # last, as they are long
+        self.document |= {"complete": complete, "bars": bars, **extra, "rows": rows}
+        self._write()
+
+    def _write(self) -> None:
+        body = ",\n".join(f"  {json.dumps(key)}: {_layout(value)}" for key, value in self.document.items())
+        partial = self.path.with_suffix(".partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(f"{{\n{body}\n}}\n", encoding="utf-8")
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise OSError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def portable(command: Sequence[str]) -> list[str]:
+    """A command without what only one machine knows: where output went is left out, other absolute paths are named by
+    their last part."""
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in OUTPUTS:
+            if not equals:
+                next(words, None)
+        elif equals and flag.startswith("-") and Path(value).is_absolute():
+            kept.append(f"{flag}={Path(value).name}")
+        else:
+            kept.append(Path(word).name if Path(word).is_absolute() else word)
+    return kept
+
+
+def _layout(value: Any) -> str:
+    """One row a line, so that changes show well."""
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
