@@ -1,0 +1,94 @@
+"""Tests claims, each with a table, a verdict with by-how-much, and a picture.
+
+    python -m experiments.claims C5 C21 C22 [--json]
+
+Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, its last row the verdict, and an SVG beside
+it. What is about a kernel needs a Hopper GPU; other claims run on a CPU at toy size, which shows how the figures are
+made and gives no verdict. Pictures need matplotlib (the extra `notebooks`); a file measured without it can be drawn
+later: --draw FILE.json.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from experiments.claims.claim import Claim, Row, draw, run, text_table
+from experiments.claims.registry import TITLES, find
+from jllm.errors import JllmError
+from pallas_kernels.backends import on_hopper
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    known = "\n".join(f"  {name:4} {title}" for name, title in TITLES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.claims",
+        description=__doc__,
+        epilog=f"claims:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="which ones, of those below")
+    parser.add_argument("--toy", action="store_true", help="toy size on a GPU too, for a try")
+    parser.add_argument(
+        "--draw", nargs="+", type=Path, default=[], metavar="FILE", help="draw results, measure nothing"
+    )
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    args = parser.parse_args(argv)
+    if bool(args.claims) == bool(args.draw):
+        parser.error("name claims to test, or results to --draw")
+    return args
+
+
+def check_device(claim: Claim) -> None:
+    """Raises ValueError where this machine cannot answer."""
+    if claim.hopper and not on_hopper():
+        import jax
+
+        device = jax.devices()[0].device_kind
+        raise ValueError(f"{claim.id} needs a Hopper GPU, whose kernel it is about, and this machine has: {device}")
+
+
+def try_to_draw(document: Row, path: Path) -> None:
+    """The picture beside a result. Raises ValueError for a file that is no claim's."""
+    name = str(document.get("experiment", "")).removeprefix("claims-")
+    if name not in TITLES:
+        raise ValueError(f"{path} is not the result of a claim")
+    try:
+        draw(find(name), TITLES[name], document, path.with_suffix(".svg"))
+    except ImportError:
+        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {path.name}", file=sys.stderr)
+
+
+def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
+    toy = args.toy or not on_hopper()
+    print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
+    result = run(claim, args.results, command, toy, lambda line: print(line, file=sys.stderr, flush=True))
+    document = result.document
+    *rows, verdict = document["rows"]
+    print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
+    print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
+    try_to_draw(document, result.path)
+    return document
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.claims", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        for path in args.draw:
+            try_to_draw(json.loads(path.read_text(encoding="utf-8")), path)
+        claims = [find(name) for name in dict.fromkeys(args.claims)]
+        for claim in claims:
+            check_device(claim)
+        documents = [test(claim, args, command) for claim in claims]
+    except (JllmError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({document["experiment"]: document for document in documents}))
+    return 0 if all(document["complete"] for document in documents) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""C22: a KV cache against recomputation, and flash against naive attention: time and memory by length.
+
+Cache: what the next token of one LLaMA-2-7B sequence in bfloat16 costs, from the steps that would serve it: a decode
+step over the pages, or a forward pass over all tokens so far. Steps of one and of three layers are timed, and a layer's
+difference makes the 32. Memory is what a step needs beside the weights: K and V of all layers, or of the one that is
+being computed, and temporary arrays.
+
+Attention: one causal sequence, by the library's own kernel over pages, and by a softmax over all scores in XLA.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.decode_step import filled_slots
+from jllm.batch import Layout, Rung, pack_decode, pack_prompt
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.checkpoint import init_params
+from jllm.config import LlamaConfig, load_config
+from jllm.params import Params
+from jllm.step import State, jit_step
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.kv_pages import gather
+from pallas_kernels.prefill_attention import make_work, prefill_attention
+from pallas_kernels.prefill_attention.bench import inputs
+from pallas_kernels.prefill_attention.cases import Case
+
+CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
+MIB = 1 << 20
+PAGE = 16
+DEPTHS = (1, 3)  # layers of the steps that are timed
+AGREE = 2e-2  # of the norm: what two orders of sums in bfloat16 may differ by
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    config = load_config(CONFIG)
+    if toy:
+        sizes: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "head_dim": 16,
+        }
+        config = replace(config, **sizes, vocab_size=256)
+    yield from cache_rows(config, (16, 64) if toy else (128, 512, 2048, 8192))
+    heads, dim = (2, 64) if toy else (config.num_heads, config.head_dim)
+    for length in (64, 256) if toy else (512, 2048, 8192, 16384):
+        yield attention_row(length, heads, dim)
+
+
+def cache_rows(config: LlamaConfig, lengths: tuple[int, ...]) -> Iterator[Row]:
+    params = init_params(replace(config, num_layers=max(DEPTHS)), jax.random.key(0), jnp.bfloat16)
+    jobs = [(length, cached, depth) for length, cached, depth in product(lengths, (True, False), DEPTHS)]
+    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
+        steps = dict(zip(jobs, pool.map(lambda job: Step(params, config, *job), jobs)))
+    for length in lengths:
+        row: Row = {"part": "cache", "tokens": length}
+        for name, cached in (("cached", True), ("recomputed", False)):
+            first, second = (steps[length, cached, depth] for depth in DEPTHS)
+            us = [step.microseconds() for step in (first, second)]
+            layer = (us[1] - us[0]) / (DEPTHS[1] - DEPTHS[0])
+            kept = second.layer_bytes * (config.num_layers if cached else 1)
+            row[f"{name}_ms"] = round((us[0] + layer * (config.num_layers - DEPTHS[0])) / 1e3, 3)
+            row[f"{name}_mib"] = round((kept + second.temporary_bytes) / MIB, 1)
+        yield row | {"times": round(row["recomputed_ms"] / row["cached_ms"], 2)}
+
+
+class Step:
+    """One compiled step that yields the next token of a sequence of `length`, of `depth` layers."""
+
+    def __init__(self, params: Params, config: LlamaConfig, length: int, cached: bool, depth: int):
+        self.params = replace(params, layers=params.layers[:depth])
+        self.config = replace(config, num_layers=depth)
+        pages = -(-(length + 64) // PAGE)  # the timed steps write on
+        layout = Layout(Rung(1, 0 if cached else length, 0 if cached else 1), deltas=pages)
+        self.buffer = pack_decode(layout, [0]) if cached else pack_prompt(layout, [1] * length, range(pages))
+        self.context, self.pages = length - 1, pages
+        state = jax.eval_shape(self.state)
+        self.layer_bytes = cache_bytes(state.cache) * length // (pages * PAGE * depth)
+        lowered = jit_step.lower(self.params, state, self.buffer, config=self.config, layout=layout)
+        self.compiled = lowered.compile()
+        self.temporary_bytes = temporary_bytes(self.compiled)
+
+    def state(self) -> State:
+        formats = parse_kv_cache("bf16", self.config, jnp.bfloat16)
+        return State(make_cache(self.config, self.pages, PAGE, formats), filled_slots(1, self.pages, self.context))
+
+    def microseconds(self) -> float:
+        state = self.state()
+
+        def call() -> jax.Array:
+            nonlocal state
+            state, outputs = self.compiled(self.params, state, self.buffer)
+            return outputs.tokens
+
+        us = microseconds(call)
+        if int(np.max(call())) < 0:
+            raise AssertionError("the step made no token")
+        return us
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Of arrays that live only while it runs."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def naive(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    """Causal attention of q, k, v [L, H, D] by a softmax over all scores [H, L, L]."""
+    scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    p = jax.nn.softmax(jnp.where((row[None, :] <= row[:, None])[None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", p.astype(q.dtype), v)
+
+
+def attention_row(length: int, heads: int, dim: int) -> Row:
+    case = Case(
+        q_lens=(length,), kv_lens=(length,), unused=0, heads=(heads, heads), head_dim=dim, page_size=PAGE,
+        k_format="bf16", v_format="bf16", dtype="bfloat16",
+    )  # fmt: skip
+    q, pages, table, cu_q_lens, kv_lens = inputs(case, 0)
+    work = make_work(q, pages, cu_q_lens, kv_lens) if on_hopper() else None
+    k, v = (gather(pool, table, q.dtype)[0].swapaxes(0, 1)[:length] for pool in (pages.k, pages.v))
+    row: Row = {"part": "attention", "tokens": length, "H": heads, "D": dim}
+    outs = []
+    calls: dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]] = {
+        "flash": (partial(prefill_attention, scale=case.scale, work=work), (q, pages, table, cu_q_lens, kv_lens)),
+        "naive": (partial(naive, scale=case.scale), (q, k, v)),
+    }
+    for name, (attend, arguments) in calls.items():
+        compiled = jax.jit(attend).lower(*arguments).compile()
+        row[f"{name}_us"] = round(microseconds(partial(compiled, *arguments)), 1)
+        row[f"{name}_mib"] = round(temporary_bytes(compiled) / MIB, 1)
+        outs.append(compiled(*arguments).astype(jnp.float32))
+    apart = float(jnp.linalg.norm(outs[0] - outs[1]) / jnp.linalg.norm(outs[1]))
+    if not apart < AGREE:
+        return row | {"error": f"the results are {apart:.1e} of their norm apart"}
+    return row | {"times": round(row["naive_us"] / row["flash_us"], 2)}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    cache = [row for row in rows if row["part"] == "cache"]
+    attention = [row for row in rows if row["part"] == "attention"]
+    parts, wins = [], []
+    if cache:
+        a, b = cache[0], cache[-1]
+        parts.append(
+            f"a token costs {a['cached_ms']} ms at {a['tokens']} and {b['cached_ms']} at {b['tokens']} with the cache, "
+            f"{a['recomputed_ms']} and {b['recomputed_ms']} without ({a['times']:g} and {b['times']:g} times); the "
+            f"cache takes {b['cached_mib']:.0f} MiB, recomputation {b['recomputed_mib']:.0f}"
+        )
+        wins += [row["times"] > 1 for row in cache]
+    if attention:
+        a, b = attention[0], attention[-1]
+        parts.append(
+            f"flash is {a['times']:g} times as fast as naive at {a['tokens']} and {b['times']:g} times at {b['tokens']}"
+            f", with {b['flash_mib']:.0f} MiB for {b['naive_mib']:.0f}"
+        )
+        wins += [row["times"] > 1 and row["flash_mib"] <= row["naive_mib"] for row in attention]
+    return Verdict("yes" if all(wins) else "partly" if any(wins) else "no", "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    names = {"cache": ("cached", "recomputed", "ms"), "attention": ("flash", "naive", "us")}
+    for axes, (part, (ours, other, unit)) in zip(figure.subplots(1, 2), names.items()):
+        found = [row for row in rows if row["part"] == part]
+        tokens = [row["tokens"] for row in found]
+        memory = axes.twinx()
+        for name, color in ((ours, "C0"), (other, "C1")):
+            axes.loglog(tokens, [row[f"{name}_{unit}"] for row in found], "o-", color=color, label=name)
+            memory.loglog(tokens, [max(row[f"{name}_mib"], 0.1) for row in found], "x:", color=color)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(f"{unit} (solid)")
+        memory.set_ylabel("MiB (dotted)")
+        memory.grid(visible=False)
+        axes.legend()
+
+
+CLAIM = Claim(
+    id="C22",
+    stated="less time by length; memory as the price, or saved",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)

@@ -1,0 +1,123 @@
+"""What a claim is here: rows that measure it, a verdict with by-how-much, and a picture; and how one is run."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.result_file import ResultFile
+from pallas_kernels.measure import device_us
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows say of a claim."""
+
+    verdict: str  # "yes", "partly" or "no"
+    measured: str  # by how much, in a line
+    bars: tuple[Row, ...] = ()  # {name, value, unit, bar, met}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim, and how it is tested.
+
+    measure(toy) yields flat rows; where something could not be measured, a row has "error". judge(rows) sees those
+    without one. draw(figure, rows) draws them on a matplotlib figure.
+    """
+
+    id: str
+    stated: str  # by how much, as its authors put it
+    measure: Callable[[bool], Iterable[Row]]
+    judge: Callable[[list[Row]], Verdict]
+    draw: Callable[[Any, list[Row]], None]
+    hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
+
+
+def run(claim: Claim, directory: Path, command: Sequence[str], toy: bool, show: Callable[[str], None]) -> ResultFile:
+    """Measures a claim, and leaves the dated file of its rows, the last of which is the verdict."""
+    size = "toy" if toy else "full"
+    result = ResultFile(directory, f"claims-{claim.id}", command, size=size)
+    for row in claim.measure(toy):
+        result.add({"claim": claim.id, **row})
+        show("  ".join(f"{key}={value}" for key, value in row.items()))
+    rows = result.document["rows"]
+    good = [row for row in rows if "error" not in row]
+    bars: tuple[Row, ...] = ()
+    verdict, measured = "incomplete", "nothing was measured"
+    if good:
+        found = claim.judge(good)
+        measured = found.measured
+        if len(good) == len(rows):
+            verdict = found.verdict
+        if toy:  # too small to decide anything
+            verdict = "toy size: no verdict"
+        else:
+            bars = found.bars
+    result.add({"claim": claim.id, "stated": claim.stated, "measured": measured, "verdict": verdict})
+    result.finish(bars=list(bars), complete=len(good) + 1 == len(result.document["rows"]))
+    return result
+
+
+def measured_rows(document: Row) -> list[Row]:
+    """The rows of a claim's file without the verdict and without what failed."""
+    return [row for row in document["rows"] if "verdict" not in row and "error" not in row]
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call: by the device's own clock, without gaps, on a GPU; else the host's, the median of five."""
+    if jax.default_backend() == "gpu":
+        return device_us(call)
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def text_table(rows: list[Row]) -> str:
+    """Rows under the union of their keys, in columns; a block for each set of keys."""
+    blocks: list[tuple[list[str], list[Row]]] = []
+    for row in rows:
+        keys = [key for key in row if key != "claim"]
+        if not blocks or blocks[-1][0] != keys:
+            blocks.append((keys, []))
+        blocks[-1][1].append(row)
+    lines = []
+    for keys, block in blocks:
+        cells = [keys, *([_cell(row[key]) for key in keys] for row in block)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+        lines += ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells] + [""]
+    return "\n".join(lines[:-1])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def draw(claim: Claim, title: str, document: Row, path: Path) -> None:
+    """The claim's picture as SVG: the same bytes for the same rows. Raises ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": claim.id,
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+    }
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        claim.draw(figure, measured_rows(document))
+        verdict = document["rows"][-1].get("verdict", "incomplete")
+        figure.suptitle(f"{claim.id}: {title} ({document['device']}): {verdict}", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

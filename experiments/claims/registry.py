@@ -1,0 +1,22 @@
+"""Which claims there are: the one called C5 is CLAIM of experiments.claims.c5, imported when it is asked for."""
+
+import difflib
+import importlib
+
+from experiments.claims.claim import Claim
+
+TITLES = {
+    "C5": "Decoding Attention over flash attention for decode",
+    "C21": "KV dequantization hides behind memory even at 10x its arithmetic",
+    "C22": "KV cache over recomputation, and flash over naive attention",
+}
+
+
+def find(name: str) -> Claim:
+    """The claim called `name`, in either case. Raises ValueError for an unknown one, with those near it."""
+    known = name.upper()
+    if known not in TITLES:
+        near = difflib.get_close_matches(known, TITLES, n=3, cutoff=0.5)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ValueError(f"unknown claim {name!r}{hint}; claims: {', '.join(TITLES)}")
+    return importlib.import_module(f"experiments.claims.{known.lower()}").CLAIM

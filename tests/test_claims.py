@@ -1,0 +1,201 @@
+"""The command that tests claims, and what its claims make of their rows."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from experiments import torch_attention
+from experiments.claims import __main__ as command
+from experiments.claims import c5, c21, c22, registry
+from experiments.claims.claim import Claim, Verdict, text_table
+from jllm.config import load_config
+from pallas_kernels.decode_attention import mosaic_sm90
+from pallas_kernels.decode_attention.cases import Case
+from pallas_kernels.decode_attention.config import Config
+from tests.kernels.helpers import same_bits
+
+ROWS = [{"length": 8, "us": 2.0}, {"length": 16, "us": 3.5}]
+
+
+def pretended(rows) -> Claim:
+    """A claim whose rows are given."""
+    return Claim(
+        id="C5",
+        stated="2x",
+        measure=lambda toy: iter(rows),
+        judge=lambda rows: Verdict("yes", f"{len(rows)} rows", ({"name": "n", "value": 1, "met": True},)),
+        draw=lambda figure, rows: figure.subplots().plot([row["us"] for row in rows]),
+    )
+
+
+@pytest.fixture
+def claims(monkeypatch):
+    """Claims by id that the command finds in place of the real ones."""
+    found = {}
+    monkeypatch.setattr(command, "find", lambda name: found[name])
+    return found
+
+
+def test_each_claim_leaves_table_verdict_and_picture(claims, tmp_path, capsys, monkeypatch):
+    claims["C5"] = pretended(ROWS)
+    monkeypatch.setattr(command, "on_hopper", lambda: True)
+    assert command.main(["C5", "C5", "--results", str(tmp_path), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "stated: 2x; measured: 2 rows; verdict: yes" in out
+    document = json.loads(out.splitlines()[-1])["claims-C5"]
+    (path,) = tmp_path.glob("claims-C5-*.json")
+    assert json.loads(path.read_text()) == document
+    verdict = {"claim": "C5", "stated": "2x", "measured": "2 rows", "verdict": "yes"}
+    assert document["rows"] == [*({"claim": "C5"} | row for row in ROWS), verdict]
+    assert (document["complete"], document["size"], len(document["bars"])) == (True, "full", 1)
+    picture = path.with_suffix(".svg")
+    drawn = picture.read_bytes()
+    picture.unlink()
+    assert command.main(["--draw", str(path)]) == 0
+    assert picture.read_bytes() == drawn
+
+
+def test_toy_size_gives_no_verdict(claims, tmp_path, capsys):
+    claims["C5"] = pretended(ROWS)
+    assert command.main(["C5", "--results", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C5"]
+    assert (document["size"], document["bars"]) == ("toy", [])
+    assert document["rows"][-1]["verdict"] == "toy size: no verdict"
+
+
+@pytest.mark.parametrize("rows", [[*ROWS, {"length": 32, "error": "no room"}], [{"error": "no room"}]], ids=len)
+def test_what_failed_makes_the_result_incomplete(claims, rows, tmp_path, capsys, monkeypatch):
+    claims["C5"] = pretended(rows)
+    monkeypatch.setattr(command, "on_hopper", lambda: True)
+    assert command.main(["C5", "--results", str(tmp_path), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C5"]
+    assert not document["complete"]
+    assert document["rows"][-1]["verdict"] == "incomplete"
+
+
+def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
+    for arguments, message in (
+        (
+            ["C5", "--results", str(tmp_path)],
+            "error: C5 needs a Hopper GPU, whose kernel it is about, and this machine",
+        ),
+        (["C22", "c23"], "error: unknown claim 'c23'; near: C22, C21; claims: C5, C21, C22"),
+        (["--draw", str(tmp_path / "none.json")], "error: "),
+    ):
+        assert command.main(arguments) == 2
+        assert capsys.readouterr().err.startswith(message)
+    (tmp_path / "other.json").write_text('{"experiment": "decode_step", "rows": []}')
+    assert command.main(["--draw", str(tmp_path / "other.json")]) == 2
+    assert "other.json is not the result of a claim" in capsys.readouterr().err
+    for arguments in ([], ["C5", "--draw", "x.json"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(title in shown for title in registry.TITLES.values())
+    assert not list(tmp_path.glob("claims-*"))
+
+
+def test_every_claim_is_found_under_its_id():
+    for name in registry.TITLES:
+        assert registry.find(name.lower()).id == name
+
+
+def test_tables_have_a_block_for_each_set_of_keys():
+    table = text_table([{"claim": "C1", "a": 1, "b": 2.0}, {"claim": "C1", "a": 10, "b": 0.123456789}, {"c": "x"}])
+    assert table.splitlines() == [" a         b", " 1         2", "10  0.123457", "", "c", "x"]
+
+
+def test_c5_compares_times_with_flash_attention():
+    def rows(*times):
+        cells = ((1, 1024), (64, 1024), (128, 2048))
+        return [{"R": r, "length": n, "H": 32, "K": 8, "over_flash": t} for (r, n), t in zip(cells, times)]
+
+    yes, partly, no = (c5.judge(rows(*times)) for times in ((1.2, 2.1, 2.0), (1.2, 1.55, 1.55), (1.2, 1.0, 0.9)))
+    assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
+    assert partly.measured == "1.55 to 1.55 times as fast from 65536 keys on, 1.20 to 1.20 times as fast below"
+    assert [(bar["bar"], bar["met"]) for bar in partly.bars] == [(1.5, True), (1.6, False)]
+
+
+def test_c21_asks_for_hidden_work():
+    def rows(*ratios):
+        return [{"dequantized": times, "over_once": ratio} for times, ratio in ratios]
+
+    yes, partly, no = (
+        c21.judge(rows((1, 1.0), (2, 1.0), *((10, ratio) for ratio in ratios)))
+        for ratios in ((1.01, 1.05), (1.01, 1.3), (1.3, 2.5))
+    )
+    assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
+    assert no.measured == "time over that of dequantizing once, at 2 times: 1.00 to 1.00, 10 times: 1.30 to 2.50"
+
+
+def test_dequantizing_again_changes_no_bit():
+    case = Case(
+        lengths=(70,), heads=(1, 1), head_dim=64, page_size=64, k_format="int8-g8", v_format="int4-g32",
+        dtype="bfloat16",
+    )  # fmt: skip
+    arguments = case.inputs()
+    outs = [
+        mosaic_sm90.decode_attention(
+            *arguments, case.scale, None, interpret=plgpu.InterpretGPUParams(),
+            config=Config(tile=64, split=128, sms=1, stages=2, merge_per_sm=1, dequantize=times),
+        )
+        for times in (1, 3)
+    ]  # fmt: skip
+    assert np.asarray(outs[0]).any()
+    assert same_bits(*outs)
+
+
+def test_c22_measures_a_token_with_and_without_a_cache():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    config = c22.replace(load_config(c22.CONFIG), **sizes, vocab_size=64)
+    (row,) = c22.cache_rows(config, (48,))
+    assert row["cached_ms"] > 0
+    assert row["recomputed_ms"] > 0
+    assert row["cached_mib"] >= round(2 * 32 * 48 * 32 * 2 / c22.MIB, 1)  # K and V, layers, tokens, 2 x 16, bytes
+
+
+def test_c22_compares_attention_that_agrees(monkeypatch):
+    row = c22.attention_row(48, 2, 64)
+    assert row["times"] == round(row["naive_us"] / row["flash_us"], 2)
+    monkeypatch.setattr(c22, "naive", lambda q, k, v, scale: jnp.flip(q, 0) * jax.numpy.asarray(scale, q.dtype))
+    assert "of their norm apart" in c22.attention_row(48, 2, 64)["error"]
+
+
+def test_c22_is_decided_by_every_length():
+    cache = {"part": "cache", "tokens": 8, "cached_ms": 1.0, "recomputed_ms": 3.0, "cached_mib": 1, "recomputed_mib": 2}
+    flash = {"part": "attention", "tokens": 8, "flash_us": 1.0, "naive_us": 2.0, "flash_mib": 1, "naive_mib": 5}
+    for times, verdict in (((3.0, 2.0), "yes"), ((3.0, 0.5), "partly"), ((0.5, 0.5), "no")):
+        found = c22.judge([row | {"times": t} for row, t in zip((cache, flash), times)])
+        assert found.verdict == verdict
+
+
+def test_each_claim_draws_its_rows(tmp_path):
+    shape = {"R": 64, "length": 1024, "H": 32, "K": 32}
+    examples = {
+        "C5": [shape | {"over_flash": 1.5}],
+        "C21": [shape | {"dequantized": times, "over_once": 1.0} for times in c21.REPEATS],
+        "C22": [
+            {"part": part, "tokens": 8} | {f"{name}_{unit}": 1.0 for name in names for unit in (time, "mib")}
+            for part, names, time in (
+                ("cache", ("cached", "recomputed"), "ms"), ("attention", ("flash", "naive"), "us"),
+            )
+        ],
+    }  # fmt: skip
+    for name, rows in examples.items():
+        path = tmp_path / f"claims-{name}.json"
+        rows = [*rows, {"verdict": "yes"}]
+        path.write_text(json.dumps({"experiment": f"claims-{name}", "device": "cpu", "rows": rows}))
+        assert command.main(["--draw", str(path)]) == 0
+        assert path.with_suffix(".svg").read_text().count("<path") > 10
+
+
+def test_flash_attention_answers_every_case_even_without_a_gpu():
+    cases = [{"R": 1, "length": 16, "H": 2, "K": 1, "D": 64, "sets": 1}] * 2
+    assert ["error" in found for found in torch_attention.flash_attention(cases)] == [True, True]
