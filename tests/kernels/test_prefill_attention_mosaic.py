@@ -232,8 +232,18 @@ def test_what_is_not_supported_says_what_is():
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_gpu_matches_the_formula_and_repeats_itself(case):
     arguments = poisoned(case)
-    attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
+    attend = jax.jit(partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic"))
     out = attend(*arguments)
     assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
     assert same_bits(out, attend(*arguments))
-    assert same_bits(out, jax.jit(attend)(*arguments))
+
+
+@pytest.mark.gpu
+def test_gpu_company_and_an_outer_jit_change_no_bit():
+    case = dataclasses.replace(MOSAIC_CASES[0], k_format="int8-g8", v_format="bf16")
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    attend = partial(prefill_attention, scale=case.scale, backend="mosaic")
+    out = attend(q, pages, table, cu_q_lens, kv_lens)
+    assert same_bits(out, jax.jit(attend)(q, pages, table, cu_q_lens, kv_lens))
+    alone = q[130:194], pages, table[2:3], jnp.asarray([0, 64], jnp.int32), kv_lens[2:3]
+    assert same_bits(out[130:194], attend(*alone))
