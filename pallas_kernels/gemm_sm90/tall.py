@@ -153,13 +153,16 @@ class Plan:
 
     @property
     def buffers(self) -> int:
-        """Chunks of a warpgroup that shared memory holds beside the rest."""
-        config, size = self.config, self.out_dtype.itemsize
+        """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
+        config = self.config
         taken = config.stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
         taken += 4 * (config.tile_m + 2 * self.tile_n) + 1024
         if config.split_k > 1:
             taken += 4 * config.tile_m * self.tile_n
-        return max(1, min(len(self.chunks), 4, (SHARED_MEMORY - taken) // (2 * ROWS * self.chunk * size)))
+        chunk = 2 * ROWS * self.chunk * self.out_dtype.itemsize
+        if taken + chunk > SHARED_MEMORY:
+            raise ValueError(f"{config} needs {taken + chunk} bytes of shared memory, a CTA has {SHARED_MEMORY}")
+        return min(len(self.chunks), 4, (SHARED_MEMORY - taken) // chunk)
 
     @property
     def accumulator(self) -> Any:

@@ -1,5 +1,6 @@
 """How the Hopper product for many rows cuts its work. Light to import."""
 
+import math
 from dataclasses import dataclass
 
 SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
@@ -24,3 +25,23 @@ class Config:
     split_k: int = 1
     group: int = 8
     ctas: int = H200_SMS
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128, 256):
+            raise ValueError(f"tile_m is {self.tile_m}, expected 64, 128 or 256")
+        multiple = 16 * self.split_k * (2 if self.tile_m == 64 else 1)
+        if not multiple <= self.tile_n <= 256 or self.tile_n % multiple:
+            raise ValueError(f"tile_n is {self.tile_n}, expected a multiple of {multiple} up to 256")
+        if self.tile_m * self.tile_n > 256 * 192:
+            raise ValueError(f"a tile of {self.tile_m}x{self.tile_n} is more than registers hold, at most 256x192")
+        if self.stages < 2 or self.ctas < 1 or self.group < 1:
+            raise ValueError(
+                f"stages={self.stages}, ctas={self.ctas} and group={self.group}, expected at least 2, 1 and 1"
+            )
+        if self.split_k > 1 and self.tile_m == 64:
+            raise ValueError(f"split_k needs tile_m of 128 or 256, got {self.tile_m}")
+        cluster = self.cluster_m, self.cluster_n, self.split_k
+        if any(size not in (1, 2, 4, 8) for size in cluster) or math.prod(cluster) > 8:
+            raise ValueError(
+                f"clusters of {'x'.join(map(str, cluster))} CTAs, expected powers of two, at most 8 in all"
+            )

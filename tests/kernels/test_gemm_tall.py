@@ -1,0 +1,120 @@
+"""The Hopper product for many rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm_sm90 import tall
+from pallas_kernels.gemm_sm90.tall_config import Config
+from pallas_kernels.scaled_matmul import reference
+from pallas_kernels.scaled_matmul.cases import Case
+from tests.kernels.helpers import TOLERANCE, error, same_bits
+
+# Hopper's tensor cores add float8 products with some 14 bits, over up to 11008 of them.
+FP8_TOLERANCE = 2e-3
+
+
+def run(case: Case, config: Config, inputs, **options) -> jax.Array:
+    x, w, x_scale, w_scale, bias, residual = inputs
+    bias = None if bias is None else bias.astype(jnp.float32)
+    extra = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    return tall.gemm(x, w, **extra, out_dtype=jnp.dtype(case.out_dtype), config=config, **options)
+
+
+def interpreted(case: Case, config: Config, inputs) -> jax.Array:
+    """The kernel under the GPU interpreter; a race fails."""
+    out = jax.block_until_ready(run(case, config, inputs, interpret=plgpu.InterpretGPUParams(detect_races=True)))
+    assert not get_races().races_found
+    return out
+
+
+def case_of(m: int, n: int, k: int, operand: str = "int8", **options) -> Case:
+    return Case(m, n, k, operand, **options)
+
+
+INTERPRETED = [
+    (case_of(200, 160, 96, bias=True), Config(128, 128, 2, ctas=2)),  # tails of all three axes, two tiles a CTA
+    (case_of(5, 96, 160, residual=True, out_dtype="float16"), Config(64, 96, 2, ctas=2)),
+    (case_of(300, 96, 160, "float8_e4m3fn", residual=True, out_dtype="float32"), Config(256, 96, 2, ctas=1)),
+    (case_of(130, 192, 128, "float8_e4m3fn", out_dtype="float32", bias=True), Config(128, 64, 3, ctas=2)),
+    (case_of(256, 128, 256, residual=True, bias=True, out_dtype="float32"), Config(128, 64, 3, cluster_m=2, ctas=2)),
+    (case_of(128, 256, 256, zero_rows=True, bias=True), Config(128, 64, 3, cluster_n=2, ctas=2)),
+    (case_of(136, 96, 640), Config(128, 96, 2, ctas=1)),
+]
+
+
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_matches_the_formula_without_races(case, config):
+    inputs = case.inputs()
+    out = interpreted(case, config, inputs)
+    assert out.dtype == case.out_dtype
+    assert error(out, reference.scaled_matmul(*inputs)) < TOLERANCE[case.out_dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_takes_16_bits_without_scales(dtype):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in ((130, 96), (64, 96)))
+    options = {"out_dtype": jnp.dtype("float32"), "config": Config(128, 64, 2, ctas=1)}
+    out = tall.gemm(x, w, **options, interpret=plgpu.InterpretGPUParams())
+    assert error(out, reference.product(x, w)) < TOLERANCE["float32"]
+
+
+def test_int8_sums_are_exact():
+    """Without scales, in float32: up to 2^24, so what is seen are the sums themselves."""
+    case = case_of(136, 64, 512, saturated=True)
+    x, w, *_ = case.inputs()
+    x = x.at[:, ::3].set(127)
+    options = {"out_dtype": jnp.dtype("float32"), "config": Config(128, 64, 2, ctas=2)}
+    out = tall.gemm(x, w, **options, interpret=plgpu.InterpretGPUParams())
+    assert np.array_equal(np.asarray(out), reference.product(x, w))
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_again():
+    case, config = case_of(144, 64, 256, "float8_e4m3fn", residual=True, out_dtype="float32"), Config(128, 64, 2)
+    x, w, x_scale, w_scale, bias, residual = inputs = case.inputs()
+    out = interpreted(case, config, inputs)
+    assert same_bits(out, interpreted(case, config, inputs))
+    few = x[:70], w, x_scale[:70], w_scale, bias, residual[:70]
+    assert same_bits(out[:70], interpreted(case, config, few))
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "change"),
+    [
+        (tall.Plan, "steps", lambda real: property(lambda plan: real.fget(plan) - 1)),
+        (tall.Plan, "chunks", lambda real: property(lambda plan: real.fget(plan)[::-1][:-1])),
+        (tall, "load_residual", lambda real: lambda plan, refs, at, c: real(plan, refs, at._replace(row=64), c)),
+        (tall.Place, "chunk", lambda real: lambda place, *rest: real(place._replace(column=place.column ^ 64), *rest)),
+    ],
+    ids=("a step less", "a chunk not stored", "another residual", "tiles exchanged"),
+)
+def test_seeded_faults_are_caught(monkeypatch, target, name, change):
+    case, config = case_of(128, 128, 256, residual=True, out_dtype="float32"), Config(128, 64, 2, ctas=2)
+    inputs = case.inputs()
+    monkeypatch.setattr(target, name, change(getattr(target, name)))
+    monkeypatch.setattr(tall, "gemm", tall.gemm.__wrapped__)  # past the cache of the jit
+    out = run(case, config, inputs, interpret=plgpu.InterpretGPUParams())
+    assert not error(out, reference.scaled_matmul(*inputs)) < 2 * TOLERANCE["float32"]
+
+
+def test_configurations_are_checked():
+    for options, message in (
+        ({"tile_m": 96}, "tile_m is 96, expected 64, 128 or 256"),
+        ({"tile_n": 100}, "tile_n is 100, expected a multiple of 16 up to 256"),
+        ({"tile_m": 256, "tile_n": 256}, "a tile of 256x256 is more than registers hold"),
+        ({"tile_m": 64, "tile_n": 48}, "tile_n is 48, expected a multiple of 32 up to 256"),
+        ({"stages": 1}, "stages=1, ctas=132 and group=8, expected at least 2, 1 and 1"),
+        ({"split_k": 3, "tile_n": 96}, "clusters of 1x1x3 CTAs, expected powers of two"),
+        ({"split_k": 2, "tile_m": 64}, "split_k needs tile_m of 128 or 256, got 64"),
+        ({"cluster_m": 4, "cluster_n": 4}, "clusters of 4x4x1 CTAs, expected powers of two, at most 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+    x, w = (jnp.zeros((128, 128), jnp.int8) for _ in range(2))
+    with pytest.raises(ValueError, match="needs .* bytes of shared memory, a CTA has 232448"):
+        tall.gemm(x, w, out_dtype=jnp.dtype("float32"), config=Config(128, 128, 7))
