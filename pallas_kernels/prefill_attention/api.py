@@ -16,7 +16,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import reference, xla
-from pallas_kernels.prefill_attention.config import check_measured, check_supported
+from pallas_kernels.prefill_attention.config import check_supported
 from pallas_kernels.prefill_attention.work import Work
 
 
@@ -55,13 +55,7 @@ def prefill_attention(
     check_window(window)
     if debug:
         check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
-
-    def check() -> None:
-        check_supported(q, pages)
-        if backend is None:
-            check_measured(q, pages)
-
-    chosen = choose_backend(backend, check)
+    chosen = choose_backend(backend, lambda: check_supported(q, pages))
     if chosen == "mosaic":
         from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 

@@ -9,6 +9,8 @@ sequences; for a chunk that continues one it attends to all keys without a mask,
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,12 +45,6 @@ def inputs(case: Case, seed: int) -> tuple[Any, ...]:
     return q, pages, table, cu_q_lens, jnp.asarray(case.kv_lens, jnp.int32)
 
 
-def measure(attend: Callable[..., jax.Array], sets: list[tuple[Any, ...]]) -> float:
-    """Microseconds of one attend(*set)."""
-    run = jax.jit(lambda sets: [attend(*arguments) for arguments in sets])
-    return device_us(lambda: run(sets)) / len(sets)
-
-
 def sets_for(case: Case) -> int:
     """Sets of inputs that are more than caches hold."""
     row = case.head_dim * jnp.dtype(case.dtype).itemsize
@@ -56,37 +52,84 @@ def sets_for(case: Case) -> int:
     return max(1, min(4, -(-(256 << 20) // moved)))
 
 
-def measure_mosaic(case: Case) -> float:
-    sets = []
-    for seed in range(sets_for(case)):
+@dataclass(frozen=True)
+class Contender:
+    """One implementation on one case: attend(*make(seed)), over so many sets of inputs."""
+
+    make: Callable[[int], tuple[Any, ...]]
+    attend: Callable[..., jax.Array]
+    flops: int
+    sets: int
+
+
+def mosaic(case: Case) -> Contender:
+    def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
-        sets.append((q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window)))
+        return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window)
 
     def attend(*arguments: Any) -> jax.Array:
         *rest, work = arguments
         return prefill_attention(*rest, scale=case.scale, window=case.window, work=work, backend="mosaic")
 
-    return measure(attend, sets)
+    return Contender(make, attend, case.flops, sets_for(case))
 
 
-def measure_xla(case: Case) -> float:
+def xla(case: Case) -> Contender:
     attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="xla")
-    return measure(attend, [inputs(case, seed) for seed in range(sets_for(case))])
+    return Contender(partial(inputs, case), attend, case.flops, 1)  # far too slow for caches to matter
 
 
-def measure_cudnn(case: Case) -> tuple[float, int] | None:
-    """Microseconds and FLOPs of cuDNN on contiguous K and V of this case; None where chunks differ in length."""
-    if len({*zip(case.q_lens, case.kv_lens)}) > 1:
-        return None
+def cudnn(case: Case) -> Contender:
+    """Contiguous K and V; for chunks of one length."""
     batch, rows, tokens = len(case.q_lens), case.q_lens[0], case.kv_lens[0]
     causal = rows == tokens
     dtype, dim = jnp.dtype(case.dtype), case.head_dim
     shapes = [(batch, rows, case.heads[0], dim), *[(batch, tokens, case.heads[1], dim)] * 2]
-    keys = [jax.random.split(jax.random.key(seed), 3) for seed in range(sets_for(case))]
-    sets = [tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(of_set, shapes)) for of_set in keys]
+
+    def make(seed: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes))
+
     attend = partial(jax.nn.dot_product_attention, scale=case.scale, is_causal=causal, implementation="cudnn")
     flops = case.flops if causal else 4 * batch * rows * tokens * case.heads[0] * dim
-    return measure(attend, sets), flops
+    return Contender(make, attend, flops, sets_for(case))
+
+
+def contenders(case: Case, peers: bool) -> dict[str, Callable[[Case], Contender]]:
+    """Those that a case has: peers in bf16, and cuDNN where chunks have one length."""
+    found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
+    if peers and case.k_format == "bf16":
+        if len({*zip(case.q_lens, case.kv_lens)}) == 1:
+            found["cudnn"] = cudnn
+        found["xla"] = xla
+    return found
+
+
+def compiled(function: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
+    return jax.jit(function).lower(*shapes).compile()
+
+
+def build(contender: Contender) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Compiled: what makes all sets of inputs, and what attends over them."""
+
+    def make() -> list[tuple[Any, ...]]:
+        return [contender.make(seed) for seed in range(contender.sets)]
+
+    def attend(sets: list[tuple[Any, ...]]) -> list[jax.Array]:
+        return [contender.attend(*arguments) for arguments in sets]
+
+    return compiled(make), compiled(attend, jax.eval_shape(make))
+
+
+def measure(job: Future[tuple[Callable[[], Any], Callable[[Any], Any]]], contender: Contender) -> dict[str, Any]:
+    """Figures of a row, or why there are none."""
+    try:
+        make, attend = job.result()
+        sets = make()
+        us = device_us(lambda: attend(sets)) / contender.sets
+    except Exception as error:  # a peer that is missing costs its own rows only
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    return {"us": round(us, 1), "tflop_s": round(contender.flops / us / 1e6)}
 
 
 def matmul_ceiling(size: int = 8192) -> float:
@@ -98,23 +141,22 @@ def matmul_ceiling(size: int = 8192) -> float:
 
 def table(cases: list[Case], peers: bool) -> Iterator[dict[str, Any]]:
     """One row a case and implementation, the run's ceiling first."""
-    ceiling = matmul_ceiling()
-    yield {"kernel": "matmul", "tflop_s": round(ceiling / 1e12)}
-    for case in cases:
-        found: dict[str, tuple[float, int] | None] = {"mosaic": (measure_mosaic(case), case.flops)}
-        if peers:
-            found["cudnn"] = measure_cudnn(case) if case.k_format == "bf16" else None
-            found["xla"] = (measure_xla(case), case.flops)
-        for peer, figures in found.items():
-            if figures is None:
-                continue
-            us, flops = figures
-            yield {
-                "kernel": "prefill_attention", "peer": peer, "q_lens": list(case.q_lens), "kv_lens": list(case.kv_lens),
-                "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,
-                "kv": case.k_format, "us": round(us, 1), "tflop_s": round(flops / us / 1e6),
-                "fraction": round(flops / us * 1e6 / ceiling, 3),
-            }  # fmt: skip
+    ceiling = round(matmul_ceiling() / 1e12)
+    yield {"kernel": "matmul", "tflop_s": ceiling}
+    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, peers).items()]
+    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
+        jobs = [pool.submit(build, contender) for _, _, contender in runs]
+        wait(jobs)  # and is over before anything is timed
+    for (case, peer, contender), job in zip(runs, jobs):
+        row: dict[str, Any] = {
+            "kernel": "prefill_attention", "peer": peer, "q_lens": list(case.q_lens), "kv_lens": list(case.kv_lens),
+            "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,
+            "kv": case.k_format,
+        }  # fmt: skip
+        row |= measure(job, contender)
+        if "us" in row:
+            row["fraction"] = round(row["tflop_s"] / ceiling, 3)
+        yield row
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -122,7 +164,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     found = {
         (row["peer"], tuple(row["q_lens"]), tuple(row["kv_lens"])): row
         for row in rows
-        if row["kernel"] == "prefill_attention" and (row["kv"], row["K"]) == ("bf16", 32)
+        if "us" in row and row["kernel"] == "prefill_attention" and (row["kv"], row["K"]) == ("bf16", 32)
     }
     for lengths, bar in FLASHINFER.items():
         if row := found.get(("mosaic", *lengths)):

@@ -71,22 +71,19 @@ MOSAIC_CASES = tuple(
         ((70, 1, 128), (400, 700, 128), (4, 4), 128, 8, "int4-g32", "bfloat16", 100),
         ((65, 20), (321, 20), (4, 1), 256, 16, "int8-g64", "bfloat16", None),
         ((63, 2), (257, 129), (2, 2), 256, 32, "fp8", "float16", 65),
+        ((65, 20), (321, 20), (4, 2), 64, 16, "f16", "bfloat16", None),
+        ((63, 2), (257, 129), (2, 2), 128, 128, "bf16", "float16", 65),
     )
 )  # fmt: skip
 
 _LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+# What the peers were measured on and a long prompt's last chunk; then short and mixed chunks, in bf16.
+_CELLS = (((2048,), (2048,)), ((1024,) * 8, (1024,) * 8), ((16384,), (16384,)), ((2048,), (8192,)))
+_MORE_CELLS = (((512,) * 8, (512,) * 8), ((512,), (8192,)), ((1500, 300, 200, 48), (1500, 300, 4096, 2048)))
 BENCH_CASES = tuple(
     Case(q_lens=q_lens, kv_lens=kv_lens, unused=0, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
-    for shape in (_LLAMA_7B, _LLAMA_8B)
+    for shape, cells in ((_LLAMA_7B, _CELLS), (_LLAMA_8B, (_CELLS[1], _CELLS[3])))
     for name in ("bf16", "fp8", "int8-g8", "int4-g32")
-    for q_lens, kv_lens in (
-        ((2048,), (2048,)),
-        ((1024,) * 8, (1024,) * 8),
-        ((16384,), (16384,)),
-        ((2048,), (8192,)),
-        ((512,) * 8, (512,) * 8),
-        ((512,), (8192,)),
-        ((1500, 300, 200, 48), (1500, 300, 4096, 2048)),
-    )
+    for q_lens, kv_lens in ((*_CELLS, *_MORE_CELLS) if name == "bf16" else cells)
 )

@@ -56,13 +56,6 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> Config
     return Config(block_kv=64 if converts else 128, heads=heads)
 
 
-def check_measured(q: jax.Array, pages: KVPages) -> None:
-    """Raises NotImplementedError for what the kernel supports but never ran on a device: nobody gets it unasked."""
-    for name, pool in (("K", pages.k), ("V", pages.v)):
-        if pool.values.dtype != q.dtype:
-            raise NotImplementedError(f"{name} stored as {pool.format.dtype} was not measured by backend mosaic yet")
-
-
 def check_supported(q: jax.Array, pages: KVPages) -> None:
     """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
     supported: tuple[tuple[str, object, tuple[object, ...]], ...] = (

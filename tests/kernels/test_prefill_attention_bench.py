@@ -25,7 +25,7 @@ def test_flops_count_visible_keys():
 
 def test_bars_are_read_off_the_rows():
     shape = {"kernel": "prefill_attention", "K": 32, "kv": "bf16"}
-    rows = [{"kernel": "matmul", "tflop_s": 700}]
+    rows = [{"kernel": "matmul", "tflop_s": 700}, {"kernel": "prefill_attention", "peer": "xla", "error": "no"}]
     for lengths in (*bench.FLASHINFER, ((2048,), (8192,))):
         sizes = {"q_lens": list(lengths[0]), "kv_lens": list(lengths[1])}
         rows += [{**shape, **sizes, "peer": peer, "us": 100.0, "tflop_s": rate} for peer, rate in PEERS.items()]
@@ -43,16 +43,29 @@ PEERS = {"mosaic": 450, "cudnn": 600}
 
 
 def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "device_us", lambda run: 100.0 if jax.eval_shape(run) is not None else 0.0)
-    monkeypatch.setattr(bench, "BENCH_CASES", (TINY, dataclasses.replace(TINY, q_lens=(4,), kv_lens=(4,))))
+    def traced(function, *shapes):
+        assert jax.eval_shape(function, *shapes)
+        return lambda *arguments: None
+
+    def attend(q, k, v, **options):
+        if q.shape[1] == 6:
+            raise NotImplementedError("no cuDNN for this\nat all")
+        return q
+
+    monkeypatch.setattr(bench, "compiled", traced)
+    monkeypatch.setattr(bench, "device_us", lambda run: 100.0 if run() is None else 0.0)
+    cases = [TINY, *(dataclasses.replace(TINY, q_lens=(n,), kv_lens=(n,)) for n in (4, 6))]
+    monkeypatch.setattr(bench, "BENCH_CASES", (*cases, dataclasses.replace(TINY, k_format="fp8")))
     monkeypatch.setattr(bench, "matmul_ceiling", lambda: 7e14)
     monkeypatch.setattr(bench, "sets_for", lambda case: 1)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: q)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     assert bench.main(["--results", str(tmp_path), "--json"]) == 0
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
     assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document["complete"]
-    assert [row.get("peer") for row in document["rows"]] == [None, "mosaic", "xla", "mosaic", "cudnn", "xla"]
+    peers = [None, "mosaic", "xla", "mosaic", "cudnn", "xla", "mosaic", "cudnn", "xla", "mosaic"]
+    assert [row.get("peer") for row in document["rows"]] == peers
     row = document["rows"][1]
     assert (row["us"], row["tflop_s"]) == (100.0, round(TINY.flops / 1e8))
+    assert not document["complete"]
+    assert [row["error"] for row in document["rows"] if "error" in row] == ["NotImplementedError: no cuDNN for this"]

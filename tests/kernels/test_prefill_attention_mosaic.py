@@ -19,7 +19,7 @@ from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, s
 
 def tolerance(case: Case) -> float:
     """The kernel rounds probabilities, too, and what it converts to the queries' dtype: errors of the same size."""
-    converts = any(parse_format(name, 64).dtype != case.dtype for name in (case.k_format, case.v_format))
+    converts = any(parse_format(name, case.head_dim).dtype != case.dtype for name in (case.k_format, case.v_format))
     return (2 if converts else 1.4) * TOLERANCE[case.dtype]
 
 
