@@ -122,8 +122,10 @@ def _quantized_weights(path: Path, config: LlamaConfig, stored: dict[str, Stored
         return {}
     from jllm.quant.importers import stored_weights
 
+    vectors = {name for leaf in jax.tree.leaves(param_specs(config)) if leaf.weight is None for name, _ in leaf.parts}
     with _named(path):
-        return stored_weights(raw, weight_specs(config), stored)
+        others = {name: tensor for name, tensor in stored.items() if name not in vectors}
+        return stored_weights(raw, weight_specs(config), others)
 
 
 def _build(

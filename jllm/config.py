@@ -26,6 +26,7 @@ from jllm.hf_fields import (
 )
 
 ROPE_KINDS = ("default", "linear", "llama3")
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and the method that they imply
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -122,8 +123,9 @@ def load_config(path: str | Path) -> LlamaConfig:
 
 
 def load_quantization(path: str | Path) -> dict[str, Any] | None:
-    """What a model directory's config.json says about how its weights are quantized: its `quantization_config` (older
-    files: `compression_config`), None where there is none. Raises ConfigError."""
+    """What a model directory says about how its weights are quantized: `quantization_config` in config.json (older
+    files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is none.
+    Raises ConfigError."""
     file = Path(path) / "config.json"
     if not file.exists():
         return None
@@ -131,6 +133,9 @@ def load_quantization(path: str | Path) -> dict[str, Any] | None:
     found = raw.get("quantization_config") or raw.get("compression_config")
     if found is not None and not isinstance(found, dict):
         raise ConfigError(f"{file}: quantization_config is a {type(found).__name__}, not a JSON object")
+    for name, method in _QUANTIZATION_FILES.items():
+        if not found and (file.parent / name).exists():
+            found = {"quant_method": method} | _read_json(file.parent / name)
     return found or None
 
 

@@ -10,20 +10,34 @@ from typing import Any
 
 from jllm.errors import CheckpointError
 from jllm.param_specs import LeafSpec
-from jllm.quant import files
+from jllm.quant import bitsandbytes, files, foreign
+from jllm.quant.awq import AWQ
+from jllm.quant.compressed_tensors import FP8, CompressedTensors
+from jllm.quant.gptq import GPTQ
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import StoredTensor
 
 # (quantization_config, every matrix by name (param_specs.weight_specs; a tied model's lm_head among them), the stored
-# tensors by name) -> the weights that are stored quantized, by name. Raises CheckpointError for a config that it cannot
-# follow, in one line that names the field or the tensor; checkpoint.py puts the directory before it.
+# tensors by name, less those of norms and biases) -> the weights that are stored quantized, by name. Raises
+# CheckpointError for a config that it cannot follow, in one line that names the field or the tensor; checkpoint.py puts
+# the directory before it.
 Importer = Callable[
     [Mapping[str, Any], Mapping[str, LeafSpec], Mapping[str, StoredTensor]],
     dict[str, StoredWeight],
 ]
 
+
+def _foreign(read_config: Callable[[Mapping[str, Any]], foreign.Layout]) -> Importer:
+    return lambda raw, specs, stored: foreign.stored_weights(read_config(raw), specs, stored)
+
+
 IMPORTERS: dict[str, Importer] = {
     "jllm": files.stored_weights,
+    "gptq": _foreign(GPTQ.from_config),
+    "awq": _foreign(AWQ.from_config),
+    "compressed-tensors": _foreign(CompressedTensors.from_config),
+    "fp8": _foreign(FP8.from_config),
+    "bitsandbytes": _foreign(bitsandbytes.from_config),
 }
 
 

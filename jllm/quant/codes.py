@@ -1,0 +1,151 @@
+"""Codes, scales and zero points as other projects' checkpoints store them -> QuantizedWeight, in numpy.
+
+Nothing is requantized: codes, zero points and scales keep their values, with one exception. Scales of groups are
+float16 here; where a checkpoint has them as float32 they are rounded (relative error 2^-11, absolute 2^-25 below 6e-5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.errors import CheckpointError
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, check_shape, pack4, padded
+
+_SPLIT = (128, 64, 32)  # groups that one scale of a whole row is repeated for
+
+
+def groups_of(module: str, columns: int, group: int) -> int:
+    """How many groups of `group` values (-1: all of them) the columns make. Raises CheckpointError where they don't."""
+    if group == -1:
+        return 1
+    if columns % group:
+        raise CheckpointError(f"{module}: its {columns} columns are not a multiple of the group size {group}")
+    return columns // group
+
+
+def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes of 4 or 8 bits from int32 words, lowest bits first: [..., W] -> uint8 [..., 32 W / bits]."""
+    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & np.uint8(15), octets >> np.uint8(4)], axis=-1).reshape(*octets.shape[:-1], -1)
+
+
+def signed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes less half their range: uint8 -> int8."""
+    return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
+
+
+def input_order(name: str, g_idx: np.ndarray, group: int) -> np.ndarray | None:
+    """Inputs sorted by the group that they are in, int32 [K]; None where they are already. Raises CheckpointError where
+    g_idx, stored as tensor `name`, does not put `group` inputs into each group."""
+    groups = len(g_idx) // group
+    inside = (g_idx >= 0).all() and (g_idx < groups).all()
+    if not inside or (np.bincount(g_idx, minlength=groups) != group).any():
+        raise CheckpointError(f"tensor {name} does not put {group} inputs into each of {groups} groups")
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    return None if np.array_equal(order, np.arange(len(order))) else order
+
+
+def int_weight(
+    module: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    bits: int,
+    *,
+    columns: np.ndarray | None = None,
+) -> QuantizedWeight:
+    """(code - zero) * scale for 16-bit inputs: codes int8 [N, K], scales of any float and zeros int8 [N, G].
+
+    One scale a row (G = 1) stays one for int8 codes, as float32. Codes of 4 bits have scales of groups always: there it
+    is repeated. Zero points that are all zero are left out. Raises CheckpointError for what the format cannot hold.
+    """
+    if zeros is not None and not zeros.any():
+        zeros = None
+    if scales.shape[1] == 1 and bits == 8:
+        fmt = WeightFormat("int8", zero_point=zeros is not None)
+        return row_weight(module, codes, scales[:, 0], fmt, zeros=None if zeros is None else zeros[:, 0])
+    if scales.shape[1] == 1:
+        group = next((group for group in _SPLIT if codes.shape[1] % group == 0), codes.shape[1])
+        scales = np.repeat(scales, codes.shape[1] // group, axis=1)
+        zeros = None if zeros is None else np.repeat(zeros, scales.shape[1], axis=1)
+    fmt = WeightFormat("int4" if bits == 4 else "int8", codes.shape[1] // scales.shape[1], zeros is not None)
+    return group_weight(module, codes, scales, fmt, zeros=zeros, columns=columns)
+
+
+def group_weight(
+    module: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    fmt: WeightFormat,
+    *,
+    zeros: np.ndarray | None = None,
+    columns: np.ndarray | None = None,
+) -> QuantizedWeight:
+    """codes [N, K], scales of any float and zeros int8 [N, G]; columns as QuantizedWeight has them."""
+    N, K = codes.shape
+    try:
+        check_shape((N, K), fmt)
+    except ValueError as error:
+        raise CheckpointError(f"{module}: {error}") from None
+    rows = ((0, padded(N) - N), (0, 0))
+    values = np.pad(codes, rows)
+    half = np.pad(_finite(module, scales, np.float16), rows)
+    zeros = None if zeros is None else np.pad(zeros, rows).T
+    return _assemble(np.asarray(pack4(jnp.asarray(values))) if fmt.packed else values, half.T, zeros, (N, K), fmt, columns)
+
+
+def row_weight(
+    module: str, codes: np.ndarray, scales: np.ndarray, fmt: WeightFormat, *, zeros: np.ndarray | None = None
+) -> QuantizedWeight:
+    """(code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N]."""
+    N, K = codes.shape
+    if fmt.codes == "fp8" and (codes.view(np.uint8) & 0x7F == 0x7F).any():  # e4m3fn has no infinity
+        raise CheckpointError(f"tensor {module}.weight holds NaN")
+    values = np.zeros((padded(N), padded(K)), codes.dtype)
+    values[:N, :K] = codes
+    if zeros is not None:
+        values[:N, K:] = zeros[:, None]  # what is padded stands for zero
+    rows = (0, padded(N) - N)
+    single = np.pad(_finite(module, scales, np.float32), rows)
+    return _assemble(values, single, None if zeros is None else np.pad(zeros, rows), (N, K), fmt)
+
+
+def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights stacked along N: of the same columns in the same order, and of one format, but for zero points, which
+    those without get where others have them."""
+    first, rows = parts[0], [w.shape[0] for w in parts]
+
+    def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
+        joined = np.concatenate([a[:n] if axis == 0 else a[..., :n] for a, n in zip(arrays, rows, strict=True)], axis)
+        pad = padded(sum(rows)) - sum(rows)
+        return np.concatenate([joined, np.zeros_like(joined[:pad] if axis == 0 else joined[..., :pad])], axis)
+
+    zeros = None
+    if any(w.zeros is not None for w in parts):
+        zeros = stack([np.zeros(w.scales.shape, np.int8) if w.zeros is None else w.zeros for w in parts], -1)
+    fmt = replace(first.format, zero_point=zeros is not None)
+    values, scales = stack([w.values for w in parts], 0), stack([w.scales for w in parts], -1)
+    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns)
+
+
+def _assemble(
+    values: Any, scales: Any, zeros: Any, shape: tuple[int, int], fmt: WeightFormat, columns: Any = None
+) -> QuantizedWeight:
+    """A QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
+    return QuantizedWeight(values, scales, zeros, None, columns, shape, fmt)
+
+
+def _finite(module: str, scales: np.ndarray, dtype: type) -> np.ndarray:
+    if not np.isfinite(scales).all():
+        raise CheckpointError(f"{module}: its scales hold NaN or infinity")
+    with np.errstate(over="ignore"):
+        out: np.ndarray = scales.astype(dtype)
+    if not np.isfinite(out).all():
+        largest = float(np.abs(scales).max())
+        raise CheckpointError(f"{module}: its scales reach {largest:.4g}, which is beyond {np.dtype(dtype).name}")
+    return out

@@ -1,0 +1,94 @@
+"""Checkpoints in other projects' layouts: each weight decodes to what the layout's definition says is stored.
+
+Bit for bit, where scales are stored in no more than float16 holds; float32 scales of groups are rounded to it, which
+moves a weight by at most 2^-11 of itself.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jllm
+from jllm.params import LINEARS
+from pallas_kernels.quantized_weights import QuantizedWeight, decode
+from tests.quant import layouts
+from tests.quant.layouts import awq, compressed, gptq, nf4
+
+packed = partial(compressed, form="pack-quantized", activations=False)
+float8 = partial(compressed, form="float-quantized", kind="float")
+HALF = 2.0**-11
+# layout, what its linear layers become, and how far their weights may be off
+CASES = {
+    "gptq": (gptq, "w4a16-g32", 0),
+    "gptq-desc_act": (partial(gptq, desc_act=True), "w4a16-g32", 0),
+    "gptq-desc_act-asymmetric": (partial(gptq, desc_act=True, sym=False), "w4a16-g32-zp", 0),
+    "gptq-v2": (partial(gptq, sym=False, form="gptq_v2"), "w4a16-g32-zp", 0),
+    "gptq-8": (partial(gptq, bits=8, sym=False), "w8a16-g32-zp", 0),
+    "gptq-8-channel": (partial(gptq, bits=8, group=-1), "w8a16", 0),
+    "gptq-channel": (partial(gptq, group=-1, desc_act=True), None, 0),
+    "gptq-bias": (partial(gptq, bias=True), "w4a16-g32", 0),
+    "gptq-lm_head": (partial(gptq, lm_head=True), "w4a16-g32", 0),
+    "gptq-static": (partial(gptq, static_groups=True, model_file_base_name="model"), "w4a16-g32", 0),
+    "awq": (awq, "w4a16-g32-zp", 0),
+    "awq-symmetric": (partial(awq, zero_point=False), "w4a16-g32", 0),
+    "awq-channel": (partial(awq, group=-1), None, 0),
+    "awq-gemv": (partial(awq, version="gemv"), "w4a16-g32-zp", 0),
+    "awq-mixed": (partial(awq, plain=("o_proj",)), "w4a16-g32-zp", 0),
+    "int8": (compressed, "w8a8", 0),
+    "int8-tensor": (partial(compressed, strategy="tensor"), "w8a8", 0),
+    "int8-weight": (partial(compressed, activations=False, symmetric=False, form="naive-quantized"), "uint8-zp", 0),
+    "int8-groups": (partial(compressed, activations=False, strategy="group", group=32), "w8a16-g32", 0),
+    "fp8": (float8, "fp8", 0),
+    "fp8-tensor": (partial(float8, strategy="tensor", dtype=np.float32), "fp8", 0),
+    "fp8-weight": (partial(float8, activations=False), "fp8-weight", 0),
+    "fp8-autofp8": (layouts.autofp8, "fp8", 0),
+    "packed-4": (partial(packed, bits=4, strategy="group", group=32), "w4a16-g32", 0),
+    "packed-4-zp": (partial(packed, bits=4, strategy="group", group=32, symmetric=False), "w4a16-g32-zp", 0),
+    "packed-4-older": (
+        partial(packed, bits=4, strategy="group", group=32, symmetric=False, packed_zeros=False), "w4a16-g32-zp", 0
+    ),
+    "packed-4-actorder": (partial(packed, bits=4, strategy="group", group=32, actorder="group"), "w4a16-g32", 0),
+    "packed-4-float32": (partial(packed, bits=4, strategy="group", group=32, dtype=np.float32), "w4a16-g32", HALF),
+    "packed-8-channel": (partial(packed, bits=8), "w8a16", 0),
+    "nf4": (nf4, None, HALF),
+    "nf4-double": (partial(nf4, double=True), None, HALF),
+    "nf4-storage": (partial(nf4, storage="bfloat16", block=32), "nf4-g32", HALF),
+    "nf4-mixed": (partial(nf4, skip=("down_proj",)), None, HALF),
+    "llm_int8": (layouts.llm_int8, "w8a16", 2.0**-22),
+}  # fmt: skip
+
+
+def merged(model, weights, i=0):
+    """The writer's weights as the leaves of one layer, and the head."""
+    at = f"model.layers.{i}."
+    leaves = {field: np.concatenate([weights[at + part] for part in parts]) for field, (_, parts) in LINEARS.items()}
+    return leaves | {"head": weights.get("lm_head")}
+
+
+def decoded(leaf):
+    return np.asarray(decode(leaf) if isinstance(leaf, QuantizedWeight) else leaf)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_definition(name, tmp_path):
+    layout, fmt, tolerance = CASES[name]
+    model = layouts.small_model()
+    written = layouts.write(tmp_path / "m", model, layout, shards=2 if "act" in name else 1)
+    loaded = jllm.load(tmp_path / "m")
+    layer = loaded.params.layers[0]
+    leaves = {field: getattr(layer, field) for field in LINEARS} | {"head": loaded.params.head}
+    formats = {leaf.format.name for leaf in leaves.values() if isinstance(leaf, QuantizedWeight)}
+    assert formats == {fmt} if fmt else formats
+    plain = {"awq-mixed": {"o", "head"}, "nf4-mixed": {"down", "head"}, "gptq-lm_head": set()}.get(name, {"head"})
+    assert {field for field, leaf in leaves.items() if not isinstance(leaf, QuantizedWeight)} == plain
+    reordered = {f for f, leaf in leaves.items() if isinstance(leaf, QuantizedWeight) and leaf.columns is not None}
+    assert reordered == (set(LINEARS) if name in REORDERED else set())
+    for field, weight in merged(model, written.weights).items():
+        np.testing.assert_allclose(decoded(leaves[field]), weight, rtol=tolerance, atol=0, err_msg=field)
+    for field in ("embed", "norm"):
+        assert jnp.array_equal(getattr(loaded.params, field), getattr(model.params, field))
+
+
+REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder")
