@@ -17,25 +17,30 @@ class Case:
     k: int
     dtype: str
     bias: bool = False
+    residual: bool = False
     out_dtype: str | None = None
 
-    def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """x, w and bias or None: standard normal values, w scaled so that results are too."""
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """x, w and, by name, bias and residual: standard normal values, w scaled so that products are too."""
         rng = np.random.default_rng(seed)
         x = normal(rng, (*self.leading, self.k), self.dtype)
         w = normal(rng, (self.n, self.k), "float32") * self.k**-0.5
-        return x, w.astype(self.dtype), normal(rng, (self.n,), self.dtype) if self.bias else None
+        added = {"bias": normal(rng, (self.n,), self.dtype)} if self.bias else {}
+        if self.residual:
+            added["residual"] = normal(rng, (*self.leading, self.n), self.out_dtype or self.dtype)
+        return x, w.astype(self.dtype), added
 
 
 CASES = (
     Case((1,), 96, 256, "bfloat16"),
     Case((1,), 96, 256, "float32", bias=True),
-    Case((5,), 64, 2048, "bfloat16", bias=True, out_dtype="float32"),
-    Case((2, 3), 64, 128, "float32"),
+    Case((5,), 64, 2048, "bfloat16", bias=True, residual=True, out_dtype="float32"),
+    Case((2, 3), 64, 128, "float32", residual=True),
     Case((), 64, 128, "bfloat16", bias=True),
     Case((7,), 33, 65, "float16", bias=True),
     Case((7,), 33, 65, "float32", out_dtype="bfloat16"),
     Case((1, 1), 64, 2048, "bfloat16", bias=True, out_dtype="float32"),
+    Case((3, 4), 48, 96, "float16", residual=True),
 )
 
 # LLaMA-7B's linears: QKV, attention output, gate and up, down.

@@ -9,9 +9,21 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import compute_dtype
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, w, contract, precision="highest", preferred_element_type=compute_dtype(x.dtype))
+    dtype = compute_dtype(x.dtype) if dtype is None else dtype
+    return jax.lax.dot_general(x, w, contract, precision="highest", preferred_element_type=dtype)
+
+
+def _dot_16_bits(x: jax.Array, w: jax.Array, rounded: DTypeLike | None) -> jax.Array:
+    """The product in float32 or, as `rounded`, in 16 bits: on a GPU its own epilogue then rounds the sums, which are in
+    float32 all the same, and no kernel after it."""
+    dtype = jnp.float32 if rounded is None else rounded
+    # XLA's CPU backend has no bf16 matrix-vector product: one row takes tens of times longer than two.
+    on_cpu = _dot_two_rows if x.dtype == jnp.bfloat16 and x.size == x.shape[-1] else _dot
+    return jax.lax.platform_dependent(
+        x, w, cuda=partial(_dot, dtype=dtype), default=lambda x, w: on_cpu(x, w).astype(dtype)
+    )
 
 
 def _dot_two_rows(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -19,13 +31,14 @@ def _dot_two_rows(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="out_dtype")
-def matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: DTypeLike) -> jax.Array:
-    """x [..., K], w [N, K], bias [N] -> [..., N]; see api.py."""
-    if x.dtype == jnp.bfloat16 and x.size == x.shape[-1]:
-        # XLA's CPU backend has no bf16 matrix-vector product: one row takes tens of times longer than two.
-        y = jax.lax.platform_dependent(x, w, cpu=_dot_two_rows, default=_dot)
-    else:
-        y = _dot(x, w)
+def matmul(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
+) -> jax.Array:
+    """x [..., K], w [N, K], bias [N], residual [..., N] -> [..., N]; see api.py."""
+    alone = bias is None and residual is None
+    y = _dot_16_bits(x, w, out_dtype if alone and x.dtype == out_dtype else None) if x.itemsize == 2 else _dot(x, w)
     if bias is not None:
         y = y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+    if residual is not None:
+        y = y + residual.astype(y.dtype)
     return y.astype(out_dtype)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,26 +15,30 @@ def error(out, expected):
     return np.linalg.norm(np.asarray(out).astype(np.float64) - expected) / np.linalg.norm(expected)
 
 
+def formula(x, w, bias=None, residual=None):
+    return reference.matmul(x, w, bias, residual)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_formula(case):
-    x, w, bias = case.inputs()
-    out = matmul(x, w, bias=bias, out_dtype=case.out_dtype)
+    x, w, added = case.inputs()
+    out = matmul(x, w, **added, out_dtype=case.out_dtype)
     assert out.dtype == (case.out_dtype or case.dtype)
     assert out.shape == (*case.leading, case.n)
     # Accumulation and bias are in float32: a result kept in float32 is right to float32, from 16-bit inputs too.
-    assert error(out, reference.matmul(x, w, bias)) < TOLERANCE[str(out.dtype)]
-    assert same_bits(out, matmul(x, w, bias=bias, out_dtype=case.out_dtype))
-    named = matmul(x, w, bias=bias, out_dtype=case.out_dtype, backend="reference")
+    assert error(out, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
+    assert same_bits(out, matmul(x, w, **added, out_dtype=case.out_dtype))
+    named = matmul(x, w, **added, out_dtype=case.out_dtype, backend="reference")
     assert named.dtype == out.dtype
-    assert error(named, reference.matmul(x, w, bias)) < TOLERANCE[str(out.dtype)]
+    assert error(named, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
 
 
 def test_float64():
     with jax.enable_x64(True):
-        x, w, bias = Case((7,), 33, 65, "float64", bias=True).inputs()
-        out = matmul(x, w, bias=bias)
+        x, w, added = Case((7,), 33, 65, "float64", bias=True, residual=True).inputs()
+        out = matmul(x, w, **added)
         assert out.dtype == jnp.float64
-        assert error(out, reference.matmul(x, w, bias)) < TOLERANCE["float64"]
+        assert error(out, formula(x, w, **added)) < TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
@@ -54,19 +60,25 @@ def test_one_row_under_vmap_and_jit():
 
 def test_seeded_faults_are_caught():
     case = CASES[2]
-    x, w, bias = case.inputs()
-    expected = reference.matmul(x, w, bias)
+    x, w, added = case.inputs()
+    bias, residual = added["bias"], added["residual"]
+    expected = formula(x, w, **added)
+    run = partial(matmul, x, w, out_dtype="float32")
     faults = {
-        "no bias": matmul(x, w, out_dtype="float32"),
-        "bias of the next row": matmul(x, w, bias=jnp.roll(bias, 1), out_dtype="float32"),
-        "a product less": matmul(x.at[:, 7].set(0), w, bias=bias, out_dtype="float32"),
-        "rounded before the bias": (matmul(x, w) + bias[None, :]).astype(jnp.float32),
+        "no bias": run(residual=residual),
+        "no residual": run(bias=bias),
+        "bias of the next column": run(bias=jnp.roll(bias, 1), residual=residual),
+        "residual of the next row": run(bias=bias, residual=jnp.roll(residual, 1, axis=0)),
+        "a product less": matmul(x.at[:, 7].set(0), w, **added, out_dtype="float32"),
+        "rounded before the bias": (matmul(x, w) + bias[None, :]).astype(jnp.float32) + residual,
     }
     assert not missed({name: error(out, expected) for name, out in faults.items()}, TOLERANCE["float32"])
 
 
 def test_bad_arguments_say_what_is_wrong():
-    x, w, bias = CASES[2].inputs()
+    x, w, added = CASES[2].inputs()
+    bias = added["bias"]
+    f32, many = (x.astype(jnp.float32), w.astype(jnp.float32)), jnp.zeros((257, 2048), jnp.bfloat16)
     for error_type, message, call in (
         (ValueError, r"x has shape \(5, 2048\) and w \(64, 2047\)", lambda: matmul(x, w[:, 1:])),
         (ValueError, r"x has shape \(5, 2048\) and w \(2048,\)", lambda: matmul(x, w[0])),
@@ -74,7 +86,10 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, "x has dtype int32", lambda: matmul(x.astype(jnp.int32), w)),
         (ValueError, r"bias has shape \(63,\), expected \[N\] with N=64", lambda: matmul(x, w, bias=bias[1:])),
         (ValueError, "unknown backend 'triton'", lambda: matmul(x, w, backend="triton")),
-        (NotImplementedError, "no mosaic kernel yet", lambda: matmul(x, w, backend="mosaic")),
+        (ValueError, r"residual has shape \(5, 63\), expected \(5, 64\)", lambda: matmul(x, w, residual=x[:, :63])),
+        (NotImplementedError, "no float32 matmul; supported: bfloat16", lambda: matmul(*f32, backend="mosaic")),
+        (NotImplementedError, "x has 257 rows; .* at most 256", lambda: matmul(many, w, backend="mosaic")),
+        (NotImplementedError, "multiples of 16", lambda: matmul(x, w[:63], backend="mosaic")),
         (NotImplementedError, "concrete", lambda: jax.jit(lambda x: matmul(x, w, backend="reference"))(x)),
     ):
         with pytest.raises(error_type, match=message):

@@ -1,0 +1,22 @@
+"""What matmul's Mosaic kernel supports, and where it is the faster one. Light to import."""
+
+import jax
+
+from pallas_kernels.gemm_sm90.skinny_config import MOST_ROWS
+
+
+def check_supported(x: jax.Array, w: jax.Array) -> None:
+    """Raises NotImplementedError, saying what is supported, for what the kernel lacks."""
+    rows, (n, k) = x.size // max(x.shape[-1], 1), w.shape
+    if str(x.dtype) not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"the mosaic kernel has no {x.dtype} matmul; supported: bfloat16, float16")
+    if rows > MOST_ROWS:
+        raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports at most {MOST_ROWS}")
+    if n % 16 or k % 16 or not n or not k:
+        raise NotImplementedError(f"w has shape {w.shape}; the mosaic kernel supports multiples of 16")
+
+
+def check_faster(x: jax.Array, w: jax.Array) -> None:
+    """Raises NotImplementedError where XLA's own product was measured to be as fast, or nothing was measured."""
+    check_supported(x, w)
+    raise NotImplementedError("the mosaic kernel was not yet measured")
