@@ -52,13 +52,13 @@ def gemm(
     if rows > m:
         pad = partial(jax.tree.map, lambda a: jnp.pad(a, [(0, rows - m)] + [(0, 0)] * (a.ndim - 1)))
         x, x_scale, residual = pad((x, x_scale, residual))
-    plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), residual is not None, config)
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     names = tuple(name for name, array in optional.items() if array is not None)
+    plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config)
     kernel = plgpu.kernel(
-        partial(_kernel, plan, names),
+        partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.m, n), out_dtype),
-        scratch_types=plan.scratch(names),
+        scratch_types=plan.scratch(),
         grid=(plan.clusters,),
         grid_names=("group",),
         cluster=(config.cluster_m, config.cluster_n, config.split_k),
@@ -87,12 +87,10 @@ class Refs(NamedTuple):
     vectors_full: Any
     vectors_free: Any
     residual_full: Any
+    vectors_s: Any  # the tile's parts of x_scale, w_scale and bias, one after the other
     x_scale: Any = None
-    x_scale_s: Any = None  # [tile_m]
     w_scale: Any = None
-    w_scale_s: Any = None  # [columns that this CTA finishes]
     bias: Any = None
-    bias_s: Any = None
     residual: Any = None
 
 
@@ -105,7 +103,7 @@ class Plan:
     k: int
     dtype: jnp.dtype
     out_dtype: jnp.dtype
-    has_residual: bool
+    optional: tuple[str, ...]  # the arguments that are there
     config: Config
 
     @property
@@ -152,13 +150,25 @@ class Plan:
         return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.finished, self.chunk)]
 
     @property
+    def adds_residual(self) -> bool:
+        return "residual" in self.optional
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, int]]:
+        """Where each vector's part lies in shared memory: its begin and size."""
+        columns = pl.cdiv(self.tile_n, VECTOR) * VECTOR
+        sizes = {"x_scale": self.config.tile_m, "w_scale": columns, "bias": columns}
+        names = [name for name in sizes if name in self.optional]
+        return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
+
+    @property
     def buffers(self) -> int:
         """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
         config = self.config
         taken = config.stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
-        taken += 4 * (config.tile_m + 2 * self.tile_n) + 1024
-        if config.split_k > 1:
-            taken += 4 * config.tile_m * self.tile_n
+        taken += 4 * config.tile_m * self.tile_n if config.split_k > 1 else 0
+        taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
+        taken += 512  # barriers
         chunk = 2 * ROWS * self.chunk * self.out_dtype.itemsize
         if taken + chunk > SHARED_MEMORY:
             raise ValueError(f"{config} needs {taken + chunk} bytes of shared memory, a CTA has {SHARED_MEMORY}")
@@ -185,27 +195,23 @@ class Plan:
         """Where the operands of a CTA's K step lie."""
         return lax.rem(number, jnp.int32(self.config.stages))
 
-    def scratch(self, names: tuple[str, ...]) -> dict[str, Any]:
-        config = self.config
+    def scratch(self) -> dict[str, Any]:
+        config, split, vectors = self.config, self.config.split_k, self.vectors.values()
         shared = tuple(axis for axis, size in ((M, config.cluster_m), (N, config.cluster_n)) if size > 1)
         free = partial(plgpu.ClusterBarrier, collective_axes=shared) if shared else plgpu.Barrier
-        padded = pl.cdiv(self.tile_n, VECTOR) * VECTOR
-        vectors = {"x_scale": config.tile_m, "w_scale": padded, "bias": padded}
-        vectors = {name: size for name, size in vectors.items() if name in names}
         return {
             "x_s": tiled((config.stages, config.tile_m, self.step), self.dtype),
             "w_s": tiled((config.stages, self.tile_n, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
             "free": free(num_arrivals=2, num_barriers=config.stages),
             "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
-            "sums_s": tiled((2, config.split_k, self.rows, self.finished), self.accumulator)
-            if config.split_k > 1
-            else None,
-            "sums_full": plgpu.Barrier(num_arrivals=config.split_k, num_barriers=2) if config.split_k > 1 else None,
+            "sums_s": tiled((2, split, self.rows, self.finished), self.accumulator) if split > 1 else None,
+            "sums_full": plgpu.Barrier(num_arrivals=split, num_barriers=2) if split > 1 else None,
+            "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
             "vectors_full": plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
             "vectors_free": plgpu.Barrier(num_arrivals=2) if vectors else None,
-            "residual_full": plgpu.Barrier(num_barriers=2 * self.buffers) if self.has_residual else None,
-        } | {f"{name}_s": plgpu.SMEM((size,), jnp.float32) for name, size in vectors.items()}
+            "residual_full": plgpu.Barrier(num_barriers=2 * self.buffers) if self.adds_residual else None,
+        }
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -254,9 +260,9 @@ def for_each_tile(plan: Plan, body: Callable[[Tile, jax.Array], None]) -> jax.Ar
     return count
 
 
-def _kernel(plan: Plan, names: tuple[str, ...], x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
+def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
     *optional, out = arrays
-    refs = Refs(x=x, w=w, out=out, **dict(zip(names, optional)), **scratch)
+    refs = Refs(x=x, w=w, out=out, **dict(zip(plan.optional, optional)), **scratch)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < 2)
@@ -276,11 +282,6 @@ def fetch(plan: Plan, refs: Refs) -> None:
     copy_x = partial(plgpu.copy_gmem_to_smem, collective_axes=N if config.cluster_n > 1 else None)
     copy_w = partial(plgpu.copy_gmem_to_smem, collective_axes=M if config.cluster_m > 1 else None)
     first = lax.axis_index(SPLIT) * steps
-    vectors = [
-        (refs.x_scale, refs.x_scale_s, lambda tile: tile.row),
-        (refs.w_scale, refs.w_scale_s, lambda tile: tile.column),
-        (refs.bias, refs.bias_s, lambda tile: tile.column),
-    ]
 
     def fetch_tile(tile: Tile, n: jax.Array) -> None:
         @pl.loop(0, steps)
@@ -292,16 +293,15 @@ def fetch(plan: Plan, refs: Refs) -> None:
             copy_x(refs.x.at[pl.ds(tile.row, config.tile_m), at], refs.x_s.at[slot], refs.full.at[slot])
             copy_w(refs.w.at[pl.ds(tile.column, plan.tile_n), at], refs.w_s.at[slot], refs.full.at[slot])
 
-        if refs.vectors_full is not None:
+        if plan.vectors:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
-            for source, target, begin in vectors:
-                if source is not None:
-                    part = pl.ds(begin(tile), target.shape[0])
-                    plgpu.copy_gmem_to_smem(source.at[part], target, refs.vectors_full)
+        for name, (begin, size) in plan.vectors.items():
+            source = getattr(refs, name).at[pl.ds(tile.row if name == "x_scale" else tile.column, size)]
+            plgpu.copy_gmem_to_smem(source, refs.vectors_s.at[pl.ds(begin, size)], refs.vectors_full)
 
     tiles = for_each_tile(plan, fetch_tile)
     # No barrier is left in the middle of a phase, and no CTA leaves while another still signals it.
-    if refs.vectors_free is not None:
+    if plan.vectors:
         pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
 
     @pl.loop(jnp.maximum(tiles * steps - config.stages, 0), tiles * steps)
@@ -319,7 +319,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     def compute_tile(tile: Tile, n: jax.Array) -> None:
         part = lax.axis_index(SPLIT) * plan.finished if plan.config.split_k > 1 else 0
         place = Place(wg, tile.row, rows.start, tile.column, columns.start + part)
-        if plan.has_residual:
+        if plan.adds_residual:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for c in range(plan.buffers):
                 load_residual(plan, refs, place, c)
@@ -370,23 +370,24 @@ def load_residual(plan: Plan, refs: Refs, place: Place, c: int) -> None:
 def finish(plan: Plan, refs: Refs, place: Place, sums: Callable[[int, int], jax.Array]) -> None:
     """Scales, adds and stores what a warpgroup finishes of a tile."""
     behind = min(1, plan.buffers - 1)  # stores that may still be read while the residual of another chunk comes in
-    if refs.vectors_full is not None:
+    if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for c, (i, j) in enumerate(plan.chunks):
         buffer, shape = refs.out_s.at[place.wg, c % plan.buffers], (ROWS, plan.chunk)
         part = sums(i, j).astype(jnp.float32)
 
-        def spread(vector: Any, at: Any, axis: int, shape: tuple[int, int] = shape) -> jax.Array:
-            part, layout = vector.at[pl.ds(at, shape[axis])], plgpu.Layout.WGMMA.reduce(1 - axis)
-            return lax.broadcast_in_dim(plgpu.load(part, layout=layout, optimized=False), shape, (axis,))
+        def spread(name: str, begin: Any, axis: int, shape: tuple[int, int] = shape) -> jax.Array:
+            vector = refs.vectors_s.at[pl.ds(plan.vectors[name][0] + begin, shape[axis])]
+            value = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+            return lax.broadcast_in_dim(value, shape, (axis,))
 
-        if refs.x_scale_s is not None:
-            part = part * spread(refs.x_scale_s, place.row_in_tile + i, 0)
-        if refs.w_scale_s is not None:
-            part = part * spread(refs.w_scale_s, place.column_in_tile + j, 1)
-        if refs.bias_s is not None:
-            part = part + spread(refs.bias_s, place.column_in_tile + j, 1)
-        if plan.has_residual:
+        if "x_scale" in plan.optional:
+            part = part * spread("x_scale", place.row_in_tile + i, 0)
+        if "w_scale" in plan.optional:
+            part = part * spread("w_scale", place.column_in_tile + j, 1)
+        if "bias" in plan.optional:
+            part = part + spread("bias", place.column_in_tile + j, 1)
+        if plan.adds_residual:
             plgpu.barrier_wait(refs.residual_full.at[place.wg * plan.buffers + c % plan.buffers])
             part = part + plgpu.load(buffer, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         else:
@@ -394,8 +395,8 @@ def finish(plan: Plan, refs: Refs, place: Place, sums: Callable[[int, int], jax.
         buffer[...] = part.astype(plan.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, refs.out.at[place.chunk(plan, c)])
-        if plan.has_residual and c >= behind and c - behind + plan.buffers < len(plan.chunks):
+        if plan.adds_residual and c >= behind and c - behind + plan.buffers < len(plan.chunks):
             plgpu.wait_smem_to_gmem(behind, wait_read_only=True)
             load_residual(plan, refs, place, c - behind + plan.buffers)
-    if refs.vectors_free is not None:
+    if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)
