@@ -1,0 +1,55 @@
+"""norm_quant: the residual addition and the norm before a projection, in 16 bits or quantized for that projection."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends import choose_backend
+from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
+from pallas_kernels.norm_quant import reference, xla
+from pallas_kernels.norm_quant.config import check_supported, mosaic_wins
+from pallas_kernels.quantized_rows import QuantizedRows, check_kind
+
+
+def norm_quant(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    eps: float,
+    residual: jax.Array | None = None,
+    kind: str | None = None,
+    backend: str | None = None,
+) -> tuple[jax.Array | QuantizedRows, jax.Array]:
+    """RMSNorm(x + residual) * weight: x, residual [T, E], weight [E] of one dtype -> rows [T, E], summed [T, E].
+
+    summed = x + residual is rounded to x's dtype (x itself without a residual); its norm over the last axis is computed
+    in promote_types(x.dtype, float32) with `eps` added to the mean square, rounded to x's dtype, multiplied by weight
+    and rounded again; then it is quantized as quantize_rows does where `kind` is "int8" or "fp8". `eps` is a Python
+    number, static under jit.
+
+    The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends but
+    reference; so is summed. The rounded row itself differs between them by one unit in the last place in some values
+    of ten thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
+    shapes or dtypes that don't fit, NotImplementedError for what a backend that was named doesn't do.
+    """
+    arrays = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
+    sizes = bind_shapes(**{name: (array, "E" if name == "weight" else "T E") for name, array in arrays.items()})
+    check_floats(**arrays)
+    if kind is not None:
+        check_kind(kind)
+    rows, width = sizes["T"], sizes["E"]
+    if width < 1:
+        raise ValueError(f"x has shape {x.shape}, expected [T, E] with E of at least 1")
+    chosen = choose_backend(backend, partial(check_supported, str(x.dtype), rows, width))
+    if backend is None and not mosaic_wins(rows, width, kind, residual is not None):
+        chosen = "xla"
+    if chosen == "mosaic":
+        from pallas_kernels.norm_quant import mosaic_sm90  # imports all of Pallas
+
+        return mosaic_sm90.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
+    if chosen == "reference":
+        check_concrete(x, weight, residual)
+        out = reference.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
+        return jax.tree.map(jnp.asarray, out)
+    return xla.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)

@@ -1,0 +1,18 @@
+"""Roundings that a compiler may not drop."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x, of a type at least as wide, as `dtype`; converted back, it still is rounded.
+
+    XLA is free to drop a conversion to a narrower type and back, and does so on a GPU. `reduce_precision` is kept, but
+    takes numbers below the narrow type's normal ones for zero.
+    """
+    narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    kept = jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant).astype(dtype)
+    if narrow.nexp == wide.nexp:
+        return kept
+    return jnp.where(jnp.abs(x) < narrow.smallest_normal.astype(x.dtype), x.astype(dtype), kept)

@@ -1,0 +1,180 @@
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import row_pieces_sm90
+from pallas_kernels.norm_quant import mosaic_sm90, norm_quant, reference, xla
+from pallas_kernels.norm_quant.cases import BENCH_CASES, CASES, EPS, Case
+from pallas_kernels.norm_quant.config import Config, choose_config
+from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
+from tests.kernels.helpers import error, same_bits
+from tests.kernels.row_helpers import units_apart
+from tests.kernels.test_norm_quant import exact, numbers, tolerance
+
+SUPPORTED = [case for case in CASES if case.dtype != "float32"]
+INTERPRETED = [  # rows beyond the last one, parts of vectors of fewer lanes and warps, one and more full pieces
+    (Case(3, 128, "bfloat16", None), Config(rows=2)),
+    (Case(2, 1408, "bfloat16", "int8"), Config()),
+    (Case(3, 1408, "float16", "fp8"), Config(rows=2)),
+    (Case(1, 2560, "bfloat16", "fp8", residual=False), Config(warpgroups=2)),
+    (Case(3, 1408, "bfloat16", "int8"), Config(warpgroups=4, rows=2)),
+    (Case(1, 1408, "float16", "int8", residual=False), Config(warpgroups=8)),
+]
+
+
+def simple(case: Case):
+    """Inputs whose sum and whose product with the weight are exact: XLA, which interprets the kernel, drops
+    conversions to 16 bits and back."""
+    rng = np.random.default_rng(0)
+    x, residual = (rng.integers(-32, 32, (case.rows, case.width), endpoint=True) / 8 for _ in range(2))
+    weight = rng.choice([-0.5, 1.0, 2.0], case.width)
+    x, residual, weight = (jnp.asarray(array.astype(jnp.dtype(case.dtype))) for array in (x, residual, weight))
+    return x, weight, residual if case.residual else None
+
+
+def interpreted(case: Case, x, weight, residual, **options):
+    """The kernel under the GPU interpreter; a race fails."""
+    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    out = mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options(), **options)
+    out = jax.block_until_ready(out)
+    assert not get_races().races_found
+    return out
+
+
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_interpreted_gives_the_bits_of_xla(case, config):
+    arguments = simple(case)
+    rows, summed = interpreted(case, *arguments, config=config)
+    expected, expected_sum = xla.norm_quant(*arguments[:2], residual=arguments[2], **case.options())
+    assert same_bits(summed, expected_sum)
+    assert same_bits(rows, expected)
+
+
+def test_a_row_is_the_same_bits_whatever_the_configuration():
+    """Sums are of the same vectors in the same order; values have nothing exact about them here."""
+    case = Case(2, 2048, "float16", None, residual=False)
+    x, weight, _ = case.inputs()
+    outs = [
+        interpreted(case, x, weight * 0 + 1, None, config=config)[0] for config in (Config(), Config(4), Config(2, 2))
+    ]
+    assert same_bits(outs[0], outs[1])
+    assert same_bits(outs[0], outs[2])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "change"),
+    [
+        (mosaic_sm90, "_norm", lambda real: lambda row, weights, mean, eps: real(row, weights, mean * 1.02, eps)),
+        (row_pieces_sm90, "_scale", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
+        (row_pieces_sm90, "pieces", lambda real: lambda vectors: real(vectors)[:-1] or real(vectors)),
+    ],
+)
+def test_seeded_faults_are_caught(monkeypatch, module, name, change):
+    case = Case(2, 1280, "bfloat16", "int8")
+    arguments = simple(case)
+    monkeypatch.setattr(module, name, change(getattr(module, name)))
+    x, weight, residual = arguments
+    options = {"interpret": plgpu.InterpretGPUParams(), "config": Config()}
+    out = mosaic_sm90.norm_quant.__wrapped__(x, weight, residual=residual, **case.options(), **options)
+    assert not same_bits(out, xla.norm_quant(x, weight, residual=residual, **case.options()))
+
+
+def shapes(case: Case) -> tuple:
+    row = jax.ShapeDtypeStruct((case.rows, case.width), case.dtype)
+    return row, jax.ShapeDtypeStruct((case.width,), case.dtype), row if case.residual else None
+
+
+def lower(case: Case, config: Config) -> str:
+    def run(x, weight, residual):
+        return mosaic_sm90.norm_quant(x, weight, residual=residual, config=config, **case.options())
+
+    return jax.jit(run).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_every_case_lowers_for_cuda():
+    cases = [
+        (case, choose_config(case.rows, case.width, case.kind, case.residual)) for case in SUPPORTED + [*BENCH_CASES]
+    ]
+    kernels = {(config, replace(case, rows=8)) for case, config in (*cases, *INTERPRETED)}  # rows are the grid's size
+    for config, case in kernels:
+        assert lower(case, config).count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_unrolled_layers_share_one_lowering():
+    case = Case(4, 1024, "bfloat16", "int8")
+
+    def step(x, weight, residual):
+        layer = jax.jit(lambda x, weight, residual: norm_quant(x, weight, eps=EPS, residual=residual, backend="mosaic"))
+        for _ in range(32):
+            x, residual = layer(x, weight, residual)
+        return x, residual
+
+    text = jax.jit(step).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_configurations_are_checked():
+    for options, message in (
+        ({"warpgroups": 3}, "warpgroups is 3, expected a power of two from 1 to 8"),
+        ({"rows": 16}, "rows is 16, expected a power of two from 1 to 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+    for case in BENCH_CASES:
+        choose_config(case.rows, case.width, case.kind, case.residual).check(case.width)
+
+
+CONFIGS = (Config(), Config(rows=2), Config(warpgroups=2), Config(warpgroups=4, rows=2), Config(warpgroups=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*SUPPORTED, Case(33, 4096, "bfloat16", "int8"), Case(7, 8192, "float16", "fp8")], ids=str
+)
+def test_gpu_matches_the_definition(case):
+    """Against float64; codes are those of the kernel's own rows; xla differs by at most a unit in few values; the same
+    bits again, and in every configuration."""
+    x, weight, residual = case.inputs()
+    rows, summed = norm_quant(x, weight, residual=residual, backend="mosaic", **case.options())
+    plain, same = norm_quant(x, weight, residual=residual, backend="mosaic", eps=EPS)
+    other, other_sum = xla.norm_quant(x, weight, residual=residual, eps=EPS)
+    _, expected_sum = reference.norm_quant(x, weight, residual=residual, eps=EPS)
+    assert error(numbers(rows), exact(case, x, weight, residual)) < tolerance(case)
+    assert same_bits((summed, other_sum), (same, jnp.asarray(expected_sum)))
+    assert same_bits(summed, same)
+    units = units_apart(plain, other)
+    assert units.max() <= 1
+    assert np.mean(units > 0) < 5e-3
+    assert case.kind is None or same_bits(rows, jax.jit(partial(quantize_rows, kind=case.kind))(plain))
+    for config in CONFIGS:
+        again = mosaic_sm90.norm_quant(x, weight, residual=residual, config=config, **case.options())
+        assert same_bits(again, (rows, summed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_gpu_zeros_and_nan(kind):
+    x = jnp.zeros((3, 4096), jnp.bfloat16).at[1, 77].set(jnp.nan).at[2].set(1)
+    rows, _ = norm_quant(x, jnp.ones(4096, jnp.bfloat16), eps=EPS, kind=kind, backend="mosaic")
+    back = np.asarray(dequantize_rows(rows))
+    assert not back[0].any()
+    assert np.isnan(back[1]).all()
+    np.testing.assert_allclose(back[2], 1, rtol=1e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_a_row_does_not_depend_on_the_others():
+    x, weight, residual = Case(300, 4096, "bfloat16", "int8").inputs()
+    options = {"eps": EPS, "kind": "int8", "backend": "mosaic"}
+    rows, summed = norm_quant(x, weight, residual=residual, **options)
+    for t in (0, 150, 299):
+        alone = norm_quant(x[t : t + 1], weight, residual=residual[t : t + 1], **options)
+        assert same_bits(alone, jax.tree.map(lambda a, t=t: a[t : t + 1], (rows, summed)))
