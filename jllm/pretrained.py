@@ -1,5 +1,6 @@
 """A model as people hold it: config, weights and tokenizer together."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,24 @@ class Model:
     tokenizer: Tokenizer | None = None
 
     def memory_footprint(self) -> dict[str, int]:
-        """Bytes of weights by dtype, and their "total"."""
+        """Bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
+        "linears"), "codes" and "scales" of those that are (with zero points and all else that decoding takes), "norms",
+        "biases"."""
         sizes: Counter[str] = Counter()
-        for leaf in jax.tree.leaves(self.params):
-            sizes[leaf.dtype.name] += leaf.size * leaf.dtype.itemsize
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.params)[0]:
+            sizes[_kind(path)] += math.prod(leaf.shape) * leaf.dtype.itemsize
         return {**sizes, "total": sum(sizes.values())}
+
+
+def _kind(path: tuple[jax.tree_util.GetAttrKey, ...]) -> str:
+    """Of a leaf of Params, by the fields that lead to it."""
+    fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    if len(fields) > 1 + (fields[0] == "layers"):  # within a QuantizedWeight
+        return "codes" if fields[-1] == "values" else "scales"
+    field = fields[-1]
+    if field.endswith(("norm", "bias")):
+        return "norms" if field.endswith("norm") else "biases"
+    return {"embed": "embedding", "head": "head"}.get(field, "linears")
 
 
 def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | Path | Scheme | None = None) -> Model:

@@ -40,7 +40,11 @@ seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
 KV_FORMATS = "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension)"
-SCHEMES = "bf16"
+SCHEMES = (
+    "bf16, w8a16, w8a8 (w8a8-talk: not the O projection; w8a8-all: every linear layer), w4a16-g128, w4a16-g64, "
+    "w4a16-g32 (each also with -zp: zero points), nf4, nf4-dq, fp8, fp8-weight, uint8-zp; w8a8-tensor, for "
+    "experiments: a token then depends on its company; or a .toml or .json file of rules (README)"
+)
 DTYPES = "bf16, f16, f32"
 NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sampling parameters
 
