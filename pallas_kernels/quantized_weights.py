@@ -15,7 +15,7 @@ textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +166,12 @@ def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     N, K = w.shape
     zeros = None if w.zeros is None else w.zeros[..., :N]
     return _decode_rows(w, w.values[:N], group_scales(w)[..., :N], zeros, dtype)[:, :K]
+
+
+def decode_padded(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
+    """The weight [N', K'] as it is stored, columns and padding included."""
+    ordered = replace(w, columns=None)
+    return _decode_rows(ordered, w.values, group_scales(w), w.zeros, dtype)
 
 
 def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -1,0 +1,65 @@
+"""weight_only_matmul: x @ decode(w).T + bias + residual."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.backends import choose_backend
+from pallas_kernels.checks import check_concrete, check_floats
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_only_matmul import reference, xla
+from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
+
+
+def weight_only_matmul(
+    x: jax.Array,
+    w: QuantizedWeight,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """x [..., K] times a quantized weight [N, K] transposed, plus bias [N] and residual [..., N] -> [..., N].
+
+    K is the logical size: padding and the weight's order of columns are seen to here. `w.format.activations` is
+    ignored: x is multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice. The result
+    has `out_dtype` (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The mosaic kernel
+    and xla on a GPU round the decoded weight, and the kernel its scales, to x's dtype; a row's bits do not depend on
+    the other rows within one configuration. The mosaic backend takes bf16 and f16, groups of 32, 64 and 128, and K a
+    multiple of 256 (128 for codes of eight bits); chosen by itself, it runs where it was measured to be the faster one.
+    Raises ValueError where shapes or dtypes disagree.
+    """
+    N, K = w.shape
+    if x.ndim < 1 or x.shape[-1] != K:
+        raise ValueError(f"x has shape {x.shape}, expected [..., K] with K={K} as the weight has")
+    check_floats(x=x)
+    for name, term, shape in (("bias", bias, (N,)), ("residual", residual, (*x.shape[:-1], N))):
+        if term is not None:
+            check_floats(**{name: term})
+            if term.shape != shape:
+                raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if str(out_dtype) not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(f"out_dtype is {out_dtype}, expected bfloat16, float16, float32 or float64")
+    m, stored = math.prod(x.shape[:-1]), w.values.shape[1] * (2 if w.format.packed else 1)
+    check = check_supported if backend == "mosaic" else check_faster
+    chosen = choose_backend(backend, lambda: check(x.dtype, m, w.values.shape[0], stored, w.format))
+    if chosen == "reference":
+        check_concrete(x, w, bias, residual)
+        return jnp.asarray(reference.weight_only_matmul(x, w, bias, residual)).astype(out_dtype)
+    rows = x.reshape(m, K)
+    if w.columns is not None:
+        rows = jnp.take(rows, w.columns, axis=1)
+    if stored != K:
+        rows = jnp.pad(rows, ((0, 0), (0, stored - K)))
+    residual = None if residual is None else residual.reshape(m, N)
+    if chosen == "mosaic" and m:
+        from pallas_kernels.weight_only_matmul import mosaic_sm90  # imports all of Pallas
+
+        y = mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype)
+    else:
+        y = xla.weight_only_matmul(rows, w, bias, residual, out_dtype)
+    return y.reshape(*x.shape[:-1], N)

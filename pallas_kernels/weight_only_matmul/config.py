@@ -1,0 +1,79 @@
+"""How the Hopper kernel of weight_only_matmul cuts its work, and when it runs. Light to import."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantized_weights import WeightFormat
+
+SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
+H200_SMS = 132
+GROUPS = (32, 64, 128)  # that the kernel knows
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile is `rows` weights' rows by `tokens` of x; CTAs are persistent.
+
+    tokens: of a tile, 8 to 256. fold: parts of K that lie side by side in a tile, so that few rows of the weight fill
+    the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles: of 64
+    rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that a
+    stage holds. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold, split and width
+    change bits.
+    """
+
+    tokens: int = 8
+    fold: int = 1
+    warpgroups: int = 2
+    row_tiles: int = 1
+    split: int = 1
+    width: int = 128
+    stages: int = 8
+    ctas: int = H200_SMS
+
+    def __post_init__(self) -> None:
+        if self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256:
+            raise ValueError(f"tokens is {self.tokens}, expected a multiple of 8, up to 256 / fold={self.fold}")
+        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1):
+            raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
+        if self.width not in (64, 128):
+            raise ValueError(f"width is {self.width}, expected 64 or 128")
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"warpgroups is {self.warpgroups}, expected 1, 2 or 3")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}, expected at least 2")
+        for name in ("row_tiles", "split", "ctas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight in a tile."""
+        return 64 * self.warpgroups * self.row_tiles // self.fold
+
+
+def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config:
+    """The configuration for x [M, K] and a weight [N, K] of a format."""
+    if m <= 8:
+        return Config(fold=4)
+    if m <= 64:
+        return Config(tokens=-(-m // 16) * 16, split=4 if n >= 8192 else 8)
+    return Config(tokens=128, row_tiles=2, width=64)
+
+
+def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
+    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    if str(x_dtype) not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"the mosaic kernel has no {jnp.dtype(x_dtype)} inputs; supported: bfloat16, float16")
+    if fmt.group is not None and fmt.group not in GROUPS:
+        raise NotImplementedError(f"the mosaic kernel has no groups of {fmt.group}; supported: 32, 64, 128")
+    multiple = 256 if fmt.packed else 128
+    if k % multiple:
+        raise NotImplementedError(f"the mosaic kernel has no K={k} for {fmt.name}; supported: multiples of {multiple}")
+
+
+def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
+    """Raises NotImplementedError where the kernel is not supported, or is not known to be faster than XLA."""
+    check_supported(x_dtype, m, n, k, fmt)
+    raise NotImplementedError("the mosaic kernel was not yet measured")

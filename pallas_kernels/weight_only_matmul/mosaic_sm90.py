@@ -1,0 +1,395 @@
+"""weight_only_matmul for Hopper GPUs: codes become wgmma's left operand in registers.
+
+The weight's rows are the 64-row side of wgmma and the few rows of x its narrow side. One warpgroup copies codes, scales
+and x into a ring of stages, on and on across the tiles of a persistent CTA; the others turn codes into 16-bit operands
+in registers and multiply. Few rows of x leave room beside them: with fold = 4, 16 rows of the weight in four parts of K
+are the 64 rows of wgmma, each part meeting its own columns of x, so that tiles are fine enough to balance over all SMs
+with no sums to exchange between them.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, group_scales
+from pallas_kernels.weight_only_matmul.config import SHARED_MEMORY, Config, check_supported, choose_config
+from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, Tile, operand, pair_table
+from pallas_kernels.weight_only_matmul.xla import finish
+
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40)}  # by warpgroups: of a thread that computes, and that copies
+
+
+@partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+def product(
+    x: jax.Array,
+    w: QuantizedWeight,
+    *,
+    out_dtype: jnp.dtype,
+    config: Config,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
+    (m, k), n = x.shape, w.values.shape[0]
+    if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
+        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config, interpret is not None)
+    arrays = {"x": x, "w": w.values, "scales": group_scales(w), "zeros": w.zeros}
+    if w.format.codes == "nf4":
+        arrays["table"] = pair_table(x.dtype)
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    kernel = plgpu.kernel(
+        partial(_kernel, plan, tuple(arrays)),
+        out_type=jax.ShapeDtypeStruct((config.split, x.shape[0], n), out_dtype),
+        scratch_types=plan.scratch(tuple(arrays)),
+        grid=(min(config.ctas, plan.items),),
+        grid_names=("worker",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return kernel(*arrays.values())[:, :m]
+
+
+@partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+def weight_only_matmul(
+    x: jax.Array,
+    w: QuantizedWeight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+    *,
+    config: Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py."""
+    n, k = w.values.shape[0], x.shape[1]
+    check_supported(x.dtype, x.shape[0], n, k, w.format)
+    config = config or choose_config(x.shape[0], n, k, w.format)
+    whole = config.split == 1 and bias is None and residual is None
+    parts = product(x, w, out_dtype=out_dtype if whole else jnp.float32, config=config, interpret=interpret)
+    y = parts[0] if config.split == 1 else functools.reduce(jnp.add, list(parts))  # in order
+    return finish(y[:, : w.shape[0]], bias, residual, out_dtype)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static sizes."""
+
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    format: WeightFormat
+    config: Config
+    interpreted: bool
+
+    @property
+    def step(self) -> int:
+        """Columns of the weight that a stage holds."""
+        return self.config.width * (2 if self.format.packed else 1)
+
+    @property
+    def steps(self) -> int:
+        """Stages of an item; what is past the end of K reads as zeros."""
+        return pl.cdiv(self.k, self.step * self.config.fold * self.config.split)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Along the weight's rows and along x's."""
+        return pl.cdiv(self.n, self.config.rows), pl.cdiv(self.m, self.config.tokens)
+
+    @property
+    def items(self) -> int:
+        return math.prod(self.tiles) * self.config.split
+
+    @property
+    def columns(self) -> int:
+        """Of x's parts in a tile, side by side."""
+        return self.config.tokens * self.config.fold
+
+    @property
+    def by_group(self) -> bool:
+        return self.format.group is not None
+
+    @property
+    def groups(self) -> int:
+        """Of a stage."""
+        return max(1, self.step // self.format.group) if self.format.group else 1
+
+    def vector_dtype(self, name: str) -> jnp.dtype:
+        """Of scales or zeros."""
+        return jnp.dtype("int8" if name == "zeros" else "float16" if self.by_group else "float32")
+
+    def vector_rows(self, name: str) -> int:
+        """Rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
+        rows = self.config.rows
+        while self.groups * rows * self.vector_dtype(name).itemsize % 128:
+            rows += self.config.rows
+        return rows
+
+    @property
+    def tile(self) -> Tile:
+        config = self.config
+        vector_rows = {name: self.vector_rows(name) for name in ("scales", "zeros")}
+        return Tile(
+            self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows, self.interpreted
+        )
+
+    def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
+        """What a stage is filled with: arrays and parts of K."""
+        by_stage = ["w", "x"] + [name for name in ("scales", "zeros") if name in names and self.by_group]
+        return [(name, part) for name in by_stage for part in range(self.config.fold)]
+
+    def vectors(self, names: tuple[str, ...]) -> list[str]:
+        """What is copied once a tile."""
+        return [] if self.by_group else [name for name in ("scales", "zeros") if name in names]
+
+    def scratch(self, names: tuple[str, ...]) -> dict[str, Any]:
+        config, fmt = self.config, self.format
+        out_rows = ROWS // config.fold
+        stage = config.fold * config.rows * config.width + self.columns * self.step * 2
+        other = 2048 + config.warpgroups * config.tokens * out_rows * self.out_dtype.itemsize
+        other += 256 * 32 * 4 if "table" in names else 0
+        vectors: dict[str, tuple[tuple[int, ...], jnp.dtype]] = {}
+        for name in [name for name in ("scales", "zeros") if name in names]:
+            dtype = self.vector_dtype(name)
+            shape = (config.fold, self.groups) if self.by_group else ()
+            vectors[f"{name}_s"] = (*shape, self.vector_rows(name)), dtype
+            size = math.prod(vectors[f"{name}_s"][0]) * dtype.itemsize
+            stage, other = (stage + size, other) if self.by_group else (stage, other + size)
+        other += config.warpgroups * self.columns * ROWS * 4 if config.fold > 1 else 0
+        stages = min(config.stages, (SHARED_MEMORY - other) // stage)
+        if stages < 2:
+            raise NotImplementedError(f"{config} needs more shared memory for {fmt.name}: {stage} bytes a stage")
+        ring = (stages,) if self.by_group else ()
+        scratch: dict[str, Any] = {name: plgpu.SMEM((*ring, *shape), dtype) for name, (shape, dtype) in vectors.items()}
+        if config.fold > 1:
+            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, config.fold, config.tokens, ROWS), jnp.float32)
+        scratch |= {
+            "w_s": swizzled((stages, config.fold * config.rows, config.width), fmt.storage_dtype, config.width),
+            "x_s": swizzled((stages, self.columns, self.step), self.dtype, 128),
+            "out_s": plgpu.SMEM((config.warpgroups, config.tokens, out_rows), self.out_dtype),
+            "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        }
+        if self.vectors(names):
+            scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors(names)))
+            scratch["vectors_free"] = plgpu.Barrier(num_arrivals=config.warpgroups)
+        if "table" in names:
+            scratch["table_s"] = plgpu.SMEM((256, 32), jnp.int32)
+            scratch["table_full"] = plgpu.Barrier()
+        if self.interpreted:
+            scratch["staged_s"] = swizzled((config.warpgroups, ROWS, COLUMNS), self.dtype, 128)
+        return scratch
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
+    """Shared memory in which rows of `width` bytes are swizzled."""
+    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
+    sources, out = dict(zip(names, refs)), refs[len(names)]
+    config = plan.config
+    worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+    workers = lax.axis_size("worker")
+    mine = (plan.items - worker + workers - 1) // workers
+    registers = REGISTERS[config.warpgroups]
+
+    def item(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """First row of the weight, of x, and part of K of this CTA's i-th item: neighbours share the weight's rows."""
+        number = worker + i * workers
+        along_x = plan.tiles[1]
+        rest = number // along_x
+        return (
+            rest // config.split * config.rows,
+            lax.rem(number, jnp.int32(along_x)) * config.tokens,
+            lax.rem(rest, jnp.int32(config.split)),
+        )
+
+    @pl.when(warpgroup < config.warpgroups)
+    def _compute() -> None:
+        plgpu.set_max_registers(registers[0], action="increase")
+        if "table" in names:
+            plgpu.barrier_wait(scratch["table_full"])
+
+        @pl.loop(0, mine)
+        def _item(i: jax.Array) -> None:
+            compute_item(plan, names, warpgroup, i, item(i), out, scratch)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == config.warpgroups)
+    def _copy() -> None:
+        plgpu.set_max_registers(registers[1], action="decrease")
+
+        @plgpu.warp_map
+        def _warps(warp: jax.Array) -> None:
+            copies = plan.copies(names)
+            for w in range(3):
+                pl.when(warp == w)(partial(copy_stages, plan, sources, scratch, mine, item, copies[w::3]))
+
+            @pl.when(warp == 3)
+            def _vectors() -> None:
+                if "table" in names:
+                    plgpu.copy_gmem_to_smem(sources["table"], scratch["table_s"], scratch["table_full"])
+                if plan.vectors(names):
+                    copy_vectors(plan, sources, scratch, mine, item, plan.vectors(names))
+
+
+def copy_stages(
+    plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, copies: list[tuple[str, int]]
+) -> None:
+    """One warp's share of the copies that fill the ring."""
+    if not copies:
+        return
+    config, steps, full, free = plan.config, plan.steps, scratch["full"], scratch["free"]
+    stages = full.shape[0]
+
+    @pl.loop(0, mine)
+    def _item(i: jax.Array) -> None:
+        row, token, split = item(i)
+
+        @pl.loop(0, steps)
+        def _step(s: jax.Array) -> None:
+            number = i * steps + s
+            slot = lax.rem(number, jnp.int32(stages))
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            for name, part in copies:
+                stage = (split * config.fold + part) * steps + s
+                source, target = sources[name], scratch[f"{name}_s"].at[slot]
+                if name == "w":
+                    source = source.at[pl.ds(row, config.rows), pl.ds(stage * config.width, config.width)]
+                    target = target.at[pl.ds(part * config.rows, config.rows)]
+                elif name == "x":
+                    source = source.at[pl.ds(token, config.tokens), pl.ds(stage * plan.step, plan.step)]
+                    target = target.at[pl.ds(part * config.tokens, config.tokens)]
+                else:
+                    assert plan.format.group is not None
+                    group = stage * plan.step // plan.format.group
+                    source = source.at[pl.ds(group, plan.groups), pl.ds(row, target.shape[-1])]
+                    target = target.at[part]
+                plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+
+    @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
+    def _drain(number: jax.Array) -> None:  # no barrier is left in the middle of a phase
+        plgpu.barrier_wait(free.at[lax.rem(number, jnp.int32(stages))])
+
+
+def copy_vectors(plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, names: list[str]) -> None:
+    """Scales and zeros of rows, once a tile."""
+
+    @pl.loop(0, mine)
+    def _item(i: jax.Array) -> None:
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(scratch["vectors_free"]))
+        for name in names:
+            target = scratch[f"{name}_s"]
+            source = sources[name].at[pl.ds(item(i)[0], target.shape[0])]
+            plgpu.copy_gmem_to_smem(source, target, scratch["vectors_full"])
+
+    pl.when(mine > 0)(lambda: plgpu.barrier_wait(scratch["vectors_free"]))
+
+
+def compute_item(
+    plan: Plan,
+    names: tuple[str, ...],
+    warpgroup: jax.Array,
+    i: jax.Array,
+    item: tuple[jax.Array, ...],
+    out: Any,
+    scratch: Any,
+) -> None:
+    """A computing warpgroup's rows of a tile."""
+    config, steps, full, free = plan.config, plan.steps, scratch["full"], scratch["free"]
+    stages, vectors = full.shape[0], plan.vectors(names)
+    if vectors:
+        plgpu.barrier_wait(scratch["vectors_full"])
+
+    def multiply(acc: Any, slot: jax.Array, j: int, r: int) -> None:
+        refs: dict[str, Any] = {
+            name: scratch[f"{name}_s"] for name in ("w", "scales", "zeros", "table") if name in names
+        }
+        for name in ("w", *(() if vectors else ("scales", "zeros"))):
+            if name in refs:
+                refs[name] = refs[name].at[slot]
+        a = operand(plan.tile, refs, warpgroup, j, r, config.row_tiles)
+        if plan.interpreted:
+            staged = scratch["staged_s"].at[warpgroup]
+            staged[...] = a
+            plgpu.commit_smem()
+            a = staged
+        plgpu.wgmma(acc, a, scratch["x_s"].at[slot, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0)))
+        if plan.interpreted:
+            plgpu.wgmma_wait(0)
+
+    def accumulate(*accs: Any) -> list[jax.Array]:
+        @pl.loop(0, steps)
+        def _step(s: jax.Array) -> None:
+            slot = lax.rem(i * steps + s, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            for j in range(plan.step // COLUMNS):
+                for r, acc in enumerate(accs):
+                    multiply(acc, slot, j, r)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[slot])
+
+        return [lax.optimization_barrier(acc[...]) for acc in accs]
+
+    accumulators = [plgpu.ACC((ROWS, plan.columns), jnp.float32)] * config.row_tiles
+    sums = pl.run_scoped(accumulate, *accumulators)
+    for r, part in enumerate(sums):
+        store(plan, warpgroup, item, part, r, out, scratch, bool(vectors))
+    if vectors:
+        plgpu.barrier_arrive(scratch["vectors_free"])
+
+
+def store(
+    plan: Plan, warpgroup: jax.Array, item: tuple[jax.Array, ...], acc: jax.Array, r: int, out: Any, scratch: Any,
+    by_row: bool,
+) -> None:  # fmt: skip
+    """Scales 64 rows of sums [64, columns], adds the parts of a folded tile, and copies them out transposed."""
+    row, token, split = item
+    config, fold = plan.config, plan.config.fold
+    kept = ROWS // fold
+    first = warpgroup * config.row_tiles * kept + r * kept
+    out_s = scratch["out_s"].at[warpgroup]
+    if fold == 1:
+        layout = plgpu.Layout.WGMMA
+        if by_row:
+            scale = plgpu.load(scratch["scales_s"].at[pl.ds(first, ROWS)], layout=layout.reduce(1), optimized=False)
+            acc = acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+        result = plgpu.layout_cast(acc.astype(plan.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_s.transpose((1, 0))[...] = result
+    else:
+        parts = scratch["parts_s"].at[warpgroup]
+        transposed = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+        for f in range(fold):
+            parts.at[f].transpose((1, 0))[...] = transposed[:, f * config.tokens : (f + 1) * config.tokens]
+        plgpu.commit_smem()
+        by_token = plgpu.Layout.TILED(
+            plgpu.Tiling(((8, kept), (2, kept), (kept // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+        )
+        total = None
+        for f in range(fold):
+            part = plgpu.load(parts.at[f, :, pl.ds(f * kept, kept)], layout=by_token, optimized=False)
+            total = part if total is None else total + part
+        assert total is not None
+        if by_row:
+            scale = plgpu.load(scratch["scales_s"].at[pl.ds(first, kept)], layout=by_token.reduce(0), optimized=False)
+            total = total * plgpu.layout_cast(lax.broadcast_in_dim(scale, total.shape, (1,)), by_token)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_s[...] = total.astype(plan.out_dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, config.tokens), pl.ds(row + first, kept)])

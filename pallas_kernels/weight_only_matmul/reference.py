@@ -1,0 +1,64 @@
+"""weight_only_matmul from its formula, float64 numpy, decoding included."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pallas_kernels.quantized_weights import QuantizedWeight
+
+# QLoRA, arXiv 2305.14314, appendix E.
+_NORMAL_FLOAT = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def decoded(w: QuantizedWeight) -> np.ndarray:
+    """float64 [N, K'], columns as stored."""
+    rows = w.shape[0]
+    values = np.asarray(w.values)[:rows]
+    if w.format.codes in ("int4", "nf4"):
+        words = np.ascontiguousarray(values).view("<u4")  # each 32 columns 8p + 2c + i: nibble 4i + p of word c
+        column = np.arange(2 * values.shape[1])
+        p, c, i = column % 32 // 8, column % 8 // 2, column % 2
+        codes = (words[:, column // 32 * 4 + c] >> (4 * (4 * i + p)).astype(np.uint32)) & 15
+        signed = np.where(codes > 7, codes.astype(np.int64) - 16, codes)
+        numbers = _NORMAL_FLOAT[codes] if w.format.codes == "nf4" else signed.astype(np.float64)
+    else:
+        numbers = values.astype(np.float64)
+
+    def by_column(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)[..., :rows]
+        return x[:, None] if x.ndim == 1 else x[np.arange(numbers.shape[1]) * len(x) // numbers.shape[1]].T
+
+    if w.zeros is not None:
+        numbers = numbers - by_column(np.asarray(w.zeros))
+    return numbers * by_column(_scales(w))
+
+
+def _scales(w: QuantizedWeight) -> np.ndarray:
+    """As the kernel takes them: of a doubly quantized weight mean + code * step, rounded to float16."""
+    stored = np.asarray(w.scales)
+    if w.scale_steps is None:
+        return stored
+    mean, *steps = np.asarray(w.scale_steps, np.float32)
+    by_row = stored.T  # blocks of 256 run along a row's groups, then the next row's
+    step = np.asarray(steps, np.float32)[np.arange(by_row.size).reshape(by_row.shape) // 256]
+    limits = np.finfo(np.float16)
+    scales = np.clip(mean + by_row.astype(np.float32) * step, float(limits.tiny), float(limits.max))
+    return scales.astype(np.float16).T
+
+
+def weight_only_matmul(
+    x: ArrayLike, w: QuantizedWeight, bias: ArrayLike | None, residual: ArrayLike | None
+) -> np.ndarray:
+    """x [..., K], bias [N], residual [..., N] -> float64 [..., N]."""
+    weight = decoded(w)[:, : w.shape[1]]
+    inputs = np.asarray(x).astype(np.float64)
+    if w.columns is not None:
+        inputs = inputs[..., np.asarray(w.columns)]
+    y = inputs @ weight.T
+    for term in (bias, residual):
+        if term is not None:
+            y = y + np.asarray(term).astype(np.float64)
+    return y

@@ -1,0 +1,201 @@
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU.
+
+The interpreter does not run what turns codes into registers; there the format's definition stands in for it, with the
+same roundings. On a device every code of every format meets the reference.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
+from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul
+from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
+from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
+from tests.kernels.helpers import error, missed, same_bits
+
+# Of a row's norm. Scales and scaled codes are each rounded to x's dtype, half an ulp, and so is the result: some 2e-3
+# in bfloat16 and an eighth of that in float16.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
+SUPPORTED = [case for case in CASES if case.dtype != "float32"]
+SMALL = Config(fold=4, warpgroups=1, ctas=2)
+INTERPRETED = [
+    (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2)),
+    (Case((9,), 160, 512, "w4a16-g32-zp"), Config(tokens=16, warpgroups=1, row_tiles=2, ctas=2)),
+    (Case((3,), 64, 512, "nf4", "float16"), replace(SMALL, fold=2)),
+    (Case((12,), 96, 512, "nf4-dq", bias=True), Config(tokens=8, split=2, width=64, ctas=3)),
+    (Case((2,), 64, 512, "w8a16-g64-zp", "float16"), replace(SMALL, fold=2, stages=2)),
+    (Case((5,), 96, 512, "uint8-zp", out_dtype="float32"), replace(SMALL, warpgroups=3)),
+    (Case((17,), 128, 384, "fp8-weight", "float16"), Config(tokens=32, split=2, warpgroups=1, width=64, ctas=2)),
+    (Case((8,), 64, 256, "w8a8"), SMALL),
+]
+
+
+def supported_config(case: Case) -> Config:
+    rows = int(np.prod(case.leading))
+    return choose_config(rows, case.n, case.k, parse_weight_format(case.format))
+
+
+def interpreted(x, w, bias, residual, case: Case, config: Config):
+    """The kernel under the GPU interpreter; a race fails."""
+    out = mosaic_sm90.weight_only_matmul(
+        x, w, bias, residual, jnp.dtype(case.out_dtype or case.dtype), config=config,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )  # fmt: skip
+    jax.block_until_ready(out)
+    assert not get_races().races_found
+    return out
+
+
+def row_error(out, expected) -> float:
+    return error(*(np.asarray(y).astype(np.float64).reshape(-1, 1, np.shape(y)[-1]) for y in (out, expected)))
+
+
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_interpreted(case, config):
+    inputs = case.inputs()
+    out = interpreted(*inputs, case, config)
+    assert out.dtype == (case.out_dtype or case.dtype)
+    assert row_error(out, reference.weight_only_matmul(*inputs)) < TOLERANCE[case.dtype]
+
+
+def test_same_bits_again_and_in_other_company():
+    case, config = INTERPRETED[1]
+    x, w, *_ = case.inputs()
+    whole = interpreted(x, w, None, None, case, config)
+    assert same_bits(interpreted(x, w, None, None, case, config), whole)
+    assert same_bits(interpreted(x[3:5], w, None, None, case, config), whole[3:5])
+
+
+def test_padded_rows_are_not_seen():
+    case, config = Case((2,), 33, 128, "w8a16"), SMALL
+    x, w, _, _ = case.inputs()
+    poisoned = replace(w, scales=w.scales.at[33:].set(jnp.nan))
+    assert same_bits(interpreted(x, poisoned, None, None, case, config), interpreted(x, w, None, None, case, config))
+
+
+def test_seeded_faults_are_caught():
+    case, config = INTERPRETED[1]
+    x, w, *_ = case.inputs()
+    scales = np.array(w.scales)
+    faults = {
+        "two groups' scales swapped": replace(w, scales=jnp.asarray(scales[[1, 0, *range(2, len(scales))]])),
+        "a group dropped": replace(w, scales=jnp.asarray(scales).at[2].set(0)),
+        "zeros off by one": replace(w, zeros=w.zeros + jnp.int8(1)),
+    }
+    expected = reference.weight_only_matmul(*case.inputs())
+    out = {name: row_error(interpreted(x, bad, None, None, case, config), expected) for name, bad in faults.items()}
+    assert not missed(out, TOLERANCE["bfloat16"])
+
+
+def shapes(case: Case):
+    """The types of case.inputs(), without the inputs."""
+    w = jax.eval_shape(lambda: encode(jnp.zeros((case.n, case.k)), parse_weight_format(case.format)))
+    return jax.ShapeDtypeStruct((int(np.prod(case.leading)), case.k), case.dtype), w
+
+
+def lower(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_every_case_lowers_for_cuda():
+    seen = set()
+    for case in (*SUPPORTED, *BENCH_CASES):
+        x, w = shapes(case)
+        key = case.format, case.dtype, supported_config(case)
+        if key in seen:
+            continue
+        seen.add(key)
+        text = lower(lambda x, w: mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype), x, w)
+        assert "mosaic_gpu" in text, case
+
+
+def test_layers_share_one_kernel():
+    x, w = shapes(Case((4,), 1024, 1024, "w4a16-g128"))
+
+    def layers(x, ws):
+        for w in ws:
+            x = weight_only_matmul(x, w, backend="mosaic")
+        return x
+
+    text = lower(layers, x, [w] * 32)
+    assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) == 1
+
+
+def test_configurations_are_checked():
+    for options, message in (
+        ({"tokens": 12}, "tokens is 12, expected a multiple of 8"),
+        ({"tokens": 128, "fold": 4}, "up to 256 / fold=4"),
+        ({"fold": 3}, "fold is 3, expected 1, or 2 or 4"),
+        ({"fold": 2, "row_tiles": 2}, "with row_tiles=1"),
+        ({"width": 32}, "width is 32, expected 64 or 128"),
+        ({"warpgroups": 4}, "warpgroups is 4, expected 1, 2 or 3"),
+        ({"stages": 1}, "stages is 1, expected at least 2"),
+        ({"split": 0}, "split is 0, expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**options)
+    x, w = shapes(Case((256,), 128, 512, "w4a16-g128"))
+    with pytest.raises(NotImplementedError, match="needs more shared memory"):
+        jax.eval_shape(lambda x, w: mosaic_sm90.product(x, w, out_dtype=x.dtype, config=Config(tokens=256)), x, w)
+    check_supported("bfloat16", 1, 32, 256, w.format)
+
+
+def every_code(name: str) -> QuantizedWeight:
+    """A weight [32, 256] whose columns hold every code in turn, each row begun at another."""
+    fmt = parse_weight_format(name)
+    codes = (np.arange(256)[None, :] + 37 * np.arange(32)[:, None]) % 256
+    if fmt.packed:
+        values = pack4(jnp.asarray(codes % 16))
+    elif fmt.codes == "int8":
+        values = jnp.asarray((codes - 128).astype(np.int8))
+    else:
+        values = jnp.asarray(np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8).view(jnp.float8_e4m3fn))
+    ones = jnp.ones((32,), jnp.float32) if fmt.group is None else jnp.ones((256 // fmt.group, 32), jnp.float16)
+    zeros = jnp.full(ones.shape, -3, jnp.int8) if fmt.zero_point else None
+    return QuantizedWeight(values, ones, zeros, None, None, (32, 256), fmt)
+
+
+FORMATS = ("w4a16-g32", "w4a16-g128", "w4a16-g64-zp", "nf4", "w8a16", "w8a16-g128-zp", "uint8-zp", "fp8-weight")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpu_every_code_in_every_place(name, dtype):
+    """x picks one column at a time: the product is the decoded weight itself, rounded to x's dtype."""
+    w = every_code(name)
+    x = jnp.eye(256, dtype=dtype)
+    expected = np.asarray(decode(w, dtype)).astype(np.float64).T
+    for config in (Config(tokens=64), Config(fold=4), Config(tokens=16, width=64, row_tiles=2, split=2)):
+        out = mosaic_sm90.weight_only_matmul(x, w, None, None, jnp.dtype("float32"), config=config)
+        assert (np.asarray(out).astype(np.float64) == expected).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_gpu_matches_the_definition(case):
+    x, w, bias, residual = case.inputs()
+
+    def run():
+        return weight_only_matmul(x, w, bias=bias, residual=residual, out_dtype=case.out_dtype, backend="mosaic")
+
+    out = run()
+    assert row_error(out, reference.weight_only_matmul(x, w, bias, residual)) < TOLERANCE[case.dtype]
+    assert same_bits(run(), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpu_at_the_size_of_a_layer(name, rows):
+    """Many stages and tiles a CTA: a stage overwritten too early shows here."""
+    x, w, _, _ = Case((rows,), 4096, 4096, name).inputs()
+    out = weight_only_matmul(x, w, backend="mosaic")
+    assert row_error(out, reference.weight_only_matmul(x, w, None, None)) < TOLERANCE["bfloat16"]
+    assert all(same_bits(weight_only_matmul(x, w, backend="mosaic"), out) for _ in range(5))
