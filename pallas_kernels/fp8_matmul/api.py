@@ -1,0 +1,32 @@
+"""fp8_matmul: (x @ w.T) * x_scale[:, None] * w_scale + bias + residual, of float8 (e4m3) operands."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.fp8_matmul.config import choose_config
+from pallas_kernels.scaled_matmul.api import scaled_matmul
+
+
+def fp8_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    backend: str | None = None,
+) -> jax.Array:
+    """x e4m3[M, K] times w e4m3[N, K] transposed, scaled by x_scale [M] and w_scale [N] -> [M, N] of `out_dtype`.
+
+    Operands are float8_e4m3fn; products are added in the scales' dtype, float32 or float64 (Hopper's tensor cores keep
+    fewer bits of a float8 sum than float32 has); then as in int8_matmul: `sums * x_scale[:, None] * w_scale + bias +
+    residual` in that dtype, rounded once. Raises ValueError where shapes or dtypes disagree, and NotImplementedError
+    for what a backend that was named doesn't do.
+    """
+    return scaled_matmul(
+        x, w, x_scale, w_scale, bias=bias, residual=residual, out_dtype=out_dtype, backend=backend,
+        operand=jnp.float8_e4m3fn, choose_config=choose_config,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Checks, and the way to a backend."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.backends import choose_backend
+from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
+from pallas_kernels.scaled_matmul import reference, xla
+from pallas_kernels.scaled_matmul.config import Config, check_supported, is_skinny
+
+
+def scaled_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    *,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: DTypeLike,
+    backend: str | None,
+    operand: DTypeLike,
+    choose_config: Callable[[int, int, int], Config],
+) -> jax.Array:
+    """The product of operands of dtype `operand`; `choose_config` gives the kernel's configuration for M, N and K."""
+    sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), x_scale=(x_scale, "M"), w_scale=(w_scale, "N"))
+    for name, array in (("x", x), ("w", w)):
+        if array.dtype != operand:
+            raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(operand)}")
+    if str(x_scale.dtype) not in ("float32", "float64") or w_scale.dtype != x_scale.dtype:
+        raise ValueError(f"scales are {x_scale.dtype} and {w_scale.dtype}, expected float32 or float64 for both")
+    for name, addend, spec in (("bias", bias, "N"), ("residual", residual, "M N")):
+        if addend is not None:
+            check_floats(**{name: addend})
+            bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
+    out_dtype = jnp.dtype(out_dtype)
+    if str(out_dtype) not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(f"out_dtype is {out_dtype}, expected bfloat16, float16, float32 or float64")
+    check = partial(check_supported, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+    chosen = choose_backend(backend, check)
+    if chosen == "mosaic":
+        return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype, choose_config(*(sizes[s] for s in "MNK")))
+    if chosen == "reference":
+        check_concrete(x, w, x_scale, w_scale, bias, residual)
+        return jnp.asarray(reference.scaled_matmul(x, w, x_scale, w_scale, bias, residual)).astype(out_dtype)
+    return xla.scaled_matmul(x, w, x_scale, w_scale, bias, residual, out_dtype)
+
+
+def _mosaic(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+    config: Config,
+) -> jax.Array:
+    from pallas_kernels.gemm_sm90 import skinny, tall  # import all of Pallas
+
+    gemm: Any = skinny.gemm if is_skinny(config) else tall.gemm
+    bias = None if bias is None else bias.astype(jnp.float32)
+    added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    return gemm(x, w, **added, out_dtype=out_dtype, config=config)

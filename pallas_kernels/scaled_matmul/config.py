@@ -1,0 +1,44 @@
+"""What the Mosaic GPU kernels of scaled products support, and how a configuration is chosen. Light to import."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gemm_sm90 import skinny_config, tall_config
+
+Config = tall_config.Config | skinny_config.Config
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+MULTIPLE = 32  # of N and K
+
+
+def is_skinny(config: Config) -> bool:
+    """Whether a configuration is of the kernel for few rows."""
+    return isinstance(config, skinny_config.Config)
+
+
+def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, residual: jax.Array | None) -> None:
+    """Raises NotImplementedError for what the kernels do not do, naming what they do."""
+    for name, size in (("N", n), ("K", k)):
+        if size < MULTIPLE or size % MULTIPLE:
+            raise NotImplementedError(f"{name}={size} is not supported by backend mosaic, which does multiples of 32")
+    if scale_dtype != jnp.float32:
+        raise NotImplementedError(f"scales of {scale_dtype} are not supported by backend mosaic, which does float32")
+    if str(out_dtype) not in OUT_DTYPES:
+        names = ", ".join(OUT_DTYPES)
+        raise NotImplementedError(f"out_dtype {out_dtype} is not supported by backend mosaic, which does {names}")
+    if residual is not None and residual.dtype != out_dtype:
+        raise NotImplementedError(
+            f"a {residual.dtype} residual is not supported by backend mosaic, which adds one of out_dtype, {out_dtype}"
+        )
+
+
+def choose(tuned: dict[tuple[int, int], tuple[tuple[int, Config], ...]], m: int, n: int, k: int) -> Config:
+    """The configuration for x [M, K] and w [N, K]: what `tuned` has for (K, N), by the largest M of each; else what
+    the model of the kernels' cost likes best."""
+    for most, config in tuned.get((k, n), ()):
+        if m <= most:
+            return config
+    return estimate(m, n, k)
+
+
+def estimate(m: int, n: int, k: int) -> Config:
+    return tall_config.Config(tile_m=256, tile_n=128) if m > 128 else tall_config.Config(tile_m=128, tile_n=128)

@@ -1,0 +1,26 @@
+"""Scaled products from their formula, float64 numpy."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def product(x: ArrayLike, w: ArrayLike) -> np.ndarray:
+    """x [M, K] times w [N, K] transposed -> float64 [M, N]; exact for int8, as sums stay below 2^53."""
+    return np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
+
+
+def scaled_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    x_scale: ArrayLike,
+    w_scale: ArrayLike,
+    bias: ArrayLike | None,
+    residual: ArrayLike | None,
+) -> np.ndarray:
+    """x [M, K], w [N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> float64 [M, N]."""
+    rows, columns = (np.asarray(scale).astype(np.float64) for scale in (x_scale, w_scale))
+    y = product(x, w) * np.outer(rows, columns)
+    for addend in (bias, residual):
+        if addend is not None:
+            y = y + np.asarray(addend).astype(np.float64)
+    return y

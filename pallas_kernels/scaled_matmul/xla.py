@@ -1,0 +1,55 @@
+"""Scaled products in plain jnp."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+@partial(jax.jit, static_argnames="out_dtype")
+def scaled_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """x [M, K], w [N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see api.py."""
+    y = product(x, w, x_scale.dtype).astype(x_scale.dtype) * x_scale[:, None] * w_scale[None, :]
+    if bias is not None:
+        y = y + bias.astype(y.dtype)[None, :]
+    if residual is not None:
+        y = y + residual.astype(y.dtype)
+    return y.astype(out_dtype)
+
+
+def product(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x [M, K] times w [N, K] transposed -> [M, N]: int32 of int8, exactly; else `dtype`, which sums are in."""
+    if x.dtype == jnp.int8:
+        multiply = partial(_dot, dtype=jnp.int32)
+        return lax.platform_dependent(x, w, cpu=partial(_two_rows, multiply), default=multiply)
+    if jnp.dtype(dtype) == jnp.float64:
+        return _dot(x.astype(dtype), w.astype(dtype), dtype)
+    # On a GPU XLA hands a product of two fp8 arrays to cuBLASLt as it is; its CPU backend is fastest in bfloat16, which
+    # holds e4m3 exactly.
+    multiply = partial(_dot, dtype=dtype)
+    return lax.platform_dependent(x, w, cpu=partial(_two_rows, partial(_upcast, multiply)), default=multiply)
+
+
+def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _upcast(multiply: "partial[jax.Array]", x: jax.Array, w: jax.Array) -> jax.Array:
+    return multiply(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+
+
+def _two_rows(multiply: "partial[jax.Array]", x: jax.Array, w: jax.Array) -> jax.Array:
+    """XLA's CPU backend has no matrix-vector product of eight or 16 bits: one row takes ten times longer than two."""
+    if x.shape[0] != 1:
+        return multiply(x, w)
+    return multiply(jnp.broadcast_to(x, (2, x.shape[1])), w)[:1]
