@@ -12,6 +12,7 @@ import pytest
 
 import jllm
 from jllm.params import LINEARS
+from jllm.quant import codes
 from pallas_kernels.quantized_weights import QuantizedWeight, decode
 from tests.quant import layouts
 from tests.quant.layouts import awq, compressed, gptq, nf4
@@ -71,24 +72,58 @@ def decoded(leaf):
     return np.asarray(decode(leaf) if isinstance(leaf, QuantizedWeight) else leaf)
 
 
+def furthest(name, path):
+    """Loads a case; how far its worst weight is from the writer's, relative to that one."""
+    model = layouts.small_model()
+    written = layouts.write(path, model, CASES[name][0], shards=2 if "act" in name else 1)
+    params = jllm.load(path).params
+    leaves = {field: getattr(params.layers[0], field) for field in LINEARS} | {"head": params.head}
+    worst = 0.0
+    for field, weight in merged(model, written.weights).items():
+        nonzero = np.where(weight == 0, np.finfo(np.float32).tiny, np.abs(weight))
+        worst = max(worst, float((np.abs(decoded(leaves[field]) - weight) / nonzero).max()))
+    return worst, params, leaves
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_definition(name, tmp_path):
-    layout, fmt, tolerance = CASES[name]
-    model = layouts.small_model()
-    written = layouts.write(tmp_path / "m", model, layout, shards=2 if "act" in name else 1)
-    loaded = jllm.load(tmp_path / "m")
-    layer = loaded.params.layers[0]
-    leaves = {field: getattr(layer, field) for field in LINEARS} | {"head": loaded.params.head}
+    fmt, tolerance = CASES[name][1:]
+    worst, params, leaves = furthest(name, tmp_path / "m")
+    assert worst <= tolerance
     formats = {leaf.format.name for leaf in leaves.values() if isinstance(leaf, QuantizedWeight)}
     assert formats == {fmt} if fmt else formats
     plain = {"awq-mixed": {"o", "head"}, "nf4-mixed": {"down", "head"}, "gptq-lm_head": set()}.get(name, {"head"})
     assert {field for field, leaf in leaves.items() if not isinstance(leaf, QuantizedWeight)} == plain
     reordered = {f for f, leaf in leaves.items() if isinstance(leaf, QuantizedWeight) and leaf.columns is not None}
     assert reordered == (set(LINEARS) if name in REORDERED else set())
-    for field, weight in merged(model, written.weights).items():
-        np.testing.assert_allclose(decoded(leaves[field]), weight, rtol=tolerance, atol=0, err_msg=field)
     for field in ("embed", "norm"):
-        assert jnp.array_equal(getattr(loaded.params, field), getattr(model.params, field))
+        assert jnp.array_equal(getattr(params, field), getattr(layouts.small_model().params, field))
+
+
+def swapped(module, x, *rest):
+    """Two codes of a byte, exchanged."""
+    return codes.group_weight(module, x.reshape(len(x), -1, 2)[..., ::-1].reshape(x.shape), *rest)
+
+
+def inverted(*args):
+    return np.argsort(codes.input_order(*args)).astype(np.int32)
+
+
+FAULTS = {  # case, what is replaced, by what
+    "zero points of version 1 as they are": ("gptq-desc_act-asymmetric", "gptq._ONES", {4: 0, 8: 0}),
+    "words of gemm in order": ("awq", "awq._PLACE", np.arange(8)),
+    "inputs' order inverted": ("gptq-desc_act", "gptq.input_order", inverted),
+    "modules in another order": ("int8", "foreign.merge", lambda parts: codes.merge(parts[::-1])),
+    "no offset": ("packed-4", "compressed_tensors.signed", lambda x, bits: x.view(np.int8)),
+    "low nibble first": ("nf4", "bitsandbytes.group_weight", swapped),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
+    name, place, value = FAULTS[fault]
+    monkeypatch.setattr(f"jllm.quant.{place}", value)
+    assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
 REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder")
