@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import linear
-from jllm.params import LayerParams, Params
+from jllm.linear import embed, linear, norm, silu_mul
+from jllm.params import LayerParams, Params, Weight
 from jllm.rope import angles
 from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.backends import on_hopper
@@ -59,18 +59,19 @@ def forward(
 ) -> tuple[jax.Array, Cache | None]:
     """Logits [T, V] of every row (float32 at least), and the updated cache.
 
-    backend names the attention kernels ("xla", "mosaic"); None chooses for the device. Raises NotImplementedError for
-    one that lacks these sizes or formats.
+    backend names the kernels ("xla", "mosaic"); None chooses for the device, and XLA without a cache, since gradients
+    and vmap go through that. Raises NotImplementedError for one that lacks these sizes or formats.
     """
     hidden, cache = backbone(params, config, batch, cache, backend=backend)
-    return head(params, config, hidden), cache
+    return head(params, config, hidden, backend=_backend(backend, cache)), cache
 
 
 def backbone(
     params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
 ) -> tuple[jax.Array, Cache | None]:
     """Hidden states [T, E] before the final norm, and the updated cache."""
-    x = jnp.take(params.embed, batch.tokens, axis=0, mode="clip")
+    backend = _backend(backend, cache)
+    x = embed(params.embed, batch.tokens, params.norm.dtype)
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     works = {w: _plan(batch, config, w, x.dtype, cache, backend) for w in dict.fromkeys(config.windows or (None,))}
     pools = []
@@ -84,10 +85,15 @@ def backbone(
     return x, None if cache is None else tuple(pools)
 
 
-def head(params: Params, config: LlamaConfig, hidden: jax.Array) -> jax.Array:
-    """Logits [..., V] of hidden states [..., E], float32 at least."""
-    x = rms_norm(hidden, params.norm, config.norm_eps)
-    return linear(x, params.embed if params.head is None else params.head, out_dtype=compute_dtype(x.dtype))
+def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None) -> jax.Array:
+    """Logits [T, V] of hidden states [T, E], float32 at least."""
+    w = params.embed if params.head is None else params.head
+    x = norm(hidden, params.norm, config.norm_eps, w, backend=backend)
+    return linear(x, w, out_dtype=compute_dtype(hidden.dtype), backend=backend)
+
+
+def _backend(backend: str | None, cache: Cache | None) -> str | None:
+    return "xla" if backend is None and cache is None else backend
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +136,11 @@ def _layer(
     window: int | None,
     backend: str | None,
 ) -> tuple[jax.Array, KVPages | None]:
-    qkv = linear(rms_norm(x, p.attn_norm, config.norm_eps), p.qkv, p.qkv_bias)
+    def norm_linear(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+        rows = norm(x, weight, config.norm_eps, w, backend=backend)
+        return linear(rows, w, bias, out_dtype=x.dtype, backend=backend)
+
+    qkv = norm_linear(x, p.attn_norm, p.qkv, p.qkv_bias)
     options = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     if pages is None:
         assert isinstance(batch, Packed), "without a cache, the batch is Packed"
@@ -144,10 +154,10 @@ def _layer(
             q, k, v = _split_qkv(p, qkv, config)
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         out = _paged_attention(q, pages, batch, works, options)
-    x = x + linear(out.reshape(x.shape[0], -1), p.o, p.o_bias)
-    y = rms_norm(x, p.mlp_norm, config.norm_eps)
-    gate, up = jnp.split(linear(y, p.gate_up, p.gate_up_bias), 2, axis=-1)
-    return x + linear(silu_mul(gate, up), p.down, p.down_bias), pages
+    x = linear(out.reshape(x.shape[0], -1), p.o, p.o_bias, residual=x, backend=backend)
+    gate_up = norm_linear(x, p.mlp_norm, p.gate_up, p.gate_up_bias)
+    y = silu_mul(gate_up, p.down, backend=backend)
+    return linear(y, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend), pages
 
 
 def _split_qkv(p: LayerParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -178,9 +188,3 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     return y.astype(x.dtype) * weight.astype(x.dtype)
-
-
-def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """SiLU(gate) * up, computed in float32 at least."""
-    g = gate.astype(compute_dtype(gate.dtype))
-    return (jax.nn.silu(g) * up.astype(g.dtype)).astype(gate.dtype)

@@ -144,7 +144,7 @@ def step(
     assert cache is not None
     last = rung.decodes + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(rung.tokens - 1, 0))
     picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
-    raw = head(params, config, picked)
+    raw = head(params, config, picked, backend=backend)
     row_params = _row_params(slots, rows.slot, raw.dtype)
     penalties = state.penalties
     if variant.penalties:
@@ -163,7 +163,7 @@ def step(
         tokens=jnp.where(rows.valid, jnp.where(finite, tokens, NOT_FINITE), -1),
         logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,
         **_top(raw, variant),
-        prompt_logprobs=_prompt_logprobs(params, config, hidden[rung.decodes :], batch.targets)
+        prompt_logprobs=_prompt_logprobs(params, config, hidden[rung.decodes :], batch.targets, backend)
         if variant.prompt_logprobs and rung.tokens
         else None,
     )
@@ -324,7 +324,9 @@ def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:
     return {"top_ids": ids, "top_logprobs": values}
 
 
-def _prompt_logprobs(params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+def _prompt_logprobs(
+    params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array, backend: str | None
+) -> jax.Array:
     """log p(target) of each prompt row [C], in row blocks: never a [C, V] array."""
     C, E = hidden.shape
     block = min(PROMPT_LOGPROB_ROWS, C)
@@ -333,6 +335,6 @@ def _prompt_logprobs(params: Params, config: LlamaConfig, hidden: jax.Array, tar
     ids = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, block)
 
     def one(x):
-        return token_logprobs(head(params, config, x[0]), x[1])
+        return token_logprobs(head(params, config, x[0], backend=backend), x[1])
 
     return jax.lax.map(one, (rows, ids)).reshape(-1)[:C]

@@ -12,6 +12,8 @@ from jllm.batch import Layout, Rung, choose_rung, make_ladder, pack_decode, pack
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.param_specs import abstract_params
+from jllm.quant.quantize import quantize
+from jllm.quant.schemes import PRESETS
 from jllm.step import State, Variant, jit_step, make_slots, undonated_step
 from tests.tiny import CONFIG, tiny_model
 
@@ -37,24 +39,41 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
-@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"])
-def test_a_step_on_the_kernels_lowers_for_cuda(shape):
-    """Without a GPU. Decode attention and its merge, prefill attention, cache update: in one body for all layers."""
+def lowered_for_cuda(shape: str, scheme: str) -> tuple[int, str]:
+    """Layers, and the text of a step on the kernels, from shapes alone and without a GPU."""
     config = load_config(CONFIGS / f"{shape}.json")
     formats = parse_kv_cache(None, config, jnp.bfloat16)
     state = jax.eval_shape(lambda: State(make_cache(config, 4096, 16, formats), make_slots(64, 256)))
     layout = Layout(Rung(64, 512, 64), deltas=160)
     traced = jit_step.trace(
-        abstract_params(config, jnp.bfloat16),
+        quantize(abstract_params(config, jnp.bfloat16), scheme),
         state,
         jax.ShapeDtypeStruct((layout.size,), np.int32),
         config=config,
         layout=layout,
         backend="mosaic",
     )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("call @_layer(") == config.num_layers
-    assert text.count("custom_call @mosaic_gpu_v2") == 4
+    return config.num_layers, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+# In one body for all layers: decode attention and its merge, prefill attention, cache update, norms, SiLU.
+KERNELS = 4 + 3
+
+
+@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"])
+def test_a_step_on_the_kernels_lowers_for_cuda(shape):
+    layers, text = lowered_for_cuda(shape, "bf16")
+    assert text.count("call @_layer(") == layers
+    assert text.count("custom_call @mosaic_gpu_v2") == KERNELS
+
+
+@pytest.mark.parametrize("scheme", [name for name in PRESETS if name not in ("bf16", "w8a8")])
+def test_a_7b_step_of_every_scheme_lowers_for_cuda(scheme):
+    """With as many products by kernels as the scheme quantizes."""
+    layers, text = lowered_for_cuda("llama-2-7b", scheme)
+    assert text.count("call @_layer(") == layers
+    products = 3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4
+    assert text.count("custom_call @mosaic_gpu_v2") == KERNELS + products
 
 
 def test_the_ladder_holds_every_step():

@@ -210,4 +210,8 @@ def scheme_of(formats: Mapping[str, WeightFormat], num_layers: int) -> Scheme:
         else:
             rules |= {layer_prefix(layer) + linear: fmt for layer, fmt in enumerate(layers)}
     rules |= {name: formats.get(name) for name in (EMBED, HEAD)}
-    return Scheme("mixed", tuple((pattern, fmt.name) for pattern, fmt in rules.items() if fmt is not None))
+    names = {fmt.name for fmt in formats.values()}
+    return Scheme(
+        names.pop() if len(names) == 1 else "mixed",
+        tuple((pattern, fmt.name) for pattern, fmt in rules.items() if fmt is not None),
+    )

@@ -1,0 +1,184 @@
+"""Schemes as data: which weight becomes what, files of them, and mistakes in them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllm.cli.arguments import SCHEMES
+from jllm.errors import QuantizationError
+from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of
+from pallas_kernels.quantized_weights import parse_weight_format
+
+LAYER = "model.layers.1."
+LINEARS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+
+
+def names(scheme: Scheme, layers: int = 2) -> dict[str, list[str]]:
+    """The formats' names of every weight that a rule matches."""
+    return {weight: [fmt.name for fmt in formats] for weight, formats in scheme.formats(layers).items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    found = names(find_scheme(name))
+    if name == "bf16":
+        assert not any(found.values())
+        return
+    assert not found.keys() & {"lm_head", "model.embed_tokens"}
+    kept_o = name in ("w8a8", "w8a8-talk", "w8a8-tensor")
+    wanted = {"w8a8": "w8a8", "w8a8-talk": "w8a8", "w8a8-all": "w8a8"}.get(name, name)
+    for layer in ("model.layers.0.", LAYER):
+        for linear in LINEARS:
+            assert found[layer + linear][:1] == ([] if kept_o and linear == "self_attn.o_proj" else [wanted])
+
+
+def test_help_and_presets_agree():
+    """The help's text is written out, since it must not import JAX."""
+    told = SCHEMES.replace("(", ",").replace(";", ",").replace(":", ",")
+    words = {word.strip() for word in told.split(",")}
+    assert {name for name in PRESETS if not name.endswith("-zp") or name == "uint8-zp"} <= words
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("o_proj", ["self_attn.o_proj"]),
+        ("self_attn.*", LINEARS[:2]),
+        ("*_proj", LINEARS),
+        ("*.mlp.*", LINEARS[2:]),
+        ("model.layers.1.mlp.down_proj.weight", ["mlp.down_proj"]),
+        ("layers.*.gate_up_proj", ["mlp.gate_up_proj"]),
+        ("layers.*.self_attn.o_proj", ["self_attn.o_proj"]),
+        ("q_proj|k_proj", []),
+        ("down_*", ["mlp.down_proj"]),
+    ],
+)
+def test_patterns(pattern, matched):
+    if not matched:
+        with pytest.raises(QuantizationError, match="matches no weight"):
+            names(Scheme("x", ((pattern, "nf4"),)))
+        return
+    found = names(Scheme("x", ((pattern, "nf4"),)))
+    assert [linear for linear in LINEARS if LAYER + linear in found] == matched
+
+
+def test_the_first_rule_that_matches_wins():
+    scheme = Scheme("x", (("layers.1.*", "bf16"), ("mlp.*", "nf4"), ("*_proj", "w8a16"), ("lm_head", "fp8")))
+    found = names(scheme, 11)
+    assert found["model.layers.0.mlp.down_proj"] == ["nf4"]
+    assert found["model.layers.0.self_attn.o_proj"] == ["w8a16"]
+    assert found["model.layers.1.mlp.down_proj"] == []
+    assert found["model.layers.10.mlp.down_proj"] == ["nf4"]  # 1 is not the beginning of 10
+    assert found["lm_head"] == ["fp8"]
+    assert "model.embed_tokens" not in found
+
+
+def test_hugging_face_modules_of_one_weight():
+    together = Scheme(
+        "x", (("q_proj", "nf4"), ("k_proj", "nf4"), ("v_proj", "nf4"), ("gate_proj", "fp8"), ("up_*", "fp8"))
+    )
+    found = names(together)
+    assert found[LAYER + "self_attn.qkv_proj"] == ["nf4"]
+    assert found[LAYER + "mlp.gate_up_proj"] == ["fp8"]
+    with pytest.raises(QuantizationError, match=r"qkv_proj is one weight.*q_proj: none, k_proj: none, v_proj: nf4"):
+        names(Scheme("x", (("v_proj", "nf4"),)))
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@given(name=text, patterns=st.lists(text, max_size=3))
+def test_files_say_the_same(tmp_path_factory, name, patterns):
+    scheme = Scheme(name, tuple((pattern, "w4a16-g64|nf4") for pattern in patterns))
+    folder = tmp_path_factory.mktemp("schemes")
+    for suffix, written in ((".toml", scheme.to_toml()), (".json", scheme.to_json())):
+        file = folder / f"mine{suffix}"
+        file.write_text(written, encoding="utf-8", newline="")
+        assert find_scheme(file) == scheme
+        assert find_scheme(str(file)) == scheme
+
+
+def test_a_file_without_a_name_is_called_as_the_file_is(tmp_path):
+    (tmp_path / "half.toml").write_text('rules = [["mlp.*", "nf4"]]')
+    assert find_scheme(tmp_path / "half.toml") == Scheme("half", (("mlp.*", "nf4"),))
+
+
+def test_any_format_is_a_scheme_for_the_linear_layers():
+    assert names(find_scheme("nf4-g128"))[LAYER + "self_attn.o_proj"] == ["nf4-g128"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("w8a9", ["'w8a9'", "near ones: w8a8"]),
+        ("zebra", ["'zebra'", "schemes: bf16, w8a16"]),
+        (7, ["not 7"]),
+        ("none/such.toml", ["none/such.toml: cannot be read"]),
+    ],
+)
+def test_unknown_schemes(scheme, words):
+    refuse(words, lambda: find_scheme(scheme))
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([["o_prj", "nf4"]], ["'o_prj' matches no weight", "near ones: o_proj"]),
+        ([["layers.7.mlp.down_proj", "nf4"]], ["'layers.7.mlp.down_proj'", "mlp.down_proj"]),
+        ([["zebra", "nf4"]], ["'zebra'", "names: model.embed_tokens", "lm_head"]),
+        ([["o_proj", "nf5"]], ["rule 'o_proj'", "'nf5'", "w4a16-gN"]),
+        ([["o_proj", "nf4|nf5"]], ["rule 'o_proj'", "'nf5'"]),
+    ],
+)
+def test_rules_that_do_not_fit(rules, words):
+    refuse(words, lambda: Scheme.from_dict({"name": "mine", "rules": rules}).formats(2))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "words"),
+    [
+        (".toml", "rules = [", ["not valid TOML"]),
+        (".json", "{", ["not valid JSON"]),
+        (".json", "[]", ["list"]),
+        (".json", json.dumps({"rules": [["a"]]}), ["rules = [[pattern, format], ...]"]),
+        (".json", json.dumps({"rules": [["a", 4]]}), ["rules = [[pattern, format], ...]"]),
+        (".json", json.dumps({"name": "x"}), ["rules = [[pattern, format], ...]"]),
+        (".toml", 'rules = []\nignore = ["lm_head"]', ["unknown key 'ignore'"]),
+    ],
+)
+def test_files_that_are_no_schemes(tmp_path, suffix, content, words):
+    file = tmp_path / f"mine{suffix}"
+    file.write_text(content)
+    refuse([str(file), *words], lambda: find_scheme(file))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_formats_of_weights_give_their_scheme_back(name):
+    """What a saved checkpoint says of itself; a preset where it is one."""
+    scheme = PRESETS[name]
+    formats = {weight: found[-1] for weight, found in scheme.formats(3).items() if found}
+    again = scheme_of(formats, 3)
+    assert {weight: found for weight, found in again.formats(3).items() if found} == {
+        weight: (fmt,) for weight, fmt in formats.items()
+    }
+    assert again.name in ("bf16", "w8a8", *(fmt.name for fmt in formats.values()), name)
+
+
+def test_mixed_formats_give_rules_of_their_own():
+    nf4, fp8 = parse_weight_format("nf4"), parse_weight_format("fp8")
+    formats = {"model.layers.0.mlp.down_proj": nf4, "model.layers.1.mlp.down_proj": nf4, "lm_head": fp8}
+    formats["model.layers.1.self_attn.o_proj"] = fp8
+    scheme = scheme_of(formats, 2)
+    assert {weight: found[0] for weight, found in scheme.formats(2).items() if found} == formats
+    assert ("layers.*.mlp.down_proj", "nf4") in scheme.rules
+    assert scheme.name == "mixed"
+
+
+def refuse(words, call):
+    with pytest.raises(QuantizationError) as error:
+        call()
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
