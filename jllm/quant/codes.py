@@ -94,9 +94,11 @@ def group_weight(
         raise CheckpointError(f"{module}: {error}") from None
     rows = ((0, padded(N) - N), (0, 0))
     values = np.pad(codes, rows)
+    if fmt.packed:
+        values = np.asarray(pack4(jnp.asarray(values)))
     half = np.pad(_finite(module, scales, np.float16), rows)
     zeros = None if zeros is None else np.pad(zeros, rows).T
-    return _assemble(np.asarray(pack4(jnp.asarray(values))) if fmt.packed else values, half.T, zeros, (N, K), fmt, columns)
+    return _assemble(values, half.T, zeros, (N, K), fmt, columns)
 
 
 def row_weight(

@@ -151,7 +151,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
         packed=packed,
         group=group,
         symmetric=symmetric,
-        reordered=weights.get("actorder") in ("group", "dynamic"),
+        reordered=weights.get("actorder") in ("group", "dynamic", True),
         activations=activations,
     )
 

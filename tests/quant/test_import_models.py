@@ -1,0 +1,180 @@
+"""Models from other projects' checkpoints: what they compute, and what stands around the quantized weights."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import jllm
+from jllm.checkpoint import save
+from jllm.params import LINEARS
+from pallas_kernels.quantized_weights import QuantizedWeight, decode
+from tests.checkpoint_cases import assert_same_bits
+from tests.quant import layouts
+from tests.quant.layouts import awq, compressed, gptq, nf4
+from tests.tiny import full_logits
+
+TOKENS = np.random.default_rng(3).integers(3, 96, 24)
+LAYOUTS = {
+    "gptq": partial(gptq, desc_act=True, sym=False, lm_head=True),
+    "gptq-8": partial(gptq, bits=8, sym=False),
+    "awq": awq,
+    "int8": compressed,
+    "fp8": partial(compressed, form="float-quantized", kind="float"),
+    "nf4": partial(nf4, double=True),
+}
+
+
+def quantized(params):
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    return [leaf for leaf in leaves if isinstance(leaf, QuantizedWeight)]
+
+
+def map_quantized(change, params):
+    is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight)  # noqa: E731
+    return jax.tree.map(lambda leaf: change(leaf) if is_leaf(leaf) else leaf, params, is_leaf=is_leaf)
+
+
+def plain(model, weights):
+    """The model with the weights that a layout's definition says are stored."""
+    layers = []
+    for i, layer in enumerate(model.params.layers):
+        at = f"model.layers.{i}."
+        merged = {f: np.concatenate([weights[at + part] for part in parts]) for f, (_, parts) in LINEARS.items()}
+        layers.append(replace(layer, **{f: jax.numpy.asarray(w) for f, w in merged.items()}))
+    head = None if model.params.head is None else jax.numpy.asarray(weights["lm_head"])
+    return replace(model, params=replace(model.params, layers=tuple(layers), head=head))
+
+
+def far(logits, other):
+    return np.linalg.norm(logits - other) / np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_weights_that_are_stored(name, tmp_path):
+    model = layouts.small_model(num_layers=2)
+    written = layouts.write(tmp_path / "m", model, LAYOUTS[name], shards=3)
+    loaded = jllm.load(tmp_path / "m")
+    wanted = full_logits(plain(model, written.weights), TOKENS)
+    sixteen = map_quantized(lambda w: replace(w, format=replace(w.format, activations=None)), loaded.params)
+    # Inputs in 16 bits (here 32): only the order of sums differs, and for nested NF4 scales their rounding to float16.
+    assert far(full_logits(replace(loaded, params=sixteen), TOKENS), wanted) < (4e-3 if name == "nf4" else 2e-6)
+    if name in ("int8", "fp8"):  # inputs of 8 bits: their rounding shows, and is small (int8: 1/254 of the largest)
+        assert 1e-4 < far(full_logits(loaded, TOKENS), wanted) < (0.1 if name == "int8" else 0.3)
+    assert far(full_logits(model, TOKENS), wanted) > 1e-3  # else the weights could be the unquantized ones
+
+
+@pytest.mark.parametrize("changes", [{}, {"activations": False, "symmetric": False}])
+def test_sizes_that_are_no_multiples_of_32(changes, tmp_path):
+    """Rows and columns that are padded: of values for which nobody looks, and with zero points what stands for zero."""
+    model = layouts.small_model(hidden_size=72, intermediate_size=100, vocab_size=97)
+    written = layouts.write(tmp_path / "m", model, partial(compressed, ignore=(), dtype=np.float32, **changes))
+    loaded = jllm.load(tmp_path / "m")
+    sixteen = map_quantized(lambda w: replace(w, format=replace(w.format, activations=None)), loaded.params)
+    assert len(quantized(sixteen)) == 5
+    wanted = full_logits(plain(model, written.weights), TOKENS)
+    assert far(full_logits(replace(loaded, params=sixteen), TOKENS), wanted) < 2e-6
+
+
+@pytest.mark.parametrize(("layout", "file"), [(gptq, "quantize_config.json"), (awq, "quant_config.json")])
+def test_config_in_a_file_beside(layout, file, tmp_path):
+    layouts.write(tmp_path / "in", layouts.small_model(), layout)
+    layouts.write(tmp_path / "beside", layouts.small_model(), layout, config_file=file)
+    inside, beside = (jllm.load(tmp_path / d).params for d in ("in", "beside"))
+    assert quantized(beside)
+    assert_same_bits(inside, beside)
+
+
+def test_older_names_of_awq_fields(tmp_path):
+    def older(weights):
+        written = awq(weights)
+        written.config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        return written
+
+    layouts.write(tmp_path / "new", layouts.small_model(), awq)
+    layouts.write(tmp_path / "old", layouts.small_model(), older, config_file="quant_config.json")
+    assert_same_bits(jllm.load(tmp_path / "new").params, jllm.load(tmp_path / "old").params)
+
+
+def test_biases_of_the_model_are_kept_and_zeros_of_autogptq_dropped(tmp_path):
+    model = layouts.small_model(architecture="Qwen2ForCausalLM", qkv_bias=True)
+    bias = jax.numpy.arange(128, dtype="float32")
+    layer = replace(model.params.layers[0], qkv_bias=bias)
+    model = replace(model, params=replace(model.params, layers=(layer,)))
+
+    def layout(weights):
+        written = gptq(weights, bias=True)
+        for module in ("q_proj", "k_proj", "v_proj"):
+            del written.tensors[f"model.layers.0.self_attn.{module}.bias"]  # write() stores the model's own
+        return written
+
+    layouts.write(tmp_path / "m", model, layout)
+    loaded = jllm.load(tmp_path / "m").params.layers[0]
+    assert np.array_equal(loaded.qkv_bias, bias)
+    assert loaded.o_bias is None
+
+
+def test_tied_head_stays_the_embedding(tmp_path):
+    model = layouts.small_model(tie_embeddings=True)
+    layouts.write(tmp_path / "m", model, partial(compressed, ignore=()))
+    assert jllm.load(tmp_path / "m").params.head is None
+
+
+def test_rules_of_gptqmodel_and_lists_of_modules(tmp_path):
+    """Negative rules and modules_in_block_to_quantize leave modules in 16 bits, positive ones change fields."""
+
+    def layout(weights):
+        down = "model.layers.0.mlp.down_proj"
+        written = gptq({m: w for m, w in weights.items() if not m.endswith("o_proj")})
+        written.tensors |= gptq({down: weights[down]}, bits=8, group=96).tensors
+        written.config["dynamic"] = {r"-:.*\.o_proj": {}, r".*\.down_proj": {"bits": 8, "group_size": 96}}
+        return written
+
+    layouts.write(tmp_path / "rules", layouts.small_model(), layout)
+    layer = jllm.load(tmp_path / "rules").params.layers[0]
+    assert (layer.qkv.format.name, layer.down.format.name) == ("w4a16-g32", "w8a16")
+    assert not isinstance(layer.o, QuantizedWeight)
+
+    listed = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+    some = lambda weights: gptq(  # noqa: E731
+        {m: w for m, w in weights.items() if "mlp" in m}, modules_in_block_to_quantize=listed
+    )
+    layouts.write(tmp_path / "listed", layouts.small_model(), some)
+    assert len(quantized(jllm.load(tmp_path / "listed").params)) == 2
+
+
+def test_targets_that_name_win_over_patterns_and_classes(tmp_path):
+    def layout(weights):
+        written = compressed(weights)
+        o = "model.layers.0.self_attn.o_proj"
+        eight = compressed({o: weights[o]}, form="float-quantized", kind="float", targets=(o,))
+        for name in ("weight", "weight_scale"):
+            written.tensors[f"{o}.{name}"] = eight.tensors[f"{o}.{name}"]
+        groups = written.config["config_groups"]
+        groups["group_0"]["format"] = "int-quantized"
+        groups["group_1"] = eight.config["config_groups"]["group_0"] | {"format": "float-quantized"}
+        written.config["format"] = "mixed-precision"
+        return written
+
+    layouts.write(tmp_path / "m", layouts.small_model(), layout)
+    layer = jllm.load(tmp_path / "m").params.layers[0]
+    assert (layer.qkv.format.name, layer.o.format.name) == ("w8a8", "fp8")
+
+
+def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path):
+    """Version 1 of GPTQ subtracts one from every field of a word at once: fields of zero reach into the next."""
+    positive = lambda weights: gptq({m: np.abs(w) for m, w in weights.items()}, sym=False)  # noqa: E731
+    written = layouts.write(tmp_path / "m", layouts.small_model(), positive)
+    o = "model.layers.0.self_attn.o_proj"
+    assert not (written.tensors[f"{o}.qzeros"].view(np.uint32) == 0xFFFFFFFF).all()
+    found = decode(jllm.load(tmp_path / "m").params.layers[0].o)
+    assert np.array_equal(found, written.weights[o])
+
+
+def test_saved_again_in_our_own_layout(tmp_path):
+    layouts.write(tmp_path / "m", layouts.small_model(), LAYOUTS["gptq"])
+    loaded = jllm.load(tmp_path / "m")
+    save(tmp_path / "again", loaded.params, loaded.config)
+    assert_same_bits(jllm.load(tmp_path / "again").params, loaded.params)
