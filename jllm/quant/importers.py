@@ -47,7 +47,7 @@ def stored_weights(
     """What a checkpoint with this quantization_config stores quantized, by the name of the weight. Raises
     CheckpointError for a method that nobody imports."""
     method = raw.get("quant_method")
-    if method not in IMPORTERS:
+    if not isinstance(method, str) or method not in IMPORTERS:
         known = ", ".join(IMPORTERS)
         raise CheckpointError(f"quantization_config: quant_method {method!r} is not supported; supported are {known}")
     return IMPORTERS[method](raw, specs, stored)

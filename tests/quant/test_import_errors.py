@@ -74,6 +74,7 @@ def first(value):
 
 UNSUPPORTED = {
     "method": (gptq, config(quant_method="quip"), "'quip' is not supported; supported are jllm, gptq, awq"),
+    "no method": (gptq, config(quant_method=[]), r"quant_method \[\] is not supported"),
     "gptq-3": (gptq, config(bits=3), "bits = 3 .* supported: 4, 8"),
     "gptq-group": (gptq, config(group_size=12), "group_size = 12 .* supported: -1, or a multiple of 8"),
     "gptq-marlin": (gptq, config(checkpoint_format="marlin"), 'checkpoint_format = "marlin" .* "gptq", "gptq_v2"'),
