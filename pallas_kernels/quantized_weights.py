@@ -177,8 +177,10 @@ def decode_padded(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
 def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows of the weight, as of an embedding: i32[...] -> [..., K]. Indices out of range are clipped."""
 
+    flat = jnp.clip(rows.reshape(-1), 0, w.shape[0] - 1)  # never the padding
+
     def take(x: jax.Array, axis: int) -> jax.Array:
-        return jnp.take(x, rows.reshape(-1), axis=axis, mode="clip")
+        return jnp.take(x, flat, axis=axis, mode="clip")
 
     zeros = None if w.zeros is None else take(w.zeros, -1)
     out = _decode_rows(w, take(w.values, 0), take(group_scales(w), -1), zeros, dtype)

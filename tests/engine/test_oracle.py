@@ -5,7 +5,7 @@ that it gets alone. In float64 this holds exactly. In float32 the rows of an XLA
 with the number of rows, so tokens are compared up to the first position where the two best logits nearly tie.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jllm.batch import Rung
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
+from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG, full_logits, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -183,6 +184,48 @@ def test_every_kv_format(kv_cache):
         got = play(model, jobs, {**COMPANY[TINY], "kv_cache": kv_cache})
         for job, completion in zip(jobs, got, strict=True):
             assert_same(completion, alone(model, job, kv_cache=kv_cache), False)
+
+
+QUANTIZED = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1}  # groups of 32 fit
+
+
+@pytest.fixture(scope="module", params=["w8a8-all", "w4a16-g32"])
+def quantized64(request):
+    with jax.enable_x64(True):
+        model = tiny_model("float64", **QUANTIZED)
+        yield replace(model, params=quantize(model.params, request.param))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs=st.lists(jobs, min_size=2, max_size=7))
+def test_any_company_same_tokens_with_quantized_weights(quantized64, jobs):
+    """A token's activations are quantized by a scale of its own."""
+    with jax.enable_x64(True):
+        got = play(quantized64, jobs, COMPANY["pool that forces preemption"])
+        for job, completion in zip(jobs, got, strict=True):
+            assert_same(completion, alone(quantized64, job), job.abort_after is not None)
+
+
+def in_company(scheme: str) -> list[tuple[Completion, Completion]]:
+    """What each of some requests gets together with the others, and alone."""
+    prompts = [tuple(range(3, 30)), (50, 3, 3), tuple(range(60, 80)), (7,)]
+    jobs = [Job(p, SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True), 0, None) for p in prompts]
+    with jax.enable_x64(True):
+        model = tiny_model("float64", **QUANTIZED)
+        model = replace(model, params=quantize(model.params, scheme))
+        got = play(model, jobs, {**COMPANY[TINY], "kv_cache": "int8-g8"})
+        return [(one, alone(model, job, kv_cache="int8-g8")) for job, one in zip(jobs, got, strict=True)]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-talk", "fp8", "nf4-g32", "uint8-zp"])
+def test_every_kind_of_weight(scheme):
+    for got, want in in_company(scheme):
+        assert_same(got, want, False)
+
+
+def test_the_oracle_notices_a_scale_that_all_tokens_share():
+    """The fault that per-token scales are there for; so w8a8-tensor is for experiments."""
+    assert any(got.token_ids != want.token_ids for got, want in in_company("w8a8-tensor"))
 
 
 TIE = 1e-3  # a top-two gap (natural log) under which float32 may choose either

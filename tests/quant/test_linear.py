@@ -1,0 +1,136 @@
+"""linear() on every kind of leaf, against the formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm.linear import embed, linear, norm, silu_mul
+from pallas_kernels.quantized_rows import QuantizedRows
+from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, parse_weight_format
+
+FORMATS = [
+    "w8a8",
+    "fp8",
+    "w8a8-tensor",
+    "w8a16",
+    "fp8-weight",
+    "uint8-zp",
+    "w4a16-g32",
+    "w4a16-g64-zp",
+    "nf4",
+    "nf4-dq",
+]
+EPS = 1e-5
+
+
+def normal(seed, *shape, dtype="float64"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def fake_quantized(x: np.ndarray, name: str) -> np.ndarray:
+    """What rows stand for once they are quantized, from the definition."""
+    kind = parse_weight_format(name).activations
+    if kind is None:
+        return x
+    largest = 127 if kind == "int8" else 448
+    absmax = np.abs(x).max(axis=None if name.endswith("tensor") else -1, keepdims=True)
+    codes = x / (absmax / largest)
+    if kind == "int8":
+        return np.round(codes) * absmax / largest
+    return codes.astype(jnp.float8_e4m3fn).astype(np.float64) * absmax / largest
+
+
+def relative(a, b) -> float:
+    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("added", [False, True])
+def test_products(name, added, dtype):
+    fmt = parse_weight_format(name)
+    N, K = (96, 128) if fmt.group else (70, 52)  # the second is padded
+    w = encode(normal(0, N, K, dtype=dtype), fmt)
+    x = normal(1, 2, 5, K, dtype=dtype)
+    bias, residual = (normal(2, N, dtype=dtype), normal(3, 2, 5, N, dtype=dtype)) if added else (None, None)
+    got = linear(x, w, bias, residual=residual)
+    assert got.dtype == x.dtype
+    want = fake_quantized(np.asarray(x, np.float64), name) @ np.asarray(decode(w, dtype), np.float64).T
+    if added:
+        want = want + np.asarray(bias, np.float64) + np.asarray(residual, np.float64)
+    # float64: scales of rows are float32 in files, and decoded as they are. float32: a code may round to its neighbour.
+    assert relative(got, want) < (1e-12 if dtype == "float64" else 1e-3 if fmt.activations else 1e-5)
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_norm_and_silu_give_what_the_reader_takes(name, dtype):
+    """One pass quantizes; the rows are those of quantizing afterwards."""
+    reader: QuantizedWeight | jax.Array = normal(0, 64, 128, dtype=dtype)
+    if name is not None:
+        reader = encode(reader, parse_weight_format(name))
+    x, weight, gate_up = normal(1, 6, 128, dtype=dtype), normal(2, 128, dtype=dtype), normal(3, 6, 256, dtype=dtype)
+    normed = norm(x, weight, EPS, reader)
+    gated = silu_mul(gate_up, reader)
+    assert isinstance(normed, QuantizedRows) == isinstance(gated, QuantizedRows) == (name in ("w8a8", "fp8"))
+    y = np.asarray(x, np.float64)
+    y = y / np.sqrt((y**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight, np.float64)
+    gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=1)
+    z = gate / (1 + np.exp(-gate)) * up
+    plain = np.asarray(reader, np.float64) if name is None else np.asarray(decode(reader, dtype), np.float64)
+    for rows, inputs in ((normed, y), (gated, z)):
+        got = linear(rows, reader, out_dtype=x.dtype)
+        want = (inputs if name is None else fake_quantized(inputs, name)) @ plain.T
+        assert relative(got, want) < (
+            1e-12 if dtype == "float64" else 5e-3 if isinstance(rows, QuantizedRows) else 1e-2
+        )
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_embeddings(name):
+    table = normal(0, 50, 128, dtype="float32")
+    tokens = jnp.asarray([[0, 49], [7, 60]], jnp.int32)
+    w = table if name is None else encode(table, parse_weight_format(name))
+    want = table if name is None else decode(w)
+    np.testing.assert_array_equal(embed(w, tokens, jnp.float32), np.asarray(want)[[[0, 49], [7, 49]]])
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "nf4"])
+def test_zero_tokens_and_channels_give_zeros(name):
+    x, w = normal(1, 4, 128, dtype="float32").at[2].set(0), normal(0, 64, 128, dtype="float32").at[5].set(0)
+    got = np.asarray(linear(x, encode(w, parse_weight_format(name))))
+    assert np.isfinite(got).all()
+    assert not got[2].any()
+    assert not got[:, 5].any()
+
+
+def test_gradients_go_through_plain_weights():
+    w, x, weight = normal(0, 8, 16, dtype="float32"), normal(1, 3, 16, dtype="float32"), jnp.ones(16, jnp.float32)
+
+    def loss(w, x):
+        return jnp.sum(linear(norm(x, weight, EPS, w, backend="xla"), w, residual=x[:, :8], backend="xla") ** 2)
+
+    dw, dx = jax.grad(loss, (0, 1))(w, x)
+    step = 1e-3 * normal(2, 8, 16, dtype="float32")
+    assert float(loss(w + step, x) - loss(w - step, x)) / 2 == pytest.approx(float(jnp.sum(dw * step)), rel=1e-2)
+    assert float(jnp.abs(dx).min()) > 0
+
+
+def test_formats_that_only_imports_have():
+    """Quantized activations with groups, zero points or another order of columns: what the codes stand for is
+    multiplied."""
+    from dataclasses import replace
+
+    x, w = normal(1, 4, 128, dtype="float32"), normal(0, 64, 128, dtype="float32")
+    for name in ("w8a16-g32", "uint8-zp", "w8a16"):
+        encoded = encode(w, parse_weight_format(name))
+        order = jnp.asarray(np.random.default_rng(0).permutation(128), jnp.int32) if name == "w8a16" else None
+        odd = replace(encoded, columns=order, format=replace(encoded.format, activations="int8"))
+        assert not isinstance(norm(x, jnp.ones(128, jnp.float32), EPS, odd), QuantizedRows)
+        want = fake_quantized(np.asarray(x, np.float64), "w8a8") @ np.asarray(decode(odd), np.float64).T
+        assert relative(linear(x, odd), want) < 1e-3
