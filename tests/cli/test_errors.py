@@ -30,7 +30,7 @@ ERRORS = {
         ("--num-pages", 4, "--page-size", 8, "king " * 60),
         "the page pool has 4: shorten the request or raise num_pages",
     ),
-    "quantize": (("--quantize", "w1a1", "hi"), "unknown quantization scheme 'w1a1'; near ones: w8a8, w8a16"),
+    "quantize": (("--quantize", "w1a1", "hi"), "unknown quantization scheme 'w1a1'; near ones: w8a16, w8a8"),
     "kv format": (("--kv-cache", "int3", "hi"), "KV cache format 'int3'"),
     "dtype": (("--dtype", "f12", "hi"), "dtype 'f12' is not known; known are bf16, f16, f32"),
     "page size": (("--page-size", 12, "hi"), "page_size must be one of 8, 16"),
