@@ -44,7 +44,7 @@ def test_a_file_of_rules_and_a_checkpoint_that_is_quantized(run, folder, model, 
     ("content", "words"),
     [
         ('rules = [["o_prj", "nf4"]]', "pattern 'o_prj' matches no weight; near ones: o_proj"),
-        ('rules = [["o_proj", "w4a16-g128"]]', "model.layers.0.self_attn.o_proj: w4a16-g64 cannot hold shape"),
+        ('rules = [["o_proj", "w4a16-g128"]]', "model.layers.0.self_attn.o_proj: w4a16-g128 cannot hold shape"),
         ("rules = 3", "a scheme needs rules = [[pattern, format], ...]"),
     ],
 )
