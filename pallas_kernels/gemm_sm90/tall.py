@@ -65,7 +65,8 @@ def gemm(
         cluster_names=(M, N, SPLIT),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="gemm_tall",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
     return kernel(x, w, *(optional[name] for name in names))[:m]
@@ -206,7 +207,7 @@ class Plan:
             "free": free(num_arrivals=2, num_barriers=config.stages),
             "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
             "sums_s": tiled((2, split, self.rows, self.finished), self.accumulator) if split > 1 else None,
-            "sums_full": plgpu.Barrier(num_arrivals=split, num_barriers=2) if split > 1 else None,
+            "sums_full": plgpu.Barrier(num_arrivals=2 * split) if split > 1 else None,
             "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
             "vectors_full": plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
             "vectors_free": plgpu.Barrier(num_arrivals=2) if vectors else None,
@@ -349,9 +350,10 @@ def exchange(plan: Plan, refs: Refs, wg: jax.Array, sums: jax.Array) -> Callable
         return lambda i, j: sums[i : i + ROWS, j : j + plan.chunk]
     for peer in range(plan.config.split_k):
         part = sums[:, peer * plan.finished : (peer + 1) * plan.finished]
-        target, arrived = refs.sums_s.at[wg, lax.axis_index(SPLIT)], refs.sums_full.at[wg]
-        plgpu.async_store_smem(part, target, arrived, cluster_idx=jnp.int32(peer), cluster_dim=SPLIT)
-    plgpu.barrier_wait(refs.sums_full.at[wg])
+        target = refs.sums_s.at[wg, lax.axis_index(SPLIT)]
+        # One barrier for both warpgroups: JAX 0.11.2 adds the offset of an indexed one twice.
+        plgpu.async_store_smem(part, target, refs.sums_full, cluster_idx=jnp.int32(peer), cluster_dim=SPLIT)
+    plgpu.barrier_wait(refs.sums_full)
 
     def total(i: int, j: int) -> jax.Array:
         places = [refs.sums_s.at[wg, s, pl.ds(i, ROWS), pl.ds(j, plan.chunk)] for s in range(plan.config.split_k)]
