@@ -62,6 +62,7 @@ def gemm(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
+        kernel_name="gemm_skinny",
     )
     return kernel(x, w, *given.values())
 
@@ -197,7 +198,8 @@ class Plan:
             width = next(width for width in (128, 64, 32) if 4 * finished % width == 0)
             sums = swizzled((split, rows, finished), self.accumulator, width)
             scratch["ring_and_sums"] = plgpu.RefUnion(ring, sums) if self.overlapping else (ring, sums)
-            scratch["sums_full"] = plgpu.Barrier(num_arrivals=split, num_barriers=self.computing)
+            # One for both warpgroups: JAX 0.11.2 misses, from another CTA, any but the first barrier of an array.
+            scratch["sums_full"] = plgpu.Barrier(num_arrivals=split * self.computing)
             scratch["ring_done"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=self.computing)
         else:
             scratch["ring_and_sums"] = (ring, None)
@@ -324,13 +326,13 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
         sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), plan.accumulator))
         plgpu.barrier_arrive(refs.free.at[lax.rem(i * steps + steps - 1, jnp.int32(stages))])
         if plan.config.split > 1:
-            sums = exchange(plan, refs, warpgroup, rows, sums)
+            sums = exchange(plan, refs, rows, sums)
         finish(plan, refs, warpgroup, column, sums)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def exchange(plan: Plan, refs: Refs, warpgroup: jax.Array, rows: Any, sums: jax.Array) -> jax.Array:
+def exchange(plan: Plan, refs: Refs, rows: Any, sums: jax.Array) -> jax.Array:
     """Gives the cluster's CTAs the sums of the columns that they finish; returns the totals of this one's."""
     own = lax.axis_index("split")
     plgpu.barrier_arrive(refs.ring_done)
@@ -338,9 +340,15 @@ def exchange(plan: Plan, refs: Refs, warpgroup: jax.Array, rows: Any, sums: jax.
         plgpu.barrier_wait(refs.ring_done)
     for i in range(plan.config.split):
         part = sums[:, i * plan.finished : (i + 1) * plan.finished]
-        target, full = refs.sums_s.at[own, rows], refs.sums_full.at[warpgroup]
-        plgpu.async_store_smem(part, target, full, cluster_idx=jnp.int32(i), cluster_dim="split", optimized=False)
-    plgpu.barrier_wait(refs.sums_full.at[warpgroup])
+        plgpu.async_store_smem(
+            part,
+            refs.sums_s.at[own, rows],
+            refs.sums_full,
+            cluster_idx=jnp.int32(i),
+            cluster_dim="split",
+            optimized=False,
+        )
+    plgpu.barrier_wait(refs.sums_full)
     parts = [
         plgpu.load(refs.sums_s.at[i, rows], layout=plgpu.Layout.WGMMA, optimized=False)
         for i in range(plan.config.split)

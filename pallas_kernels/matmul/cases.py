@@ -43,9 +43,11 @@ CASES = (
     Case((3, 4), 48, 96, "float16", residual=True),
 )
 
-# LLaMA-7B's linears: QKV, attention output, gate and up, down.
+# LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32: N, K.
+BENCH_SHAPES = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096))
+BENCH_ROWS = (1, 8, 16, 32, 64, 128, 256)
 BENCH_CASES = tuple(
-    Case((m,), n, k, "bfloat16")
-    for n, k in ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))
-    for m in (1, 8, 32, 128, 256, 1024, 4096)
+    Case((m,), n, k, "bfloat16", out_dtype="float32" if n == 32000 else None)
+    for n, k in BENCH_SHAPES
+    for m in BENCH_ROWS
 )

@@ -1,0 +1,102 @@
+"""matmul on Hopper's kernel for few rows: interpreted, lowered for CUDA, and run where there is a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm_sm90.skinny_config import Config
+from pallas_kernels.matmul import matmul, mosaic_sm90, reference
+from pallas_kernels.matmul.cases import BENCH_CASES, CASES, Case
+from pallas_kernels.matmul.config import check_supported
+from tests.kernels.helpers import TOLERANCE, same_bits
+
+
+def supported(case: Case) -> bool:
+    x, w = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((*case.leading, case.k), (case.n, case.k)))
+    try:
+        check_supported(x, w)
+    except NotImplementedError:
+        return False
+    return True
+
+
+SUPPORTED = [case for case in CASES if supported(case)]
+
+
+def error(out, expected):
+    return np.linalg.norm(np.asarray(out).astype(np.float64) - expected) / np.linalg.norm(expected)
+
+
+def formula(x, w, bias=None, residual=None):
+    return reference.matmul(x, w, bias, residual)
+
+
+@pytest.mark.parametrize("case", [SUPPORTED[0], SUPPORTED[2], SUPPORTED[-1]], ids=str)
+def test_matches_the_formula_without_races(case):
+    x, w, added = case.inputs()
+    out = mosaic_sm90.matmul(
+        x,
+        w,
+        added.get("bias"),
+        added.get("residual"),
+        case.out_dtype or case.dtype,
+        Config(32, ctas=2),
+        plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert not get_races().races_found
+    assert out.shape == (*case.leading, case.n)
+    assert out.dtype == (case.out_dtype or case.dtype)
+    assert error(out, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
+
+
+def test_gradients_are_those_of_the_xla_backend():
+    x, w, added = Case((3,), 32, 64, "bfloat16", bias=True, residual=True).inputs()
+    interpret, config = plgpu.InterpretGPUParams(), Config(32)
+
+    def kernel(*arguments):
+        return mosaic_sm90.matmul(*arguments, "bfloat16", config, interpret)
+
+    def xla(x, w, bias, residual):
+        return matmul(x, w, bias=bias, residual=residual, backend="xla")
+
+    arguments = x, w, added["bias"], added["residual"]
+    gradient = jnp.ones((3, 32), jnp.bfloat16)
+    assert same_bits(jax.vjp(kernel, *arguments)[1](gradient), jax.vjp(xla, *arguments)[1](gradient))
+
+
+def lowered(case: Case, layers: int = 1) -> str:
+    shape = jax.ShapeDtypeStruct
+    x, w = (shape(size, case.dtype) for size in ((*case.leading, case.k), (case.n, case.k)))
+    residual = shape((*case.leading, case.n), case.out_dtype or case.dtype) if case.residual else None
+    bias = shape((case.n,), case.dtype) if case.bias else None
+
+    @jax.jit
+    def run(x, w, bias, residual):
+        for _ in range(layers):
+            out = matmul(x, w, bias=bias, residual=residual, out_dtype=case.out_dtype, backend="mosaic")
+            x = out if layers > 1 else x
+        return out
+
+    return run.trace(x, w, bias, residual).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_every_case_lowers_for_cuda():
+    for case in dict.fromkeys((*SUPPORTED, *BENCH_CASES)):
+        assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_layers_share_one_lowering():
+    text = lowered(Case((16,), 4096, 4096, "bfloat16", residual=True), layers=32)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*SUPPORTED, *BENCH_CASES[:21:3]], ids=str)
+def test_gpu_matches_the_formula(case):
+    x, w, added = case.inputs()
+    out = matmul(x, w, **added, out_dtype=case.out_dtype, backend="mosaic")
+    assert error(out, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
+    assert same_bits(out, matmul(x, w, **added, out_dtype=case.out_dtype, backend="mosaic"))
