@@ -133,6 +133,11 @@ class Block:
             ref[pl.ds(self.base + piece.start, piece.size)] = value
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """float32 of 16-bit values."""
+    return x.astype(jnp.float32)
+
+
 def num_peaks(cut: Sequence[Piece]) -> int:
     """How many values Block.peaks puts into scratch for each part."""
     sizes = [piece.size for piece in cut]
@@ -168,7 +173,7 @@ def _codes(x: jax.Array, inverse: jax.Array, kind: str) -> jax.Array:
 
     The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer.
     """
-    scaled = jnp.minimum(jnp.maximum(x.astype(jnp.float32) * inverse, -LARGEST[kind]), LARGEST[kind])
+    scaled = jnp.minimum(jnp.maximum(widen(x) * inverse, -LARGEST[kind]), LARGEST[kind])
     if kind == "int8":
         return jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32).astype(jnp.int8)
     return scaled.astype(KINDS[kind])

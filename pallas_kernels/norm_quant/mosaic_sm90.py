@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_pieces_sm90 as pieces_sm90
+from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import Config, check_supported, choose_config
 from pallas_kernels.quantized_rows import KINDS, QuantizedRows
 from pallas_kernels.row_pieces_sm90 import VECTOR, Piece
@@ -29,11 +30,25 @@ def norm_quant(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py."""
+    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py. Gradients are xla's."""
     rows, width = x.shape
     check_supported(str(x.dtype), rows, width)
     config = choose_config(rows, width, kind, residual is not None) if config is None else config
     config.check(width)
+    return _norm_quant(x, weight, residual, eps, kind, config, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _norm_quant(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None,
+    eps: float,
+    kind: str | None,
+    config: Config,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array | QuantizedRows, jax.Array]:
+    rows, width = x.shape
     vectors, warpgroups = width // VECTOR, config.warpgroups
     cut = pieces_sm90.pieces(vectors // warpgroups)
     shape = (rows, vectors, VECTOR)
@@ -63,6 +78,20 @@ def norm_quant(
     return (values if kind is None else QuantizedRows(values, others[0])), summed
 
 
+def _forward(x, weight, residual, eps, kind, config, interpret):
+    return _norm_quant(x, weight, residual, eps, kind, config, interpret), (x, weight, residual)
+
+
+def _backward(eps, kind, config, interpret, saved, gradients):
+    def run(x, weight, residual):
+        return xla.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
+
+    return jax.vjp(run, *saved)[1](gradients)
+
+
+_norm_quant.defvjp(_forward, _backward)
+
+
 def _body(
     weight: Any, *refs: Any, rows: int, eps: float, kind: str | None, config: Config, cut: tuple[Piece, ...], add: bool
 ) -> None:
@@ -80,7 +109,7 @@ def _body(
     weights = block.load_row(weight)
     if add:
         block.store(summed, sums)
-    totals = block.sums([[jnp.square(y.astype(jnp.float32)) for y in row] for row in sums], squares, barrier)
+    totals = block.sums([[jnp.square(pieces_sm90.widen(y)) for y in row] for row in sums], squares, barrier)
     share = float(np.float32(1 / (VECTOR * weight.shape[0])))
     normed = [_norm(row, weights, total * share, eps) for row, total in zip(sums, totals)]
     if kind is None:
@@ -92,4 +121,4 @@ def _body(
 def _norm(row: Sequence[jax.Array], weights: Sequence[jax.Array], mean: jax.Array, eps: float) -> list[jax.Array]:
     """A row's pieces over their root mean square, rounded, times the weights, rounded."""
     rstd = jax.lax.rsqrt(mean + float(np.float32(eps)))
-    return [(y.astype(jnp.float32) * rstd).astype(y.dtype) * w for y, w in zip(row, weights)]
+    return [(pieces_sm90.widen(y) * rstd).astype(y.dtype) * w for y, w in zip(row, weights)]

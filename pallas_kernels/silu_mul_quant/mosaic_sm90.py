@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_pieces_sm90 as pieces_sm90
 from pallas_kernels.quantized_rows import KINDS, QuantizedRows
 from pallas_kernels.row_pieces_sm90 import VECTOR, Piece
+from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import Config, check_supported, choose_config
 
 
@@ -24,11 +25,19 @@ def silu_mul_quant(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array | QuantizedRows:
-    """gate_up [T, 2F] -> rows [T, F]; see api.py."""
+    """gate_up [T, 2F] -> rows [T, F]; see api.py. Gradients are xla's."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     check_supported(str(gate_up.dtype), rows, width)
     config = choose_config(rows, width, kind) if config is None else config
     config.check(width, kind)
+    return _silu_mul_quant(gate_up, kind, config, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _silu_mul_quant(
+    gate_up: jax.Array, kind: str | None, config: Config, interpret: plgpu.InterpretGPUParams | None
+) -> jax.Array | QuantizedRows:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     parts = config.warpgroups * config.splits
     cut = pieces_sm90.pieces(width // VECTOR // parts)
     out = [jax.ShapeDtypeStruct((rows, width // VECTOR, VECTOR), gate_up.dtype if kind is None else KINDS[kind])]
@@ -53,6 +62,17 @@ def silu_mul_quant(
     return values if kind is None else QuantizedRows(values, scales[0])
 
 
+def _forward(gate_up, kind, config, interpret):
+    return _silu_mul_quant(gate_up, kind, config, interpret), gate_up
+
+
+def _backward(kind, config, interpret, gate_up, gradient):
+    return jax.vjp(partial(xla.silu_mul_quant, kind=kind), gate_up)[1](gradient)
+
+
+_silu_mul_quant.defvjp(_forward, _backward)
+
+
 def _body(
     gate_up: Any, values: Any, *rest: Any, rows: int, kind: str | None, config: Config, cut: tuple[Piece, ...]
 ) -> None:
@@ -70,6 +90,6 @@ def _body(
 
 def _silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
     """gate * sigmoid(gate) * up in float32, rounded. 1 / y is rsqrt(y)^2: a division takes ten times as long."""
-    g = gate.astype(jnp.float32)
+    g = pieces_sm90.widen(gate)
     root = jax.lax.rsqrt(1.0 + jnp.exp(-g))
-    return (g * (root * root) * up.astype(jnp.float32)).astype(gate.dtype)
+    return (g * (root * root) * pieces_sm90.widen(up)).astype(gate.dtype)

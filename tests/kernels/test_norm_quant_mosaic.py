@@ -69,6 +69,20 @@ def test_a_row_is_the_same_bits_whatever_the_configuration():
     assert same_bits(outs[0], outs[2])
 
 
+def test_gradients_are_those_of_xla():
+    x, weight, residual = simple(Case(2, 128, "bfloat16", None))
+
+    def gradients(run, **options):
+        def loss(x, weight, residual):
+            rows, summed = run(x, weight, residual=residual, eps=EPS, **options)
+            return jnp.sum(jnp.sin(rows.astype("float32"))) + jnp.sum(jnp.cos(summed.astype("float32")))
+
+        return jax.grad(loss, (0, 1, 2))(x, weight, residual)
+
+    interpret = plgpu.InterpretGPUParams()
+    assert same_bits(gradients(mosaic_sm90.norm_quant, interpret=interpret), gradients(xla.norm_quant))
+
+
 @pytest.mark.parametrize(
     ("module", "name", "change"),
     [

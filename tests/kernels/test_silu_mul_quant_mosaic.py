@@ -55,6 +55,18 @@ def test_interpreted_matches_the_definition_and_xla(case, config):
     assert case.kind is None or same_bits(rows, quantize_rows(plain, case.kind))
 
 
+def test_gradients_are_those_of_xla():
+    gate_up = Case(2, 128, "float16", None).inputs()
+
+    def gradient(run, **options):
+        return jax.grad(lambda x: jnp.sum(run(x, **options).astype("float32")))(gate_up)
+
+    interpret = plgpu.InterpretGPUParams()
+    assert same_bits(gradient(mosaic_sm90.silu_mul_quant, interpret=interpret), gradient(xla.silu_mul_quant))
+    scales = jax.grad(lambda x: jnp.sum(mosaic_sm90.silu_mul_quant(x, kind="int8", interpret=interpret).scales))
+    assert same_bits(scales(gate_up), jax.grad(lambda x: jnp.sum(xla.silu_mul_quant(x, kind="int8").scales))(gate_up))
+
+
 @pytest.mark.parametrize(
     ("module", "name", "change"),
     [
