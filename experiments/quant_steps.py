@@ -1,0 +1,319 @@
+"""What each weight format makes of a whole step's time: LLaMA-7B, decoding and prefilling, by batch, in one run.
+
+    python -m experiments.quant_steps --batch 1 16 64 128 256 512 --kv-cache bf16 int8-g8
+
+Random weights, made and quantized on the device one by one; all schemes stay there side by side, and each size is
+measured for all of them in turn. Decoding: every slot at --context tokens of KV, greedy, steps dispatched one after the
+other and timed together on the host's clock, the best of --repeats. Prefill: a step with a prompt of --input tokens for
+each slot. The floor takes each matrix at the larger of its bytes over --bandwidth and its operations over the measured
+peak of its kind, and each slot's KV once.
+
+The last rows are verdicts on two claims: C7, W8A8 doubles the speed of 16-bit products, and C8, INT4 weights gain much
+at batch 1, 30 % at 64 and at most 20 % at 128. --draw FILE.json draws a run's crossover as SVG beside it.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.decode_step import HBM, filled_slots
+from experiments.result_file import ResultFile
+from jllm.batch import Layout, Rung, pack_decode
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.checkpoint import init_params
+from jllm.config import LlamaConfig, load_config
+from jllm.errors import JllmError
+from jllm.params import Params
+from jllm.quant.quantize import quantize
+from jllm.step import State, jit_step
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.quantized_weights import QuantizedWeight
+
+Row = dict[str, Any]
+
+SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
+BATCHES = (1, 16, 64, 128, 256, 512)
+PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
+PAGE = 16
+DECODE_BARS = {  # share of the floor, up to a batch
+    "bf16": ((128, 0.75), (256, 0.80), (1 << 30, 0.85)),
+    "w8a8-talk": ((128, 0.68), (256, 0.75), (1 << 30, 0.80)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compiled step."""
+
+    scheme: str
+    kind: str  # "decode" or "prefill"
+    batch: int
+    kv: str
+
+    def layout(self, prompt: int) -> Layout:
+        rung = Rung(self.batch, 0, 0) if self.kind == "decode" else Rung(0, self.batch * prompt, self.batch)
+        return Layout(rung, deltas=8)
+
+
+def pack(case: Case, prompt: int) -> np.ndarray:
+    """Each slot decodes, or takes its prompt from the beginning: the same step again and again."""
+    layout = case.layout(prompt)
+    if case.kind == "decode":
+        return pack_decode(layout, range(case.batch))
+    buffer, batch = layout.pack()
+    batch.tokens[:] = np.arange(case.batch * prompt) % 997
+    batch.chunk_slot[:] = np.arange(case.batch)
+    batch.chunk_len[:], batch.chunk_final[:], batch.prompt_len[:] = prompt, 1, prompt
+    batch.max_length[:] = 1 << 30
+    return buffer
+
+
+def make_state(config: LlamaConfig, case: Case, context: int, steps: int) -> State:
+    """Slots at `context` tokens, with pages for `steps` more."""
+    pages_each = -(-(context + steps + 1) // PAGE)
+    formats = parse_kv_cache(case.kv, config, jnp.bfloat16)
+    return State(
+        make_cache(config, case.batch * pages_each, PAGE, formats), filled_slots(case.batch, pages_each, context)
+    )
+
+
+def floor_seconds(params: Params, tokens: int, rows: int, kv_bytes: float, bandwidth: float) -> float:
+    """Of a step on `tokens` tokens whose head runs on `rows` of them and that reads so much of the cache."""
+
+    def matrix(w: Any, count: int) -> float:
+        activations = w.format.activations if isinstance(w, QuantizedWeight) else None
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(w))
+        return max(nbytes / bandwidth, 2 * count * w.shape[0] * w.shape[1] / PEAKS[activations])
+
+    linears = (w for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return sum(matrix(w, tokens) for w in linears) + matrix(params.head, rows) + kv_bytes / bandwidth
+
+
+class Steps:
+    """All steps of a run, compiled before the first is timed, since compiling measures too (XLA's autotuning)."""
+
+    def __init__(self, config: LlamaConfig, models: dict[str, Params], cases: list[Case], args: argparse.Namespace):
+        self.config, self.models, self.args = config, models, args
+        with ThreadPoolExecutor(args.threads) as pool:
+            jobs = {case: pool.submit(self._compile, case) for case in cases}
+        self.compiled: dict[Case, Callable[..., Any]] = {}
+        self.failed: dict[Case, str] = {}
+        for case, job in jobs.items():
+            if error := job.exception():
+                self.failed[case] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            else:
+                self.compiled[case] = job.result()
+
+    def _compile(self, case: Case) -> Callable[..., Any]:
+        state = jax.eval_shape(lambda: make_state(self.config, case, self.args.context, self.args.steps))
+        layout = case.layout(self.args.input)
+        buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
+        options = {"config": self.config, "layout": layout, "backend": self.args.backend}
+        return jit_step.lower(self.models[case.scheme], state, buffer, **options).compile()
+
+    def seconds(self, case: Case, state: State) -> tuple[float, State]:
+        """Of one step, and the state to go on with."""
+        run, params = self.compiled[case], self.models[case.scheme]
+        buffer = jax.device_put(pack(case, self.args.input))
+        pages_each = state.slots.pages.shape[1]
+        times = []
+        for _ in range(self.args.repeats + 1):
+            state = replace(state, slots=filled_slots(case.batch, pages_each, self.args.context))
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            for _ in range(self.args.steps):
+                state, outputs = run(params, state, buffer)
+            jax.block_until_ready(outputs.tokens)
+            times.append((time.perf_counter() - start) / self.args.steps)
+        if not (np.asarray(outputs.tokens) >= 0).all():
+            raise AssertionError(f"{case}: a slot made no token")
+        return min(times[1:]), state
+
+
+def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    with ThreadPoolExecutor(len(args.schemes)) as pool:  # most of the time goes into compiling
+        models = dict(zip(args.schemes, pool.map(lambda scheme: quantize(params, scheme), args.schemes)))
+    jax.block_until_ready(models)
+    sizes = [(kind, batch, kv) for kv in args.kv_cache for kind in args.kinds for batch in args.batch]
+    cases = {size: [Case(scheme, *size) for scheme in args.schemes] for size in sizes}
+    start = time.perf_counter()
+    steps = Steps(config, models, [case for group in cases.values() for case in group], args)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    for group in cases.values():
+        state = make_state(config, group[0], args.context, args.steps)
+        base = None
+        for case in group:
+            if case in steps.failed:
+                yield {**vars(case), "error": steps.failed[case]}
+                continue
+            seconds, state = steps.seconds(case, state)
+            base = seconds if case.scheme == "bf16" else base
+            yield row(case, models[case.scheme], state, seconds, base, args)
+        del state
+
+
+def row(case: Case, params: Params, state: State, seconds: float, base: float | None, args: argparse.Namespace) -> Row:
+    decodes = case.kind == "decode"
+    tokens = case.batch * (1 if decodes else args.input)
+    pool = state.cache[0].k.num_pages * PAGE
+    read = cache_bytes(state.cache) / pool * (case.batch * args.context if decodes else tokens)
+    floor = floor_seconds(params, tokens, case.batch, read, args.bandwidth)
+    found: Row = {"scheme": case.scheme, "batch": case.batch, "kv": case.kv, "T": tokens}
+    found |= {"context": args.context} if decodes else {"input": args.input}
+    found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
+    found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": round(1e3 * floor, 3)}
+    found["floor_fraction"] = round(floor / seconds, 3)
+    if base is not None:
+        found["over_bf16"] = round(base / seconds, 3)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return found | {"weights_gib": round(weights / (1 << 30), 2)}
+
+
+def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
+    """Batch -> times as fast as bf16, with a 16-bit cache."""
+    return {
+        r["batch"]: r["over_bf16"]
+        for r in rows
+        if r.get("scheme") == scheme and f"{kind}_ms" in r and r["kv"] == "bf16"
+    }
+
+
+def verdicts(rows: list[Row]) -> Iterator[Row]:
+    """On C7 and C8, where a run has what they are about."""
+    found = {kind: speedups(rows, "w8a8-all", kind) for kind in ("decode", "prefill")}
+    times = [s for by_batch in found.values() for s in by_batch.values()]
+    if found["decode"]:
+        text = "; ".join(
+            f"{kind} {', '.join(f'{s:.2f} times at batch {b}' for b, s in by_batch.items())}"
+            for kind, by_batch in found.items()
+            if by_batch
+        )
+        verdict = "yes" if statistics.median(times) >= 2 else "partly" if max(times) >= 1.5 else "no"
+        yield {
+            "claim": "C7",
+            "stated": "+100 % over 16-bit products",
+            "measured": f"whole steps: {text}",
+            "verdict": verdict,
+        }
+    int4 = speedups(rows, "w4a16-g128", "decode")
+    if {1, 64, 128} <= int4.keys():
+        holds = [int4[1] >= 1.5, int4[64] >= 1.3, int4[128] <= 1.2]
+        text = ", ".join(f"{s:.2f} times at batch {b}" for b, s in int4.items())
+        lost = next((b for b, s in int4.items() if s < 1), None)
+        text += f"; slower than bf16 from batch {lost} on" if lost else "; never slower than bf16"
+        verdict = "yes" if all(holds) else "partly" if any(holds) else "no"
+        yield {
+            "claim": "C8",
+            "stated": "large at 1, +30 % at 64, at most 20 % at 128",
+            "measured": text,
+            "verdict": verdict,
+        }
+
+
+def bars(rows: list[Row]) -> Iterator[Row]:
+    def bar(name: str, value: float, least: float) -> Row:
+        return {"name": name, "value": value, "unit": "1", "bar": least, "met": value >= least}
+
+    for r in rows:
+        scheme = r.get("scheme")
+        where = f"{scheme} batch {r.get('batch')} KV {r.get('kv')}"
+        if "decode_ms" in r and scheme in DECODE_BARS and (scheme == "bf16" or r["kv"] == "int8-g8"):
+            least = next(least for batch, least in DECODE_BARS[scheme] if r["batch"] <= batch)
+            yield bar(f"decode, {where}, share of the floor", r["floor_fraction"], least)
+        if "prefill_ms" in r and r["T"] >= 1024:
+            if scheme == "bf16":
+                yield bar(f"prefill, {where}, share of the floor", r["floor_fraction"], 0.75)
+            elif scheme == "w8a8-talk" and "over_bf16" in r:
+                yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], 1.5)
+
+
+def draw(document: Row, path: Path) -> None:
+    """Times as fast as bf16 by batch: the crossover."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "quant_steps", "font.size": 9, "axes.grid": True}
+    with matplotlib.rc_context(options | {"grid.alpha": 0.3}):
+        kinds = [kind for kind in ("decode", "prefill") if any(f"{kind}_ms" in r for r in document["rows"])]
+        figure = Figure(figsize=(3.6 * len(kinds), 3.6), layout="constrained")
+        for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
+            for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
+                found = speedups(document["rows"], scheme, kind)
+                axes.semilogx(list(found), list(found.values()), "o-", base=2, markersize=3, label=scheme)
+            axes.set_xlabel("batch")
+            axes.set_ylabel(f"times as fast as bf16, {kind}")
+            axes.set_xticks(list(found), [str(batch) for batch in found])
+        axes.legend()
+        figure.suptitle(f"7B step by weight format, KV bf16 ({document['device']})", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--layers", type=int, help="only so many layers, for a try")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--kv-cache", nargs="+", default=["bf16", "int8-g8"])
+    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
+    parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")
+    parser.add_argument("--input", type=int, default=8, help="tokens of each prompt")
+    parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
+    parser.add_argument("--steps", type=int, default=20, help="steps timed together")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=12, help="that compile at once")
+    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.draw:
+        draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".svg"))
+        return 0
+    command = ["python", "-m", "experiments.quant_steps", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        config = load_config(args.config)
+        if args.layers is not None:
+            config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
+        name = "quant_steps" if len(args.kinds) > 1 else f"quant_steps_{args.kinds[0]}"
+        result = ResultFile(args.results, name, command, model=Path(args.config).stem)
+        for one in rows(config, args):
+            result.add(one)
+            print("  ".join(f"{key}={value}" for key, value in one.items()), flush=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    good = [r for r in result.document["rows"] if "error" not in r]
+    complete = len(good) == len(result.document["rows"])
+    toy = args.layers is not None or not on_hopper()  # too small to decide anything
+    for one in verdicts(good):
+        one |= {"verdict": "toy size: no verdict"} if toy else {}
+        result.add(one)
+        print(
+            f"{one['claim']}: stated {one['stated']}; measured: {one['measured']}; verdict: {one['verdict']}",
+            flush=True,
+        )
+    result.finish(bars=[] if toy else list(bars(good)), complete=complete)
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
