@@ -2,7 +2,8 @@
 
 Decode attention over int8 pages in groups of 8, the costliest there are, whose dequantization (codes and scales to
 floats, products, rounding) is done 1 to 20 times over in registers. The result is the same to the bit, and a barrier
-keeps the compiler from seeing that it is the same work again. What doesn't hide is time over that of doing it once.
+keeps the compiler from seeing that it is the same work again. Work that hides costs nothing: then time is that of the
+bytes, at the rate at which the same kernel reads pages of bfloat16, which need no such work.
 """
 
 from collections.abc import Iterator
@@ -22,30 +23,37 @@ from pallas_kernels.kv_pages import KVPages
 
 REPEATS = (1, 2, 4, 10, 20)
 STATED = 10
-HIDDEN = 1.05  # times the time of doing it once: what counts as hidden
-KV = "int8-g8"
+HIDDEN = 1.15  # times the time of the bytes: what counts as hidden
+KV, PLAIN = "int8-g8", "bf16"
 
 
 def measure(toy: bool) -> Iterator[Row]:
     cases = [case for case in BENCH_CASES if case.k_format == KV]
-    jobs = list(product(cases, REPEATS))
+    plain = {case: replace(case, k_format=PLAIN, v_format=PLAIN) for case in cases}
+    jobs = [*product(cases, REPEATS), *((case, 1) for case in plain.values())]
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
         compiled = dict(zip(jobs, pool.map(lambda job: build(*job), jobs)))
     for case in cases:
-        arguments, once, bits = jax.jit(partial(make_arguments, case))(jax.random.key(0)), 0.0, None
+        size = {"R": len(case.lengths), "length": case.lengths[0], "H": case.heads[0], "K": case.heads[1]}
+        us, _ = timed(compiled[plain[case], 1], plain[case])
+        rate = bench.moved_bytes(plain[case]) / us / 1e3
+        yield size | {"kv": PLAIN, "dequantized": 0, "us": round(us, 2), "gb_s": round(rate), "over_bytes": 1.0}
+        hidden, bits = bench.moved_bytes(case) / rate / 1e3, None
         for times in REPEATS:
-            row: Row = {
-                "R": len(case.lengths), "length": case.lengths[0], "H": case.heads[0], "K": case.heads[1], "kv": KV,
-                "dequantized": times,
-            }  # fmt: skip
-            step, layers = compiled[case, times], bench.layers_for(case)
-            us, out = microseconds(partial(step, *arguments)) / layers, step(*arguments)
-            once, bits = once or us, out if bits is None else bits
+            us, out = timed(compiled[case, times], case)
+            row: Row = size | {"kv": KV, "dequantized": times}
+            bits = out if bits is None else bits
             if not jnp.array_equal(out, bits):
                 yield row | {"error": "the result is not the same as of dequantizing once"}
                 continue
-            rate = round(bench.moved_bytes(case) / us / 1e3)
-            yield row | {"us": round(us, 2), "gb_s": rate, "over_once": round(us / once, 3)}
+            rate_now = round(bench.moved_bytes(case) / us / 1e3)
+            yield row | {"us": round(us, 2), "gb_s": rate_now, "over_bytes": round(us / hidden, 3)}
+
+
+def timed(step: Any, case: Case) -> tuple[float, jax.Array]:
+    """Microseconds of one layer, and the result of the last."""
+    arguments = jax.jit(make_arguments, static_argnums=0)(case, jax.random.key(0))
+    return microseconds(partial(step, *arguments)) / bench.layers_for(case), step(*arguments)
 
 
 def make_arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
@@ -74,27 +82,25 @@ def build(case: Case, times: int) -> Any:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    found = [row["over_once"] for row in rows if row["dequantized"] == STATED]
-    parts = []
-    for times in REPEATS[1:]:
-        ratios = [row["over_once"] for row in rows if row["dequantized"] == times]
-        if ratios:
-            parts.append(f"{times} times: {min(ratios):.2f} to {max(ratios):.2f}")
-    verdict = "yes" if found and max(found) <= HIDDEN else "partly" if found and min(found) <= HIDDEN else "no"
-    return Verdict(verdict, "time over that of dequantizing once, at " + ", ".join(parts))
+    found = {times: [row["over_bytes"] for row in rows if row["dequantized"] == times] for times in REPEATS}
+    parts = [f"{times} times: {min(ratios):.2f} to {max(ratios):.2f}" for times, ratios in found.items() if ratios]
+    ratios = found[STATED]
+    verdict = "yes" if ratios and max(ratios) <= HIDDEN else "partly" if ratios and min(ratios) <= HIDDEN else "no"
+    return Verdict(verdict, "time over that of the bytes, dequantized " + ", ".join(parts))
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots()
     for cell in dict.fromkeys((row["R"], row["length"], row["H"], row["K"]) for row in rows):
-        of_cell = [row for row in rows if (row["R"], row["length"], row["H"], row["K"]) == cell]
+        of_cell = [row for row in rows if (row["R"], row["length"], row["H"], row["K"]) == cell and row["dequantized"]]
         label = f"{cell[0]} x {cell[1]}, H/K {cell[2]}/{cell[3]}"
-        axes.plot([row["dequantized"] for row in of_cell], [row["over_once"] for row in of_cell], "o-", label=label)
-    axes.axvline(STATED, color="black", linestyle="--", linewidth=1)
+        axes.plot([row["dequantized"] for row in of_cell], [row["over_bytes"] for row in of_cell], "o-", label=label)
+    axes.axhline(HIDDEN, color="gray", linewidth=1, label="hidden")
+    axes.axvline(STATED, color="black", linestyle="--", linewidth=1, label="as stated")
     axes.set_xscale("log")
     axes.set_xticks(REPEATS, [str(times) for times in REPEATS])
     axes.set_xlabel("times that K and V are dequantized")
-    axes.set_ylabel("time over that of once")
+    axes.set_ylabel("time over that of the bytes")
     axes.set_ylim(bottom=0)
     axes.legend()
 
