@@ -25,7 +25,7 @@ class EngineOptions:
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
     ladder: tuple[Rung, ...] | None = None  # compiled sizes; default: at most 15 of them
-    backend: str | None = None  # of the attention kernels: one of BACKENDS; default: chosen for the device
+    backend: str | None = None  # of the kernels: one of BACKENDS; default: chosen for the device
 
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):

@@ -14,6 +14,8 @@ from jllm.params import EMBED, HEAD, Params, Weight, map_linears
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
 
+DELAY = 2  # seconds after which a progress bar shows
+
 
 def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> Params:
     """`params` with the weights that the scheme names in its formats, rounded to nearest.
@@ -24,13 +26,14 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
     """
     formats = find_scheme(scheme).formats(len(params.layers))
     count = sum(bool(wanted) for wanted in formats.values())
-    with tqdm(total=count, desc="quantizing", unit="weight", delay=2, leave=False, disable=None) as bar:
+    with tqdm(total=count, desc="quantizing", unit="weight", delay=DELAY, leave=False, disable=None) as bar:
 
         def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
             if not wanted:
                 return leaf
+            quantized = quantize_weight(name, leaf, wanted)
             bar.update()
-            return quantize_weight(name, leaf, wanted)
+            return quantized
 
         return map_weights(convert, params, formats, release=_delete if donate else lambda leaf: None)
 

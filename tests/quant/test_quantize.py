@@ -1,5 +1,7 @@
 """Quantizing Params: which leaves, on arrays and on shapes, in how much memory, and what cannot be quantized."""
 
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +131,16 @@ def test_the_wide_model_never_exists_whole_while_loading(live, tmp_path):
     loaded = jllm.load(tmp_path, quantize="w4a16-g64")
     assert_same_bits(loaded.params, want)
     assert max(live) - others < weights_bytes(loaded.params) + 2 * largest < size / 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_bar_shows_on_a_terminal_alone(model, monkeypatch, terminal):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(module, "DELAY", 0)
+    quantize(model.params, "w8a16")
+    assert ("quantizing: " in screen.getvalue()) == terminal
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -1,6 +1,7 @@
 """Schemes as data: which weight becomes what, files of them, and mistakes in them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,18 @@ def test_files_say_the_same(tmp_path_factory, name, patterns):
         file.write_text(written, encoding="utf-8", newline="")
         assert find_scheme(file) == scheme
         assert find_scheme(str(file)) == scheme
+
+
+def test_the_scheme_of_the_readme(tmp_path):
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    file = tmp_path / "half.toml"
+    file.write_text(readme.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
+    found = names(find_scheme(file))
+    assert found["model.layers.0.mlp.down_proj"] == found["model.layers.0.self_attn.o_proj"] == []
+    assert found[LAYER + "mlp.down_proj"] == ["w4a16-g128"]
+    assert found[LAYER + "self_attn.o_proj"] == ["w8a16"]
+    assert found["lm_head"] == ["w8a8"]
+    assert LAYER + "self_attn.qkv_proj" not in found
 
 
 def test_a_file_without_a_name_is_called_as_the_file_is(tmp_path):
