@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, group_scales
+from pallas_kernels.weight_only_matmul import xla
 from pallas_kernels.weight_only_matmul.config import SHARED_MEMORY, Config, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, Tile, operand, pair_table
-from pallas_kernels.weight_only_matmul.xla import finish
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40)}  # by warpgroups: of a thread that computes, and that copies
 
@@ -53,6 +53,7 @@ def product(
         grid_names=("worker",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
+        kernel_name="weight_only_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -70,14 +71,38 @@ def weight_only_matmul(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py."""
+    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. Gradients are xla's."""
     n, k = w.values.shape[0], x.shape[1]
     check_supported(x.dtype, x.shape[0], n, k, w.format)
     config = config or choose_config(x.shape[0], n, k, w.format)
+    return _weight_only_matmul(x, w, bias, residual, out_dtype, config, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _weight_only_matmul(
+    x: jax.Array,
+    w: QuantizedWeight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+    config: Config,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
     whole = config.split == 1 and bias is None and residual is None
     parts = product(x, w, out_dtype=out_dtype if whole else jnp.float32, config=config, interpret=interpret)
     y = parts[0] if config.split == 1 else functools.reduce(jnp.add, list(parts))  # in order
-    return finish(y[:, : w.shape[0]], bias, residual, out_dtype)
+    return xla.finish(y[:, : w.shape[0]], bias, residual, out_dtype)
+
+
+def _forward(x, w, bias, residual, out_dtype, config, interpret):
+    return _weight_only_matmul(x, w, bias, residual, out_dtype, config, interpret), (x, w, bias, residual)
+
+
+def _backward(out_dtype, config, interpret, saved, gradient):
+    return jax.vjp(partial(xla.weight_only_matmul, out_dtype=out_dtype), *saved)[1](gradient)
+
+
+_weight_only_matmul.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ same roundings. On a device every code of every format meets the reference.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
-from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul
+from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul, xla
 from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
 from tests.kernels.helpers import error, missed, same_bits
@@ -91,6 +92,18 @@ def test_seeded_faults_are_caught():
     expected = reference.weight_only_matmul(*case.inputs())
     out = {name: row_error(interpreted(x, bad, None, None, case, config), expected) for name, bad in faults.items()}
     assert not missed(out, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8-weight"])
+def test_gradients_are_those_of_xla(name):
+    x, w, _, _ = Case((2,), 64, 256, name).inputs()
+    g = jnp.ones((2, 64), jnp.bfloat16)
+
+    def gradient(function):
+        return jax.vjp(lambda x: function(x, w, None, None, x.dtype), x)[1](g)[0]
+
+    run = partial(mosaic_sm90.weight_only_matmul, config=SMALL, interpret=plgpu.InterpretGPUParams())
+    assert same_bits(gradient(run), gradient(xla.weight_only_matmul))
 
 
 def shapes(case: Case):

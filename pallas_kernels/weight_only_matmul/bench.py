@@ -1,0 +1,154 @@
+"""How long weight_only_matmul takes on the device, next to XLA's bf16 product of the same shape.
+
+    python -m pallas_kernels.weight_only_matmul.bench [--json] [--formats w4a16-g128 nf4] [--rows 1 16]
+
+Each figure is of several layers with weights of their own, more than the 60 MB of L2 in all, in one jit. `bf16` is
+XLA's product of weights that were never quantized; `xla` decodes the quantized ones and multiplies; `mosaic` is the
+kernel; `chosen` says which of the two runs when none is named. Bytes are those of the weight as stored, its scales and
+zeros included, of x and of the result; the ceiling is the rate of a large copy in the same run.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.matmul.xla import matmul
+from pallas_kernels.measure import copy_bandwidth, device_us
+from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
+from pallas_kernels.weight_only_matmul import weight_only_matmul
+from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS, BENCH_ROWS, BENCH_SHAPES
+from pallas_kernels.weight_only_matmul.config import check_faster
+
+ROTATED = 160_000_000  # bytes of weights in one jit, at least
+LARGE = 45_000_000  # K N of the bars
+# Speed over bf16's, at least: (format, large, rows) -> ratio.
+BARS = {
+    ("w4a16-g128", True, 1): 3.0, ("w4a16-g128", True, 16): 2.3, ("w4a16-g128", True, 64): 1.3,
+    ("w4a16-g128", True, 512): 1 / 1.1, ("w4a16-g128", True, 1024): 1 / 1.1, ("w4a16-g128", True, 4096): 1 / 1.1,
+    ("w4a16-g128", False, 1): 2.0, ("nf4", True, 1): 2.4,
+}  # fmt: skip
+GOALS = {"w4a16-g128": 3.6, "nf4": 3.2}  # at one row
+
+
+def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
+    """Codes of any kind, and scales such that the product of standard normal inputs is near one."""
+    fmt = parse_weight_format(name)
+    codes, scales, zeros = jax.random.split(key, 3)
+    if fmt.packed:
+        values = jax.random.bits(codes, (n, k // 2), jnp.uint8)
+    elif fmt.codes == "int8":
+        values = jax.random.randint(codes, (n, k), -127, 128, jnp.int8)
+    else:
+        values = jax.random.normal(codes, (n, k)).astype(jnp.float8_e4m3fn)
+    shape = (n,) if fmt.group is None else (k // fmt.group, n)
+    size = {"int4": 4.6, "int8": 73, "nf4": 0.6, "fp8": 1}[fmt.codes] * k**0.5
+    return QuantizedWeight(
+        values=values,
+        scales=(jax.random.uniform(scales, shape, jnp.float32, 0.5, 1.5) / size).astype(
+            jnp.float32 if fmt.group is None else jnp.float16
+        ),
+        zeros=jax.random.randint(zeros, shape, -4, 4, jnp.int8) if fmt.zero_point else None,
+        scale_steps=None,
+        columns=None,
+        shape=(n, k),
+        format=fmt,
+    )
+
+
+def weights_for(name: str, n: int, k: int) -> list[Any]:
+    """As many as the caches don't hold; bf16 ones for the name "bf16"."""
+    if name == "bf16":
+        make = jax.jit(lambda key: jax.random.normal(key, (n, k), jnp.bfloat16) * jnp.bfloat16(k**-0.5))
+    else:
+        make = jax.jit(partial(random_weight, name=name, n=n, k=k))
+    first = make(jax.random.key(0))
+    count = max(3, -(-ROTATED // sum(leaf.nbytes for leaf in jax.tree.leaves(first))))
+    return [first, *(make(jax.random.key(i)) for i in range(1, count))]
+
+
+def multiply(x: jax.Array, w: Any, backend: str) -> jax.Array:
+    if backend == "bf16":
+        return matmul(x, w, None, None, x.dtype)
+    return weight_only_matmul(x, w, backend=backend)
+
+
+def compiled(weights: list[Any], m: int, k: int, backend: str) -> Callable[[], list[jax.Array]]:
+    """What runs all layers."""
+    x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
+    step = jax.jit(lambda x, weights: [multiply(x, w, backend) for w in weights])
+    run = step.lower(x, weights).compile()
+    return lambda: run(x, weights)
+
+
+def measure_shape(name: str, n: int, k: int, rows: list[int], pool: ThreadPoolExecutor) -> Iterator[dict[str, Any]]:
+    """Rows of one format at one shape, every backend; one that fails says why."""
+    weights = weights_for(name, n, k)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0]))
+    backends = ("bf16",) if name == "bf16" else ("mosaic", "xla")
+    runs = [(m, backend, pool.submit(compiled, weights, m, k, backend)) for m in rows for backend in backends]
+    for m, backend, run in runs:
+        row: dict[str, Any] = {"kernel": "weight_only_matmul", "peer": backend, "scheme": name, "M": m, "K": k, "N": n}
+        if backend != "bf16":
+            row["chosen"] = chosen(m, n, k, name) == backend
+        try:
+            us = device_us(run.result(), repeats=3) / len(weights)
+            moved = stored + 2 * m * (n + k)
+            row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3), "tflop_s": round(2 * m * n * k / us / 1e6, 1)}
+        except Exception as error:  # costs its own row only
+            row |= {"error": str(error).splitlines()[0][:200]}
+        yield row
+
+
+def chosen(m: int, n: int, k: int, name: str) -> str:
+    """The backend that runs on a Hopper GPU when none is named."""
+    try:
+        check_faster(jnp.bfloat16, m, n, k, parse_weight_format(name))
+    except NotImplementedError:
+        return "xla"
+    return "mosaic"
+
+
+def table(formats: list[str], rows: list[int]) -> Iterator[dict[str, Any]]:
+    """All rows, after a copy's."""
+    yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
+    with ThreadPoolExecutor(8) as pool:
+        for k, n in BENCH_SHAPES:
+            for name in ("bf16", *formats):
+                yield from measure_shape(name, n, k, rows, pool)
+
+
+def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Adds each row's share of the run's bandwidth and its speed over bf16, and yields the bars."""
+    ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
+    plain = {(row["M"], row["K"], row["N"]): row["us"] for row in rows if row.get("peer") == "bf16" and "us" in row}
+    for row in rows:
+        if "us" not in row:
+            continue
+        row["fraction"] = round(row["gb_s"] / ceiling, 3)
+        base = plain.get((row["M"], row["K"], row["N"]))
+        if base is None or row["peer"] == "bf16":
+            continue
+        row["over_bf16"] = round(base / row["us"], 3)
+        bar = BARS.get((row["scheme"], row["K"] * row["N"] >= LARGE, row["M"]))
+        if bar is not None and row["chosen"]:
+            name = f"{row['scheme']} (M, K, N)=({row['M']}, {row['K']}, {row['N']}): speed over bf16's"
+            value = row["over_bf16"]
+            yield {"name": name, "value": value, "unit": "times", "bar": round(bar, 3), "met": value >= bar}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--formats", nargs="+", default=list(BENCH_FORMATS), choices=BENCH_FORMATS)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(BENCH_ROWS))
+    args = parser.parse_args(argv)
+    return record("weight_only_matmul", args, argv, table(args.formats, args.rows), summarize)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The benchmark's bars, and a run in which everything is pretended to take 100 us."""
+
+import json
+
+import jax
+
+from pallas_kernels.quantized_weights import decode, encode, parse_weight_format
+from pallas_kernels.weight_only_matmul import bench
+from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS
+
+
+def test_weights_are_as_the_format_stores_them():
+    for name in BENCH_FORMATS:
+        made = bench.random_weight(jax.random.key(0), name, 64, 256)
+        expected = jax.eval_shape(lambda: encode(jax.numpy.zeros((64, 256)), parse_weight_format(name)))  # noqa: B023
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+        assert 0.5 < float(decode(made).std()) * 256**0.5 < 2, name
+
+
+def test_bars_are_read_off_the_rows():
+    shape = {"K": 4096, "N": 12288}
+    rows = [{"kernel": "copy", "gb_s": 4000}]
+    for m, us in ((1, 28.0), (64, 33.0), (512, 70.0)):
+        rows.append({**shape, "peer": "bf16", "scheme": "bf16", "M": m, "us": us, "gb_s": 1})
+    for m, peer, us in ((1, "mosaic", 7.0), (64, "mosaic", 30.0), (512, "mosaic", 75.0), (512, "xla", 99.0)):
+        row = {**shape, "peer": peer, "scheme": "w4a16-g128", "M": m, "us": us, "gb_s": 2000, "chosen": us != 75.0}
+        rows.append(row)
+    rows.append({**shape, "peer": "mosaic", "scheme": "nf4", "M": 1, "error": "no", "chosen": True})
+    found = {bar["name"][11:30]: (bar["value"], bar["met"]) for bar in bench.summarize(rows)}
+    assert list(found.values()) == [(4.0, True), (1.1, False), (0.707, False)]
+    assert rows[4]["fraction"] == 0.5
+
+
+def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "BENCH_SHAPES", ((256, 64),))
+    monkeypatch.setattr(bench, "ROTATED", 1)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(bench, "device_us", lambda run, repeats: 100.0 if run() is None else 0.0)
+
+    def traced(weights, m, k, backend):
+        if backend == "mosaic" and m == 2:
+            raise NotImplementedError("not this\nat all")
+        x = jax.ShapeDtypeStruct((m, k), "bfloat16")
+        (out, *_) = jax.eval_shape(lambda x, ws: [bench.multiply(x, w, backend) for w in ws], x, weights)
+        assert out.shape == (m, 64)
+        return lambda: None
+
+    monkeypatch.setattr(bench, "compiled", traced)
+    arguments = ["--results", str(tmp_path), "--json", "--rows", "1", "2", "--formats", "nf4"]
+    assert bench.main(arguments) == 0
+    (path,) = tmp_path.iterdir()
+    document = json.loads(path.read_text())
+    assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row.get("peer") for row in document["rows"]] == [None, "bf16", "bf16", "mosaic", "xla", "mosaic", "xla"]
+    assert [row["error"] for row in document["rows"] if "error" in row] == ["not this"]
+    assert document["rows"][3]["us"] == 33.33
+    assert not document["complete"]
