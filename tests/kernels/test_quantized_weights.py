@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels.quantized_weights import (
     NF4,
@@ -18,6 +16,10 @@ from pallas_kernels.quantized_weights import (
     take_rows,
     unpack4,
 )
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jllm.cli.arguments import SCHEMES
 from jllm.errors import QuantizationError
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of
 from pallas_kernels.quantized_weights import parse_weight_format
+
+pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 LAYER = "model.layers.1."
 LINEARS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
