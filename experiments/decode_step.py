@@ -52,7 +52,7 @@ def measure(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, backend: str | None
 ) -> dict[str, Any]:
     """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
-    formats = parse_kv_cache(args.kv_cache, config, params.embed.dtype)
+    formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
     total = args.context + args.steps * (args.repeats + 1)
     pages_each = -(-total // args.page_size)
     cache = make_cache(config, batch * pages_each, args.page_size, formats)
@@ -69,13 +69,14 @@ def measure(
         times.append((time.perf_counter() - start) / args.steps)
     if not (np.asarray(outputs.tokens) >= 0).all():
         raise AssertionError("a slot did not decode")
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params.embed.nbytes * (params.head is not None)
+    unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(leaf.nbytes for leaf in unread)
     floor = (weights + batch * args.context * token_bytes) / args.bandwidth
     ms = 1e3 * min(times[1:])
     return {
         "batch": batch,
         "backend": backend or "default",
-        "kv": args.kv_cache or str(params.embed.dtype),
+        "kv": args.kv_cache or str(params.norm.dtype),
         "context": args.context,
         "decode_ms": round(ms, 3),
         "tokens_s": round(batch / ms * 1e3, 1),

@@ -97,7 +97,11 @@ def floor_seconds(params: Params, tokens: int, rows: int, kv_bytes: float, bandw
         return max(nbytes / bandwidth, 2 * count * w.shape[0] * w.shape[1] / PEAKS[activations])
 
     linears = (w for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return sum(matrix(w, tokens) for w in linears) + matrix(params.head, rows) + kv_bytes / bandwidth
+    return (
+        sum(matrix(w, tokens) for w in linears)
+        + matrix(params.embed if params.head is None else params.head, rows)
+        + kv_bytes / bandwidth
+    )
 
 
 class Steps:

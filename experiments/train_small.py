@@ -28,7 +28,7 @@ from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.model import Packed, forward
-from jllm.params import Params
+from jllm.params import Params, Weight
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
 BLOCK = 10  # training steps a dispatch
@@ -76,7 +76,8 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
     """Weights of a network in which each attention output and each hidden unit of the MLPs is silent with probability
     `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the model."""
 
-    def keep(key: jax.Array, w: jax.Array) -> jax.Array:
+    def keep(key: jax.Array, w: Weight) -> jax.Array:
+        assert isinstance(w, jax.Array), "quantized weights are not trained"
         mask = jax.random.bernoulli(key, 1 - rate, (1, w.shape[1]))
         return w * jnp.where(mask, 1 / (1 - rate), 0.0).astype(w.dtype)
 
