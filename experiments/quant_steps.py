@@ -1,12 +1,12 @@
 """What each weight format makes of a whole step's time: LLaMA-7B, decoding and prefilling, by batch, in one run.
 
-    python -m experiments.quant_steps --batch 1 16 64 128 256 512 --kv-cache bf16 int8-g8
+    python -m experiments.quant_steps --stages decode:bf16:1,16,64,128,256,512 prefill:bf16:128,512
 
-Random weights, made and quantized on the device one by one; all schemes stay there side by side, and each size is
-measured for all of them in turn. Decoding: every slot at --context tokens of KV, greedy, steps dispatched one after the
-other and timed together on the host's clock, the best of --repeats. Prefill: a step with a prompt of --input tokens for
-each slot. The floor takes each matrix at the larger of its bytes over --bandwidth and its operations over the measured
-peak of its kind, and each slot's KV once.
+Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
+KV format, batches) is compiled for all schemes before its first step is timed. Decoding: every slot at --context tokens
+of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of --repeats.
+Prefill: a step with a prompt of --input tokens for each slot. The floor takes each matrix at the larger of its bytes
+over --bandwidth and its operations over the measured peak of its kind, and each slot's KV once.
 
 The last rows are verdicts on two claims: C7, W8A8 doubles the speed of 16-bit products, and C8, INT4 weights gain much
 at batch 1, 30 % at 64 and at most 20 % at 128. --draw FILE.json draws a run's crossover as SVG beside it.
@@ -46,6 +46,7 @@ SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
 PAGE = 16
+KINDS = ("decode", "prefill")
 DECODE_BARS = {  # share of the floor, up to a batch
     "bf16": ((128, 0.75), (256, 0.80), (1 << 30, 0.85)),
     "w8a8-talk": ((128, 0.68), (256, 0.75), (1 << 30, 0.80)),
@@ -105,19 +106,12 @@ def floor_seconds(params: Params, tokens: int, rows: int, kv_bytes: float, bandw
 
 
 class Steps:
-    """All steps of a run, compiled before the first is timed, since compiling measures too (XLA's autotuning)."""
+    """Steps of a stage, all compiled before the first is timed, since compiling measures too (XLA's autotuning)."""
 
     def __init__(self, config: LlamaConfig, models: dict[str, Params], cases: list[Case], args: argparse.Namespace):
         self.config, self.models, self.args = config, models, args
         with ThreadPoolExecutor(args.threads) as pool:
-            jobs = {case: pool.submit(self._compile, case) for case in cases}
-        self.compiled: dict[Case, Callable[..., Any]] = {}
-        self.failed: dict[Case, str] = {}
-        for case, job in jobs.items():
-            if error := job.exception():
-                self.failed[case] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            else:
-                self.compiled[case] = job.result()
+            self.jobs = {case: pool.submit(self._compile, case) for case in cases}
 
     def _compile(self, case: Case) -> Callable[..., Any]:
         state = jax.eval_shape(lambda: make_state(self.config, case, self.args.context, self.args.steps))
@@ -126,10 +120,11 @@ class Steps:
         options = {"config": self.config, "layout": layout, "backend": self.args.backend}
         return jit_step.lower(self.models[case.scheme], state, buffer, **options).compile()
 
-    def seconds(self, case: Case, state: State) -> tuple[float, State]:
-        """Of one step, and the state to go on with."""
-        run, params = self.compiled[case], self.models[case.scheme]
+    def measure(self, case: Case) -> tuple[float, State]:
+        """Seconds of one step, and what it left."""
+        run, params = self.jobs[case].result(), self.models[case.scheme]
         buffer = jax.device_put(pack(case, self.args.input))
+        state = make_state(self.config, case, self.args.context, self.args.steps)
         pages_each = state.slots.pages.shape[1]
         times = []
         for _ in range(self.args.repeats + 1):
@@ -141,31 +136,42 @@ class Steps:
             jax.block_until_ready(outputs.tokens)
             times.append((time.perf_counter() - start) / self.args.steps)
         if not (np.asarray(outputs.tokens) >= 0).all():
-            raise AssertionError(f"{case}: a slot made no token")
+            raise RuntimeError("a slot made no token")
         return min(times[1:]), state
 
 
 def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each case, with an "error" where it could not be measured."""
+    start = time.perf_counter()
+
+    def note(text: str) -> None:
+        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
+
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     with ThreadPoolExecutor(len(args.schemes)) as pool:  # most of the time goes into compiling
         models = dict(zip(args.schemes, pool.map(lambda scheme: quantize(params, scheme), args.schemes)))
     jax.block_until_ready(models)
-    sizes = [(kind, batch, kv) for kv in args.kv_cache for kind in args.kinds for batch in args.batch]
-    cases = {size: [Case(scheme, *size) for scheme in args.schemes] for size in sizes}
-    start = time.perf_counter()
-    steps = Steps(config, models, [case for group in cases.values() for case in group], args)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    for group in cases.values():
-        state = make_state(config, group[0], args.context, args.steps)
-        base = None
-        for case in group:
-            if case in steps.failed:
-                yield {**vars(case), "error": steps.failed[case]}
+    note("quantized")
+    for kind, kv, batches in args.stages:
+        if args.seconds is not None and time.perf_counter() - start > args.seconds:
+            yield {"kind": kind, "kv": kv, "error": f"no time left after {args.seconds} s"}
+            continue
+        cases = [Case(scheme, kind, batch, kv) for scheme in args.schemes for batch in batches]
+        steps = Steps(config, models, cases, args)
+        note(f"compiled {kind} {kv}")
+        base: dict[int, float] = {}
+        for case in cases:
+            try:
+                seconds, state = steps.measure(case)
+            except Exception as error:  # whatever a compiler or a kernel may do: the other cases go on
+                text = str(error).partition("\n")[0][:200]
+                yield {**vars(case), "error": f"{type(error).__name__}: {text}"}
                 continue
-            seconds, state = steps.seconds(case, state)
-            base = seconds if case.scheme == "bf16" else base
-            yield row(case, models[case.scheme], state, seconds, base, args)
-        del state
+            if case.scheme == "bf16":
+                base[case.batch] = seconds
+            yield row(case, models[case.scheme], state, seconds, base.get(case.batch), args)
+            del state
+        note(f"measured {kind} {kv}")
 
 
 def row(case: Case, params: Params, state: State, seconds: float, base: float | None, args: argparse.Namespace) -> Row:
@@ -196,7 +202,7 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 def verdicts(rows: list[Row]) -> Iterator[Row]:
     """On C7 and C8, where a run has what they are about."""
-    found = {kind: speedups(rows, "w8a8-all", kind) for kind in ("decode", "prefill")}
+    found = {kind: speedups(rows, "w8a8-all", kind) for kind in KINDS}
     times = [s for by_batch in found.values() for s in by_batch.values()]
     if found["decode"]:
         text = "; ".join(
@@ -250,7 +256,7 @@ def draw(document: Row, path: Path) -> None:
 
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": "quant_steps", "font.size": 9, "axes.grid": True}
     with matplotlib.rc_context(options | {"grid.alpha": 0.3}):
-        kinds = [kind for kind in ("decode", "prefill") if any(f"{kind}_ms" in r for r in document["rows"])]
+        kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
         figure = Figure(figsize=(3.6 * len(kinds), 3.6), layout="constrained")
         for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
             for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
@@ -264,14 +270,24 @@ def draw(document: Row, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
+def parse_stage(text: str) -> tuple[str, str, tuple[int, ...]]:
+    """decode:bf16:1,16 -> ("decode", "bf16", (1, 16)). Raises argparse's error for another form."""
+    kind, kv, batches = (text.split(":") + ["", ""])[:3]
+    if kind not in KINDS or not kv or not all(batch.isdigit() for batch in batches.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a stage such as decode:bf16:1,16,64")
+    return kind, kv, tuple(int(batch) for batch in batches.split(","))
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a try")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
-    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--kv-cache", nargs="+", default=["bf16", "int8-g8"])
-    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
+    stages = [f"{kind}:{kv}:{','.join(map(str, BATCHES))}" for kv in ("bf16", "int8-g8") for kind in KINDS]
+    parser.add_argument(
+        "--stages", type=parse_stage, nargs="+", metavar="KIND:KV:BATCHES", default=[parse_stage(s) for s in stages]
+    )
+    parser.add_argument("--seconds", type=float, help="begin no stage after so long")
     parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")
     parser.add_argument("--input", type=int, default=8, help="tokens of each prompt")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
@@ -295,8 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(args.config)
         if args.layers is not None:
             config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
-        name = "quant_steps" if len(args.kinds) > 1 else f"quant_steps_{args.kinds[0]}"
-        result = ResultFile(args.results, name, command, model=Path(args.config).stem)
+        result = ResultFile(args.results, "quant_steps", command, model=Path(args.config).stem)
         for one in rows(config, args):
             result.add(one)
             print("  ".join(f"{key}={value}" for key, value in one.items()), flush=True)
