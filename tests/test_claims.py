@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from experiments import torch_attention
 from experiments.claims import __main__ as command
-from experiments.claims import c5, c21, c22, registry
+from experiments.claims import c5, c21, c22, decoding, registry
 from experiments.claims.claim import Claim, Verdict, text_table
 from jllm.config import load_config
 from pallas_kernels.decode_attention import mosaic_sm90
@@ -135,6 +135,43 @@ def test_c21_asks_for_hidden_work():
     assert no.measured == "time over that of the bytes, dequantized 1 times: 1.00 to 1.10, 10 times: 1.30 to 2.50"
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """Every kernel is pretended to take 100 us, FlashAttention-2 150; what is timed is only traced."""
+
+    def compiled(runs):
+        for run in (runs[0], runs[-1]):
+            made = jax.eval_shape(run.make, jax.random.key(0))
+            if run.attend.__qualname__.startswith("paged"):  # cuDNN cannot be traced without a GPU
+                assert jax.eval_shape(run.attend, *made).shape == made[0].shape
+        return [decoding.Compiled(None, None, run.layers) for run in runs]
+
+    monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0, jnp.zeros(3)))
+    monkeypatch.setattr(c5, "compiled", compiled)
+    monkeypatch.setattr(c21, "compiled", compiled)
+    monkeypatch.setattr(c5, "flash_attention", lambda cases: [{"us": 150.0}] * (len(cases) - 1) + [{"error": "no"}])
+
+
+def test_c5_measures_every_cell(timed):
+    *rows, failed = c5.measure(False)
+    assert len(rows) == 11
+    assert failed["error"] == "FlashAttention-2: no"
+    assert {(row["us"], row["flash_us"], row["over_flash"], row["over_cudnn"]) for row in rows} == {(100, 150, 1.5, 1)}
+    assert (rows[0]["R"], rows[0]["length"], rows[0]["K"]) == (128, 2048, 32)
+    assert rows[0]["gb_s"] == round(2 * 128 * 2048 * 32 * 128 * 2 / 100e3)
+
+
+def test_c21_measures_against_the_rate_of_plain_pages(timed, monkeypatch):
+    rows = list(c21.measure(False))
+    assert [row["dequantized"] for row in rows[:5]] == [0, *c21.REPEATS]
+    assert {row["over_bytes"] for row in rows if row["dequantized"]} == {1.6}  # 512 bytes over 256 and 64 of scales
+    outs = iter(range(100))
+    monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0, jnp.full(3, next(outs) // 5)))
+    assert not any("error" in row for row in c21.measure(False))
+    monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0, jnp.full(3, next(outs))))
+    assert sum("not the same" in row.get("error", "") for row in c21.measure(False)) == 12
+
+
 def test_dequantizing_again_changes_no_bit():
     case = Case(
         lengths=(70,), heads=(1, 1), head_dim=64, page_size=64, k_format="int8-g8", v_format="int4-g32",
@@ -144,7 +181,7 @@ def test_dequantizing_again_changes_no_bit():
     outs = [
         mosaic_sm90.decode_attention(
             *arguments, case.scale, None, interpret=plgpu.InterpretGPUParams(),
-            config=Config(tile=64, split=128, sms=1, stages=2, merge_per_sm=1, dequantize=times),
+            config=Config(tile=64, computing=1, split=128, sms=1, stages=2, dequantize=times),
         )
         for times in (1, 3)
     ]  # fmt: skip
@@ -155,17 +192,19 @@ def test_dequantizing_again_changes_no_bit():
 def test_c22_measures_a_token_with_and_without_a_cache():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     config = c22.replace(load_config(c22.CONFIG), **sizes, vocab_size=64)
-    (row,) = c22.cache_rows(config, (48,))
+    params = c22.init_params(c22.replace(config, num_layers=3), jax.random.key(0), jnp.bfloat16)
+    jobs = [(48, cached, depth) for cached in (True, False) for depth in c22.DEPTHS]
+    row = c22.cache_row(config, 48, {job: c22.Step(params, config, *job) for job in jobs})
     assert row["cached_ms"] > 0
     assert row["recomputed_ms"] > 0
     assert row["cached_mib"] >= round(2 * 32 * 48 * 32 * 2 / c22.MIB, 1)  # K and V, layers, tokens, 2 x 16, bytes
 
 
 def test_c22_compares_attention_that_agrees(monkeypatch):
-    row = c22.attention_row(48, 2, 64)
+    row = c22.Contest(48, 2, 64).row()
     assert row["times"] == round(row["naive_us"] / row["flash_us"], 2)
-    monkeypatch.setattr(c22, "naive", lambda q, k, v, scale: jnp.flip(q, 0) * jax.numpy.asarray(scale, q.dtype))
-    assert "of their norm apart" in c22.attention_row(48, 2, 64)["error"]
+    monkeypatch.setattr(c22, "naive", lambda q, k, v, scale: jnp.flip(q, 0) * jnp.asarray(scale, q.dtype))
+    assert "of their norm apart" in c22.Contest(48, 2, 64).row()["error"]
 
 
 def test_c22_is_decided_by_every_length():

@@ -44,35 +44,32 @@ AGREE = 2e-2  # of the norm: what two orders of sums in bfloat16 may differ by
 def measure(toy: bool) -> Iterator[Row]:
     config = load_config(CONFIG)
     if toy:
-        sizes: dict[str, Any] = {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "head_dim": 16,
-        }
-        config = replace(config, **sizes, vocab_size=256)
-    yield from cache_rows(config, (16, 64) if toy else (128, 512, 2048, 8192))
-    heads, dim = (2, 64) if toy else (config.num_heads, config.head_dim)
-    for length in (64, 256) if toy else (512, 2048, 8192, 16384):
-        yield attention_row(length, heads, dim)
-
-
-def cache_rows(config: LlamaConfig, lengths: tuple[int, ...]) -> Iterator[Row]:
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4}
+        config = replace(config, **sizes, head_dim=16, vocab_size=256)
+    shape = (2, 64) if toy else (config.num_heads, config.head_dim)
+    lengths = (64, 256) if toy else (512, 2048, 8192, 16384)
+    of_cache = (16, 64) if toy else (128, 1024, 8192)
     params = init_params(replace(config, num_layers=max(DEPTHS)), jax.random.key(0), jnp.bfloat16)
-    jobs = [(length, cached, depth) for length, cached, depth in product(lengths, (True, False), DEPTHS)]
-    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
+    jobs = list(product(of_cache, (True, False), DEPTHS))
+    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time, and is over before anything is timed
+        contests = pool.map(lambda length: Contest(length, *shape), lengths)
         steps = dict(zip(jobs, pool.map(lambda job: Step(params, config, *job), jobs)))
-    for length in lengths:
-        row: Row = {"part": "cache", "tokens": length}
-        for name, cached in (("cached", True), ("recomputed", False)):
-            first, second = (steps[length, cached, depth] for depth in DEPTHS)
-            us = [step.microseconds() for step in (first, second)]
-            layer = (us[1] - us[0]) / (DEPTHS[1] - DEPTHS[0])
-            kept = second.layer_bytes * (config.num_layers if cached else 1)
-            row[f"{name}_ms"] = round((us[0] + layer * (config.num_layers - DEPTHS[0])) / 1e3, 3)
-            row[f"{name}_mib"] = round((kept + second.temporary_bytes) / MIB, 1)
-        yield row | {"times": round(row["recomputed_ms"] / row["cached_ms"], 2)}
+    for contest in contests:
+        yield contest.row()
+    for length in of_cache:
+        yield cache_row(config, length, steps)
+
+
+def cache_row(config: LlamaConfig, length: int, steps: dict[tuple[int, bool, int], "Step"]) -> Row:
+    row: Row = {"part": "cache", "tokens": length}
+    for name, cached in (("cached", True), ("recomputed", False)):
+        first, second = (steps[length, cached, depth] for depth in DEPTHS)
+        us = [step.microseconds() for step in (first, second)]
+        layer = (us[1] - us[0]) / (DEPTHS[1] - DEPTHS[0])
+        kept = second.layer_bytes * (config.num_layers if cached else 1)
+        row[f"{name}_ms"] = round((us[0] + layer * (config.num_layers - DEPTHS[0])) / 1e3, 3)
+        row[f"{name}_mib"] = round((kept + second.temporary_bytes) / MIB, 1)
+    return row | {"times": round(row["recomputed_ms"] / row["cached_ms"], 2)}
 
 
 class Step:
@@ -122,29 +119,35 @@ def naive(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     return jnp.einsum("hqk,khd->qhd", p.astype(q.dtype), v)
 
 
-def attention_row(length: int, heads: int, dim: int) -> Row:
-    case = Case(
-        q_lens=(length,), kv_lens=(length,), unused=0, heads=(heads, heads), head_dim=dim, page_size=PAGE,
-        k_format="bf16", v_format="bf16", dtype="bfloat16",
-    )  # fmt: skip
-    q, pages, table, cu_q_lens, kv_lens = inputs(case, 0)
-    work = make_work(q, pages, cu_q_lens, kv_lens) if on_hopper() else None
-    k, v = (gather(pool, table, q.dtype)[0].swapaxes(0, 1)[:length] for pool in (pages.k, pages.v))
-    row: Row = {"part": "attention", "tokens": length, "H": heads, "D": dim}
-    outs = []
-    calls: dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]] = {
-        "flash": (partial(prefill_attention, scale=case.scale, work=work), (q, pages, table, cu_q_lens, kv_lens)),
-        "naive": (partial(naive, scale=case.scale), (q, k, v)),
-    }
-    for name, (attend, arguments) in calls.items():
-        compiled = jax.jit(attend).lower(*arguments).compile()
-        row[f"{name}_us"] = round(microseconds(partial(compiled, *arguments)), 1)
-        row[f"{name}_mib"] = round(temporary_bytes(compiled) / MIB, 1)
-        outs.append(compiled(*arguments).astype(jnp.float32))
-    apart = float(jnp.linalg.norm(outs[0] - outs[1]) / jnp.linalg.norm(outs[1]))
-    if not apart < AGREE:
-        return row | {"error": f"the results are {apart:.1e} of their norm apart"}
-    return row | {"times": round(row["naive_us"] / row["flash_us"], 2)}
+class Contest:
+    """Flash and naive attention of one causal sequence, compiled."""
+
+    def __init__(self, length: int, heads: int, dim: int):
+        case = Case(
+            q_lens=(length,), kv_lens=(length,), unused=0, heads=(heads, heads), head_dim=dim, page_size=PAGE,
+            k_format="bf16", v_format="bf16", dtype="bfloat16",
+        )  # fmt: skip
+        self.size: Row = {"part": "attention", "tokens": length, "H": heads, "D": dim}
+        flash = jax.jit(inputs, static_argnums=(0, 1))(case, 0)
+        q, pages, table, cu_q_lens, kv_lens = flash
+        work = make_work(q, pages, cu_q_lens, kv_lens) if on_hopper() else None
+        k, v = (gather(pool, table, q.dtype)[0].swapaxes(0, 1)[:length] for pool in (pages.k, pages.v))
+        self.arguments: dict[str, tuple[Any, ...]] = {"flash": flash, "naive": (q, k, v)}
+        attend: dict[str, Callable[..., jax.Array]] = {
+            "flash": partial(prefill_attention, scale=case.scale, work=work), "naive": partial(naive, scale=case.scale),
+        }  # fmt: skip
+        self.compiled = {name: jax.jit(attend[name]).lower(*self.arguments[name]).compile() for name in attend}
+
+    def row(self) -> Row:
+        row, outs = self.size, []
+        for name, compiled in self.compiled.items():
+            us = microseconds(partial(compiled, *self.arguments[name]))
+            row |= {f"{name}_us": round(us, 1), f"{name}_mib": round(temporary_bytes(compiled) / MIB, 1)}
+            outs.append(compiled(*self.arguments[name]).astype(jnp.float32))
+        apart = float(jnp.linalg.norm(outs[0] - outs[1]) / jnp.linalg.norm(outs[1]))
+        if not apart < AGREE:
+            return row | {"error": f"the results are {apart:.1e} of their norm apart"}
+        return row | {"times": round(row["naive_us"] / row["flash_us"], 2)}
 
 
 def judge(rows: list[Row]) -> Verdict:
