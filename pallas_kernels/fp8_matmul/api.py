@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.fp8_matmul.config import choose_config
 from pallas_kernels.scaled_matmul.api import scaled_matmul
 
 
@@ -28,5 +27,5 @@ def fp8_matmul(
     """
     return scaled_matmul(
         x, w, x_scale, w_scale, bias=bias, residual=residual, out_dtype=out_dtype, backend=backend,
-        operand=jnp.float8_e4m3fn, choose_config=choose_config,
+        operand=jnp.float8_e4m3fn,
     )  # fmt: skip

@@ -3,9 +3,9 @@
 Persistent CTAs of two computing warpgroups and one that fetches. The fetching one issues all TMA copies, K step by K
 step, in the order in which they are consumed, and runs ahead across tiles: the next tile's operands come in while the
 last one's results go out. Each computing warpgroup accumulates its half of the tile in registers, scales it there, and
-hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. CTAs of a cluster share operands by
-multicast; or they share the K axis of one tile, and exchange their sums through each other's shared memory, each
-finishing a part of the columns. Sums are added in the order of K, so results are the same bits in every run.
+hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. CTAs of a cluster may share the K axis
+of one tile: they exchange their sums through each other's shared memory, and each finishes a part of the columns. Sums
+are added in the order of K, so results are the same bits in every run.
 """
 
 import functools
@@ -28,7 +28,7 @@ ROWS = 64  # of one wgmma
 STEP = 128  # bytes along K of a stage, at most: the widest swizzle
 VECTOR = 32  # floats: copies move multiples of 128 bytes
 REGISTERS = 232, 40  # of each thread that computes and that fetches: the CTA's 64 Ki, moved to where they are needed
-M, N, SPLIT = "m", "n", "split"  # axes of a cluster
+SPLIT = "split"  # the axis of a cluster
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
@@ -54,15 +54,17 @@ def gemm(
         x, x_scale, residual = pad((x, x_scale, residual))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     names = tuple(name for name, array in optional.items() if array is not None)
+    if config.split_k > 1 and k * x.dtype.itemsize <= STEP:
+        raise NotImplementedError(f"K={k} is too short for {config.split_k} CTAs to share")
     plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.m, n), out_dtype),
         scratch_types=plan.scratch(),
         grid=(plan.clusters,),
-        grid_names=("group",),
-        cluster=(config.cluster_m, config.cluster_n, config.split_k),
-        cluster_names=(M, N, SPLIT),
+        grid_names=("cluster",),
+        cluster=(config.split_k,),
+        cluster_names=(SPLIT,),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="gemm_tall",
@@ -162,49 +164,59 @@ class Plan:
         names = [name for name in sizes if name in self.optional]
         return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
 
+    def shared_memory(self, stages: int, buffers: int) -> int:
+        """Bytes that a CTA takes with so many K steps in flight and chunks of each warpgroup on their way out."""
+        config = self.config
+        taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
+        taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize
+        taken += 4 * config.tile_m * self.tile_n if config.split_k > 1 else 0
+        taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
+        return taken + 512  # barriers
+
+    @property
+    def stages(self) -> int:
+        """As configured, or what shared memory holds."""
+        for stages in range(self.config.stages, 1, -1):
+            if self.shared_memory(stages, 1) <= SHARED_MEMORY:
+                return stages
+        raise NotImplementedError(
+            f"{self.config} needs {self.shared_memory(2, 1)} bytes of shared memory, a CTA has {SHARED_MEMORY}"
+        )
+
     @property
     def buffers(self) -> int:
         """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
-        config = self.config
-        taken = config.stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
-        taken += 4 * config.tile_m * self.tile_n if config.split_k > 1 else 0
-        taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
-        taken += 512  # barriers
-        chunk = 2 * ROWS * self.chunk * self.out_dtype.itemsize
-        if taken + chunk > SHARED_MEMORY:
-            raise ValueError(f"{config} needs {taken + chunk} bytes of shared memory, a CTA has {SHARED_MEMORY}")
-        return min(len(self.chunks), 4, (SHARED_MEMORY - taken) // chunk)
+        return max(b for b in range(1, min(len(self.chunks), 4) + 1) if b == 1 or self._fits(b))
+
+    def _fits(self, buffers: int) -> bool:
+        return self.shared_memory(self.stages, buffers) <= SHARED_MEMORY
 
     @property
     def accumulator(self) -> Any:
         return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
 
     @property
-    def cluster_tiles(self) -> tuple[int, int]:
-        """Clusters' tiles along M and N."""
-        config = self.config
-        return pl.cdiv(self.m, config.tile_m * config.cluster_m), pl.cdiv(self.n, self.tile_n * config.cluster_n)
+    def tiles(self) -> tuple[int, int]:
+        """Along M and N."""
+        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.tile_n)
 
     @property
     def clusters(self) -> int:
-        config, (along_m, along_n) = self.config, self.cluster_tiles
-        if config.split_k > 1:  # sums are exchanged once in a CTA's life
-            return along_m * along_n
-        return min(along_m * along_n, config.ctas // (config.cluster_m * config.cluster_n))
+        """One CTA each, or those that share K; they exchange sums once in their lives, and so have one tile."""
+        tiles = math.prod(self.tiles)
+        return tiles if self.config.split_k > 1 else min(tiles, self.config.ctas)
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where the operands of a CTA's K step lie."""
-        return lax.rem(number, jnp.int32(self.config.stages))
+        return lax.rem(number, jnp.int32(self.stages))
 
     def scratch(self) -> dict[str, Any]:
-        config, split, vectors = self.config, self.config.split_k, self.vectors.values()
-        shared = tuple(axis for axis, size in ((M, config.cluster_m), (N, config.cluster_n)) if size > 1)
-        free = partial(plgpu.ClusterBarrier, collective_axes=shared) if shared else plgpu.Barrier
+        stages, split, vectors = self.stages, self.config.split_k, self.vectors.values()
         return {
-            "x_s": tiled((config.stages, config.tile_m, self.step), self.dtype),
-            "w_s": tiled((config.stages, self.tile_n, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-            "free": free(num_arrivals=2, num_barriers=config.stages),
+            "x_s": tiled((stages, self.config.tile_m, self.step), self.dtype),
+            "w_s": tiled((stages, self.tile_n, self.step), self.dtype),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
             "sums_s": tiled((2, split, self.rows, self.finished), self.accumulator) if split > 1 else None,
             "sums_full": plgpu.Barrier(num_arrivals=2 * split) if split > 1 else None,
@@ -248,15 +260,14 @@ class Place(NamedTuple):
 
 def for_each_tile(plan: Plan, body: Callable[[Tile, jax.Array], None]) -> jax.Array:
     """Calls body(tile, n) for the n-th tile of this CTA; returns how many there were."""
-    config, (along_m, along_n) = plan.config, plan.cluster_tiles
-    cluster, m, n = lax.axis_index("group"), lax.axis_index(M), lax.axis_index(N)
+    cluster, (along_m, along_n) = lax.axis_index("cluster"), plan.tiles
     count = (along_m * along_n - cluster + plan.clusters - 1) // plan.clusters
 
     @pl.loop(0, count)
     def _(i: jax.Array) -> None:
-        at_m, at_n = plgpu.planar_snake(cluster + i * plan.clusters, (along_m, along_n), 0, min(config.group, along_m))
-        row = (at_m * config.cluster_m + m) * config.tile_m
-        body(Tile(row, (at_n * config.cluster_n + n) * plan.tile_n), i)
+        number, width = cluster + i * plan.clusters, min(plan.config.group, along_m)
+        row, column = plgpu.planar_snake(number, plan.tiles, 0, width)
+        body(Tile(row * plan.config.tile_m, column * plan.tile_n), i)
 
     return count
 
@@ -279,9 +290,7 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
 def fetch(plan: Plan, refs: Refs) -> None:
     """The fetching warpgroup: copies the operands and vectors of every tile of this CTA."""
-    config, steps = plan.config, plan.steps
-    copy_x = partial(plgpu.copy_gmem_to_smem, collective_axes=N if config.cluster_n > 1 else None)
-    copy_w = partial(plgpu.copy_gmem_to_smem, collective_axes=M if config.cluster_m > 1 else None)
+    steps, stages = plan.steps, plan.stages
     first = lax.axis_index(SPLIT) * steps
 
     def fetch_tile(tile: Tile, n: jax.Array) -> None:
@@ -289,10 +298,11 @@ def fetch(plan: Plan, refs: Refs) -> None:
         def _(s: jax.Array) -> None:
             number = n * steps + s
             slot = plan.slot(number)
-            pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
             at = pl.ds((first + s) * plan.step, plan.step)
-            copy_x(refs.x.at[pl.ds(tile.row, config.tile_m), at], refs.x_s.at[slot], refs.full.at[slot])
-            copy_w(refs.w.at[pl.ds(tile.column, plan.tile_n), at], refs.w_s.at[slot], refs.full.at[slot])
+            x, w = refs.x.at[pl.ds(tile.row, plan.config.tile_m), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
+            plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot], refs.full.at[slot])
+            plgpu.copy_gmem_to_smem(w, refs.w_s.at[slot], refs.full.at[slot])
 
         if plan.vectors:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
@@ -305,7 +315,7 @@ def fetch(plan: Plan, refs: Refs) -> None:
     if plan.vectors:
         pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
 
-    @pl.loop(jnp.maximum(tiles * steps - config.stages, 0), tiles * steps)
+    @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
     def _(number: jax.Array) -> None:
         plgpu.barrier_wait(refs.free.at[plan.slot(number)])
 

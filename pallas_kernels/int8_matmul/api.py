@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.int8_matmul.config import choose_config
 from pallas_kernels.scaled_matmul.api import scaled_matmul
 
 LARGEST_K = 2**17 - 1  # (-128)^2 * K below 2^31
@@ -34,5 +33,5 @@ def int8_matmul(
         raise ValueError(f"K={x.shape[1]} may overflow int32 sums, expected at most {LARGEST_K}")
     return scaled_matmul(
         x, w, x_scale, w_scale, bias=bias, residual=residual, out_dtype=out_dtype, backend=backend,
-        operand=jnp.int8, choose_config=choose_config,
+        operand=jnp.int8,
     )  # fmt: skip

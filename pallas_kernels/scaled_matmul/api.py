@@ -1,6 +1,5 @@
 """Checks, and the way to a backend."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
 from pallas_kernels.scaled_matmul import reference, xla
-from pallas_kernels.scaled_matmul.config import Config, check_supported, is_skinny
+from pallas_kernels.scaled_matmul.config import Config, check_supported, choose_config, is_skinny
 
 
 def scaled_matmul(
@@ -25,9 +24,8 @@ def scaled_matmul(
     out_dtype: DTypeLike,
     backend: str | None,
     operand: DTypeLike,
-    choose_config: Callable[[int, int, int], Config],
 ) -> jax.Array:
-    """The product of operands of dtype `operand`; `choose_config` gives the kernel's configuration for M, N and K."""
+    """The product of operands of dtype `operand`."""
     sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), x_scale=(x_scale, "M"), w_scale=(w_scale, "N"))
     for name, array in (("x", x), ("w", w)):
         if array.dtype != operand:

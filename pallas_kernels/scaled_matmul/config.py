@@ -31,13 +31,12 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
         )
 
 
-def choose(tuned: dict[tuple[int, int], tuple[tuple[int, Config], ...]], m: int, n: int, k: int) -> Config:
-    """The configuration for x [M, K] and w [N, K]: what `tuned` has for (K, N), by the largest M of each; else what
-    the model of the kernels' cost likes best."""
-    for most, config in tuned.get((k, n), ()):
-        if m <= most:
-            return config
-    return estimate(m, n, k)
+def choose_config(m: int, n: int, k: int) -> Config:
+    """The configuration for x [M, K] and w [N, K], both of eight bits: as tuned for (K, N), by the largest M of each;
+    else what a count of clocks likes best."""
+    if m <= FEW_ROWS:
+        return skinny_config.choose_config(m, n, k, 1)
+    return next((config for most, config in TUNED.get((k, n), ()) if m <= most), estimate(m, n, k))
 
 
 def estimate(m: int, n: int, k: int) -> tall_config.Config:
@@ -52,10 +51,25 @@ def estimate(m: int, n: int, k: int) -> tall_config.Config:
     return min(TILES, key=clocks)
 
 
-def _tile(tile_m: int, tile_n: int) -> tall_config.Config:
-    """With as many stages as leave room for the rest."""
-    room = tall_config.SHARED_MEMORY - 35 * 1024
-    return tall_config.Config(tile_m, tile_n, stages=min(8, room // (128 * (tile_m + tile_n))))
+FEW_ROWS = 64  # up to which the product is bound by the bytes of w, and skinny's
+ALL = 1 << 30
+_tall = tall_config.Config
+TILES = tuple(
+    _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
+)
 
-
-TILES = tuple(_tile(rows, n) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64))) for n in widths)
+# By (K, N): the largest M, and what was measured best on an H200 (experiments/LOG.md). As wide as one wave allows.
+TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
+    (4096, 12288): (
+        (128, _tall(128, 96, 7)), (256, _tall(128, 192, 5)), (512, _tall(256, 192, 3)), (1024, _tall(256, 128)),
+        (ALL, _tall(256, 192, 3)),
+    ),
+    (4096, 22016): ((128, _tall(128, 192)), (512, _tall(256, 176)), (ALL, _tall(256, 128))),
+    (4096, 4096): (
+        (128, _tall(128, 32, 8)), (256, _tall(128, 64, 8)), (512, _tall(128, 128, 6)), (ALL, _tall(256, 128)),
+    ),
+    (11008, 4096): (
+        (128, _tall(128, 32, 8)), (256, _tall(128, 64, 8)), (512, _tall(128, 128, 6)), (1024, _tall(128, 256)),
+        (ALL, _tall(256, 128)),
+    ),
+}  # fmt: skip

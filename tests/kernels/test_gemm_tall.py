@@ -1,6 +1,5 @@
 """The Hopper product for many rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from pallas_kernels.scaled_matmul.cases import Case
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 
 # Hopper's tensor cores add float8 products with some 14 bits, over up to 11008 of them.
-FP8_TOLERANCE = 2e-3
+FP8_TOLERANCE = 4e-3
 
 
 def run(case: Case, config: Config, inputs, **options) -> jax.Array:
@@ -41,8 +40,8 @@ INTERPRETED = [
     (case_of(5, 96, 160, residual=True, out_dtype="float16"), Config(64, 96, 2, ctas=2)),
     (case_of(300, 96, 160, "float8_e4m3fn", residual=True, out_dtype="float32"), Config(256, 96, 2, ctas=1)),
     (case_of(130, 192, 128, "float8_e4m3fn", out_dtype="float32", bias=True), Config(128, 64, 3, ctas=2)),
-    (case_of(256, 128, 256, residual=True, bias=True, out_dtype="float32"), Config(128, 64, 3, cluster_m=2, ctas=2)),
-    (case_of(128, 256, 256, zero_rows=True, bias=True), Config(128, 64, 3, cluster_n=2, ctas=2)),
+    (case_of(256, 128, 256, residual=True, bias=True, out_dtype="float32"), Config(128, 64, 3, group=1, ctas=2)),
+    (case_of(128, 256, 256, zero_rows=True, bias=True), Config(128, 64, 3, ctas=2)),
     (case_of(136, 96, 640), Config(128, 96, 2, ctas=1)),
 ]
 
@@ -109,12 +108,13 @@ def test_configurations_are_checked():
         ({"tile_m": 256, "tile_n": 256}, "a tile of 256x256 is more than registers hold"),
         ({"tile_m": 64, "tile_n": 48}, "tile_n is 48, expected a multiple of 32 up to 256"),
         ({"stages": 1}, "stages=1, ctas=132 and group=8, expected at least 2, 1 and 1"),
-        ({"split_k": 3, "tile_n": 96}, "clusters of 1x1x3 CTAs, expected powers of two"),
-        ({"split_k": 2, "tile_m": 64}, "split_k needs tile_m of 128 or 256, got 64"),
-        ({"cluster_m": 4, "cluster_n": 4}, "clusters of 4x4x1 CTAs, expected powers of two, at most 8"),
+        ({"split_k": 3}, "split_k is 3, expected 1, or with tiles of 128 or 256 rows 2, 4 or 8"),
+        ({"split_k": 2, "tile_m": 64}, "split_k is 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)
-    x, w = (jnp.zeros((128, 128), jnp.int8) for _ in range(2))
-    with pytest.raises(ValueError, match="needs .* bytes of shared memory, a CTA has 232448"):
-        tall.gemm(x, w, out_dtype=jnp.dtype("float32"), config=Config(128, 128, 7))
+    x, w = (jnp.zeros((256, 256), jnp.int8) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="needs 246272 bytes of shared memory, a CTA has 232448"):
+        tall.gemm(x, w, out_dtype=jnp.dtype("float32"), config=Config(256, 128, split_k=2))
+    with pytest.raises(NotImplementedError, match="K=128 is too short for 2 CTAs to share"):
+        tall.gemm(x[:, :128], w[:, :128], out_dtype=jnp.dtype("float32"), config=Config(128, 128, split_k=2))
