@@ -69,6 +69,7 @@ def prefill_attention(
         grid_names=("cta",),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
+        kernel_name="prefill_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
