@@ -20,7 +20,7 @@ from jllm.errors import CheckpointError, OutputError, QuantizationError
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight
 from jllm.quant.files import arrays, quantization_config
-from jllm.quant.quantize import map_weights, quantize_weight, weight_formats
+from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
@@ -88,6 +88,7 @@ def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None, scheme
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
     formats = {} if scheme is None else scheme.formats(config.num_layers)
+    check_shapes(specs, formats)
     _check_tensors(path, specs, quantized, stored)
     with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
 

@@ -22,9 +22,11 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
 
     With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
     weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
-    QuantizationError for a scheme that does not fit these weights, and for weights that hold NaN or infinity.
+    QuantizationError for a scheme that does not fit these weights, before anything is done, and for weights that hold
+    NaN or infinity.
     """
     formats = find_scheme(scheme).formats(len(params.layers))
+    check_shapes(params, formats)
     count = sum(bool(wanted) for wanted in formats.values())
     with tqdm(total=count, desc="quantizing", unit="weight", delay=DELAY, leave=False, disable=None) as bar:
 
@@ -64,6 +66,15 @@ def map_weights(
     kept = separate and not formats[HEAD]  # the embedding's source is the head now
     embed = convert(EMBED, params.embed, formats.get(EMBED, ())) if kept else one(EMBED, params.embed)
     return map_linears(one, replace(params, embed=embed, head=head))
+
+
+def check_shapes(params: Params, formats: Mapping[str, Formats]) -> None:
+    """Raises QuantizationError for a weight that none of its formats can hold. Leaves of `params` need but a shape."""
+
+    def check(name: str, leaf: Any, wanted: Formats) -> Any:
+        return choose_format(name, leaf.shape, wanted) if wanted else leaf
+
+    map_weights(check, params, formats)
 
 
 def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:

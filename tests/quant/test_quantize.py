@@ -170,9 +170,15 @@ def test_channels_of_zeros_give_zeros(model, name):
         ((("layers.5.*", "w8a16"),), r"'layers\.5\.\*' matches no weight"),
     ],
 )
-def test_schemes_that_do_not_fit(model, rules, words):
+def test_schemes_that_do_not_fit(model, rules, words, live, tmp_path):
+    """Said before anything is done."""
+    first = (("qkv_proj", "w8a16"),)
     with pytest.raises(QuantizationError, match=words):
-        quantize(model.params, Scheme("x", rules))
+        quantize(model.params, Scheme("x", first + rules))
+    save(tmp_path, model.params, model.config)
+    with pytest.raises(QuantizationError, match=words):
+        jllm.load(tmp_path, quantize=Scheme("x", first + rules))
+    assert not live
 
 
 def test_quantizing_twice_is_refused(model):
