@@ -5,18 +5,21 @@ profiler's, of the kernels alone; torch's are a CUDA graph's by CUDA events, whi
 """
 
 import argparse
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
-from pallas_kernels.measure import copy_bandwidth, device_us
+from pallas_kernels.measure import copy_bandwidth, timeline
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
 # torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt), us on an H200, at M of BENCH_ROWS: (K, N).
@@ -53,12 +56,11 @@ def moved_bytes(case: Case, operand: str) -> int:
     return (case.k * (case.n + case.m)) * size + 2 * case.m * case.n + (4 * (case.m + case.n) if size == 1 else 0)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def codes(key: jax.Array, shape: tuple[int, int], operand: str) -> jax.Array:
-    """Zero-mean operands with all their bits in use: what they hold decides what power they take."""
-    if operand == "int8":
-        return jax.random.randint(key, shape, -127, 128, jnp.int8)
-    return jax.random.normal(key, shape, jnp.bfloat16).astype(operand)
+def codes(rng: np.random.Generator, shape: tuple[int, int], operand: str) -> np.ndarray:
+    """Operands of both signs with all their bits in use: what they hold decides what power they take."""
+    if operand == "float8_e4m3fn":
+        return (rng.integers(0, 256, shape, np.uint8) & 0xBF).view(jnp.dtype(operand))  # below 2: no NaN
+    return rng.integers(-127, 128, shape, np.int8).astype(jnp.dtype(operand))
 
 
 def run_layers(product: Product, x: jax.Array, ws: Sequence[jax.Array], *scales: jax.Array) -> list[jax.Array]:
@@ -72,27 +74,62 @@ def compile_layers(case: Case, name: str) -> Any:
     return jax.jit(partial(run_layers, product)).lower(x, [w] * layers_for(case), *scales).compile()
 
 
-def measure(case: Case, name: str, pending: "Future[Any]") -> float:
-    """Microseconds of one layer."""
-    compiled = pending.result()
-    keys, operand = jax.random.split(jax.random.key(0), layers_for(case) + 3), PRODUCTS[name][1]
-    x, *ws = (codes(key, (case.m if i == 0 else case.n, case.k), operand) for i, key in enumerate(keys[2:]))
-    scales = [jax.random.uniform(key, (rows,), jnp.float32) for key, rows in zip(keys, (case.m, case.n))]
-    return device_us(lambda: compiled(x, ws, *scales), repeats=3) / len(ws)
+def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[tuple[Case, float | Exception]]:
+    """Microseconds of one layer of each case, all of one (K, N)."""
+    (n, k), layers, operand = (cases[0].n, cases[0].k), layers_for(cases[0]), PRODUCTS[name][1]
+    pending = [
+        pool.submit(compile_layers, case, name) for case in cases
+    ]  # all before any is timed: XLA tunes as it does
+    rng = np.random.default_rng(0)
+    most = codes(rng, (max(case.m for case in cases), k), operand)
+    ws = [jax.device_put(w) for w in [codes(rng, (n, k), operand)] * layers]  # where they lie counts, not what they are
+    column = jax.device_put(rng.random(n, np.float32))
+    runs, found = {}, dict[Case, float | Exception]()
+    for case, compiled in zip(cases, pending):
+        row, x = (jax.device_put(array[: case.m]) for array in (rng.random(len(most), np.float32), most))
+        try:
+            runs[case] = partial(compiled.result(), x, ws, row, column)
+        except Exception as error:  # costs its own row only
+            found[case] = error
+    times = dict(zip(runs, device_us_of_each(list(runs.values()))))
+    return [(case, found[case] if case in found else times[case] / layers) for case in cases]
+
+
+def device_us_of_each(runs: Sequence[Callable[[], Any]], repeats: int = 3, pause_s: float = 0.01) -> list[float]:
+    """device_us of several at once, one recording for all: they are told apart by the pauses between them."""
+
+    def run_all() -> list[Any]:
+        for run in runs:
+            time.sleep(pause_s)
+            jax.block_until_ready([run() for _ in range(repeats)])
+        return []
+
+    run_all()
+    events, times = timeline(run_all), list[float]()
+    end = -math.inf
+    for event in events:
+        if event.start_us - end > pause_s / 2 * 1e6:
+            times.append(0.0)
+        times[-1] += event.us / repeats
+        end = event.start_us + event.us
+    if len(times) != len(runs):
+        raise RuntimeError(f"{len(runs)} runs left {len(times)} separate marks in the recording")
+    return times
 
 
 def measure_torch(case: Case, kind: str) -> float:
     """Microseconds of torch's own product with one scale a tensor ("fp8") or none ("int8")."""
     import torch
 
-    device, layers = torch.device("cuda"), layers_for(case)
+    layers, rng = layers_for(case), np.random.default_rng(0)
+    numpy_type, torch_type = {"int8": ("int8", torch.int8), "fp8": ("float8_e4m3fn", torch.float8_e4m3fn)}[kind]
 
     def operand(rows: int) -> Any:
-        if kind == "int8":
-            return torch.randint(-127, 128, (rows, case.k), dtype=torch.int8, device=device)
-        return torch.randn(rows, case.k, dtype=torch.bfloat16, device=device).to(torch.float8_e4m3fn)
+        return torch.from_numpy(codes(rng, (rows, case.k), numpy_type).view(np.int8)).cuda().view(torch_type)
 
-    x, ws, one = operand(case.m), [operand(case.n) for _ in range(layers)], torch.ones((), device=device)
+    x, w = operand(case.m), operand(case.n)
+    ws, one = [w.clone() for _ in range(layers)], torch.ones((), device="cuda")
+    torch.cuda.synchronize()
 
     def run() -> None:
         for w in ws:
@@ -120,27 +157,38 @@ def measure_torch(case: Case, kind: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def table(cases: Sequence[Case], names: Sequence[str], torch_kind: str | None) -> Iterator[Row]:
-    """One row a case and product; one that fails says why."""
+def table(cases: Sequence[Case], names: Sequence[str], seconds: float) -> Iterator[Row]:
+    """One row a case and product, the operation's own first; one that fails, or comes too late, says so."""
+    deadline = time.monotonic() + seconds
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
-    with ThreadPoolExecutor(8) as pool:
-        pending: dict[tuple[Case, str], Future[Any]] = {
-            (case, name): pool.submit(compile_layers, case, name) for case in cases for name in names
-        }
-        for case in cases:
-            for name in names:
-                yield timed(case, name, partial(measure, case, name, pending.pop((case, name))))
-            if torch_kind is not None and (torch_kind == "fp8" or case.m > 16):  # _int_mm takes no fewer rows
-                yield timed(case, f"torch {torch_kind}", partial(measure_torch, case, torch_kind))
+    shapes = {(case.k, case.n): [other for other in cases if (other.k, other.n) == (case.k, case.n)] for case in cases}
+    with ThreadPoolExecutor(16) as pool:
+        for name in names:
+            for alike in shapes.values():
+                if name == "torch int8":
+                    alike = [case for case in alike if case.m > 16]  # _int_mm takes no fewer rows
+                found: list[tuple[Case, float | Exception]]
+                if time.monotonic() > deadline:
+                    found = [(case, RuntimeError(f"not measured within {seconds:.0f} s")) for case in alike]
+                elif name.startswith("torch"):
+                    found = [(case, attempt(partial(measure_torch, case, name.split()[1]))) for case in alike]
+                else:
+                    found = measure(alike, name, pool)
+                yield from (row_of(case, name, us) for case, us in found)
 
 
-def timed(case: Case, name: str, run: Callable[[], float]) -> Row:
-    row: Row = {"kernel": "scaled_matmul", "peer": name, "M": case.m, "K": case.k, "N": case.n}
-    operand = PRODUCTS[name][1] if name in PRODUCTS else "int8"
+def attempt(run: Callable[[], float]) -> float | Exception:
     try:
-        us = run()
+        return run()
     except Exception as error:  # a peer that is missing costs its own rows only
-        return row | {"error": str(error).splitlines()[0][:200]}
+        return error
+
+
+def row_of(case: Case, name: str, us: float | Exception) -> Row:
+    row: Row = {"kernel": "scaled_matmul", "peer": name, "M": case.m, "K": case.k, "N": case.n}
+    if isinstance(us, Exception):
+        return row | {"error": str(us).splitlines()[0][:200]}
+    operand = PRODUCTS[name][1] if name in PRODUCTS else "int8"
     tflop_s, gb_s = 2 * case.m * case.k * case.n / us / 1e6, moved_bytes(case, operand) / us / 1e3
     return row | {"dtype": operand, "us": round(us, 2), "tflop_s": round(tflop_s), "gb_s": round(gb_s)}
 
@@ -181,14 +229,14 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
     return bars(operation, rows)
 
 
-def main(operation: str, description: str | None, peers: Sequence[str], kind: str, argv: list[str] | None) -> int:
-    """The command of one operation: `peers` of PRODUCTS beside it, and torch's product of `kind`."""
+def main(operation: str, description: str | None, peers: Sequence[str], argv: list[str] | None) -> int:
+    """The command of one operation: `peers` of PRODUCTS, "torch int8" or "torch fp8" beside it."""
     parser: argparse.ArgumentParser = make_parser(description)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
     parser.add_argument("--own-only", action="store_true", help="leave out the peers")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time after which no measurement begins")
     args = parser.parse_args(argv)
     operand = PRODUCTS[operation][1]
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
     names = [operation] if args.own_only else [operation, *peers]
-    rows = table(cases, names, None if args.own_only else kind)
-    return record(operation, args, argv, rows, partial(summarize, operation))
+    return record(operation, args, argv, table(cases, names, args.seconds), partial(summarize, operation))

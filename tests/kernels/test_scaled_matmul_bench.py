@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.fp8_matmul import bench as fp8_bench
 from pallas_kernels.int8_matmul import bench as int8_bench
+from pallas_kernels.measure import Event
 from pallas_kernels.scaled_matmul import bench
 from pallas_kernels.scaled_matmul.cases import Case
 
@@ -42,6 +43,17 @@ def test_bars_are_read_off_the_rows():
     }
 
 
+def test_runs_are_told_apart_by_the_pauses_between_them(monkeypatch):
+    def timeline(run):
+        run()
+        return [Event("kernel", at, us) for at, us in ((0, 3), (4, 3), (10_005, 6), (10_012, 9), (20_030, 30))]
+
+    monkeypatch.setattr(bench, "timeline", timeline)
+    assert bench.device_us_of_each([list] * 3) == [2, 5, 10]
+    with pytest.raises(RuntimeError, match="2 runs left 3 separate marks"):
+        bench.device_us_of_each([list] * 2)
+
+
 def test_bytes_are_those_that_must_move():
     assert bench.moved_bytes(Case(2, 64, 32, "int8"), "int8") == 2 * 32 + 64 * 32 + 2 * 2 * 64 + 4 * (2 + 64)
     assert bench.moved_bytes(Case(2, 64, 32, "int8"), "bfloat16") == 2 * (2 * 32 + 64 * 32) + 2 * 2 * 64
@@ -52,7 +64,7 @@ def test_bytes_are_those_that_must_move():
 )
 def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys, module, operation):
     monkeypatch.setattr(bench, "BENCH_SHAPES", ((32, 96),))
-    monkeypatch.setattr(bench, "device_us", lambda run, repeats: 20.0 if jax.eval_shape(run) is not None else 0.0)
+    monkeypatch.setattr(bench, "device_us_of_each", lambda runs: [20.0 for run in runs if jax.block_until_ready(run())])
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(bench, "layers_for", lambda case: 2)
     product = (lambda x, w, *scales: x @ w.T), "float32"
