@@ -1,11 +1,10 @@
 """Matrix product with scales for Hopper, for few rows, in Pallas Mosaic GPU: bound by the bytes of the weights.
 
-A tile is all rows of x by a slab of w's rows, whose width is any multiple of 16: so the slabs of a layer divide evenly
-among the SMs, and in most shapes one wave of tiles, each over all of K, is the whole product. Rows of x are the 64-row
-operand of wgmma; those that don't exist are neither copied nor stored. Two warps of one warpgroup copy x and w into a
-deep ring, one or two warpgroups multiply. Where slabs would be so narrow that x costs more to read than they do, the
-CTAs of a cluster share K instead: each stores its sums into the shared memory of those that finish them, which add
-them in the order of K.
+A tile is up to 256 rows of x by a slab of w's rows, whose width is any multiple of 16: so slabs divide evenly among the
+SMs, and for most shapes one wave of tiles, each over all of K, is the whole product, with nothing to merge. Rows of x
+are the 64-row operand of wgmma; those that don't exist are neither copied nor stored. Two warps of one warpgroup copy x
+and w into a deep ring, on and on across tiles; one or two warpgroups multiply. An SM takes in 64 bytes a clock at most,
+x's included: where that is the limit, tiles are chosen nearly square.
 """
 
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90.skinny_config import MOST_ROWS, SHARED_MEMORY, Config
+from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
 
-ROWS = 64  # of one wgmma
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-REGISTERS = {1: None, 2: (232, 40)}  # by computing warpgroups: of each thread that computes, and that copies
+REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
@@ -39,12 +37,10 @@ def gemm(
     config: Config,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. M is at most 256."""
+    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have any float dtype."""
     (m, k), n = x.shape, w.shape[0]
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
-    if m > MOST_ROWS:
-        raise NotImplementedError(f"x has {m} rows; the product for few rows takes at most {MOST_ROWS}")
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
@@ -56,8 +52,6 @@ def gemm(
         scratch_types=plan.scratch(),
         grid=(plan.workers,),
         grid_names=("worker",),
-        cluster=(config.split,),
-        cluster_names=("split",),
         num_threads=plan.computing + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -77,16 +71,13 @@ class Refs(NamedTuple):
     w_s: Any  # [stages, columns, step]
     full: Any
     free: Any
-    out_s: Any  # [warpgroups, 64, finished]
-    sums_s: Any = None  # [split, rows, finished]: what this CTA finishes, as each CTA of the cluster has it
-    sums_full: Any = None
-    ring_done: Any = None
+    out_s: Any  # [warpgroups, 64, columns]
     vectors_full: Any = None
     vectors_free: Any = None
     x_scale: Any = None
     x_scale_s: Any = None  # [rows]
     w_scale: Any = None
-    w_scale_s: Any = None  # [finished, and more: copies are of 128 bytes]
+    w_scale_s: Any = None  # [columns, and more: copies are of 128 bytes]
     bias: Any = None
     bias_s: Any = None
     residual: Any = None
@@ -107,23 +98,18 @@ class Plan:
 
     @property
     def copied(self) -> int:
-        """Rows of x in a tile, as copied."""
-        return pl.cdiv(self.m, 8) * 8
+        """Rows of x that a tile copies."""
+        return min(pl.cdiv(self.m, 8) * 8, self.config.rows)
 
     @property
     def computing(self) -> int:
         """Warpgroups that compute."""
-        return 1 if self.m <= ROWS else 2
+        return min(self.config.rows // UNIT, 2)
 
     @property
     def rows(self) -> int:
         """Of a computing warpgroup."""
-        return ROWS if self.m <= 2 * ROWS else 2 * ROWS
-
-    @property
-    def finished(self) -> int:
-        """Columns of a tile that a CTA scales and stores."""
-        return self.config.columns // self.config.split
+        return self.config.rows // self.computing
 
     @property
     def width(self) -> int:
@@ -137,72 +123,48 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of each CTA; what is past the end of K reads as zeros."""
-        return pl.cdiv(pl.cdiv(self.k, self.step), self.config.split)
+        """What is past the end of K reads as zeros."""
+        return pl.cdiv(self.k, self.step)
+
+    @property
+    def row_tiles(self) -> int:
+        return pl.cdiv(self.m, self.config.rows)
 
     @property
     def tiles(self) -> int:
-        return pl.cdiv(self.n, self.config.columns)
+        return self.row_tiles * pl.cdiv(self.n, self.config.columns)
 
     @property
     def workers(self) -> int:
-        """Clusters."""
-        workers = min(self.tiles, self.config.ctas // self.config.split)
-        if self.config.split > 1 and self.tiles > workers:  # sums are exchanged once in a CTA's life
-            raise NotImplementedError(f"{self.tiles} tiles of {self.config} are more than one wave")
-        return workers
+        return min(self.tiles, self.config.ctas)
 
     @property
     def vectors(self) -> list[str]:
         return [name for name in self.extra if name != "residual"]
 
     @property
-    def accumulator(self) -> Any:
-        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether the sums that a cluster exchanges take the place of the ring: shared memory doesn't hold both."""
-        return self.config.split > 1 and self.m > ROWS
-
-    def stages(self) -> int:
-        """What shared memory holds beside the rest."""
-        rows, size = self.rows * self.computing, self.out_dtype.itemsize
-        other = 3072 + 4 * (rows + 2 * self.vector) + ROWS * self.computing * self.finished * size
-        if self.config.split > 1 and not self.overlapping:
-            other += 4 * rows * self.config.columns
-        stage = (rows + self.config.columns) * self.step * self.dtype.itemsize
-        stages = min(self.config.stages, max(self.steps, 2), (SHARED_MEMORY - other) // stage)
-        if stages < 2:
-            raise NotImplementedError(f"{self.config} needs more shared memory at M={self.m}")
-        return stages
-
-    @property
     def vector(self) -> int:
         """Elements of a column vector that are copied: a multiple of 128 bytes, in 16 bits too."""
-        return pl.cdiv(self.finished, 64) * 64
+        return pl.cdiv(self.config.columns, 64) * 64
+
+    def stages(self) -> int:
+        """Stages of the ring: what is asked for, as far as it is of use and shared memory holds it."""
+        stages = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step)
+        stages = min(self.config.stages, max(self.steps, 2), stages)
+        if stages < 2:
+            raise NotImplementedError(f"{self.config} needs more shared memory for {self.dtype} and {self.out_dtype}")
+        return stages
 
     def scratch(self) -> dict[str, Any]:
-        stages, rows, finished, split = self.stages(), self.rows * self.computing, self.finished, self.config.split
-        vectors = {"x_scale": rows, "w_scale": self.vector, "bias": self.vector}
-        ring = (
-            swizzled((stages, rows, self.step), self.dtype, self.width),
-            swizzled((stages, self.config.columns, self.step), self.dtype, self.width),
-        )
+        stages, config = self.stages(), self.config
+        vectors = {"x_scale": config.rows, "w_scale": self.vector, "bias": self.vector}
         scratch = {
+            "x_s": swizzled((stages, config.rows, self.step), self.dtype, self.width),
+            "w_s": swizzled((stages, config.columns, self.step), self.dtype, self.width),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
-            "out_s": plgpu.SMEM((self.computing, ROWS, finished), self.out_dtype),
+            "out_s": plgpu.SMEM((self.computing, UNIT, config.columns), self.out_dtype),
         }
-        if split > 1:
-            width = next(width for width in (128, 64, 32) if 4 * finished % width == 0)
-            sums = swizzled((split, rows, finished), self.accumulator, width)
-            scratch["ring_and_sums"] = plgpu.RefUnion(ring, sums) if self.overlapping else (ring, sums)
-            # One for both warpgroups: JAX 0.11.2 misses, from another CTA, any but the first barrier of an array.
-            scratch["sums_full"] = plgpu.Barrier(num_arrivals=split * self.computing)
-            scratch["ring_done"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=self.computing)
-        else:
-            scratch["ring_and_sums"] = (ring, None)
         if self.vectors:
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=self.computing)
@@ -219,23 +181,21 @@ def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, ring_and_sums: Any, **scratch: Any) -> None:
+def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
     *extra, out = arrays
-    (x_s, w_s), sums_s = ring_and_sums
-    arguments = dict(zip(plan.extra, extra))
-    refs = Refs(x=x, w=w, out=out, x_s=x_s, w_s=w_s, sums_s=sums_s, **arguments, **scratch)
-    warpgroup, registers = lax.axis_index("warpgroup"), REGISTERS[plan.computing]
+    refs = Refs(x=x, w=w, out=out, **dict(zip(plan.extra, extra)), **scratch)
+    warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < plan.computing)
     def _() -> None:
-        if registers is not None:
-            plgpu.set_max_registers(registers[0], action="increase")
+        if plan.computing > 1:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
         compute(plan, refs, warpgroup)
 
     @pl.when(warpgroup == plan.computing)
     def _() -> None:
-        if registers is not None:
-            plgpu.set_max_registers(registers[1], action="decrease")
+        if plan.computing > 1:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
@@ -246,32 +206,31 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, ring_and_sums: Any, **scra
 
 
 def tiles_of(plan: Plan) -> jax.Array:
-    """How many tiles this CTA has: tile i of worker j is number j + i * workers."""
+    """How many tiles this CTA has."""
     return (plan.tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
 
 
-def first_column(plan: Plan, i: jax.Array) -> jax.Array:
-    return (lax.axis_index("worker") + i * plan.workers) * plan.config.columns
+def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
+    number = lax.axis_index("worker") + i * plan.workers
+    row = lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows
+    return row, number // plan.row_tiles * plan.config.columns
 
 
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int) -> None:
     """The warp that copies x or w, step by step, on and on across tiles."""
-    if plan.config.early and source is refs.x:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
-    steps, stages = plan.steps, refs.full.shape[0]
-    first_step, tiles = lax.axis_index("split") * steps, tiles_of(plan)
+    steps, stages, tiles = plan.steps, refs.full.shape[0], tiles_of(plan)
 
     @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
-        row = first_column(plan, i) if source is refs.w else lax.axis_index("worker") * 0
+        begin = begin_of(plan, i)[0 if source is refs.x else 1]
 
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
             number = i * steps + s
             slot = lax.rem(number, jnp.int32(stages))
             pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            at = pl.ds(row, rows), pl.ds((first_step + s) * plan.step, plan.step)
+            at = pl.ds(begin, rows), pl.ds(s * plan.step, plan.step)
             plgpu.copy_gmem_to_smem(source.at[at], target.at[slot, pl.ds(0, rows)], refs.full.at[slot])
 
     @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
@@ -281,17 +240,14 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int) ->
 
 def copy_vectors(plan: Plan, refs: Refs) -> None:
     """The warp that copies scales and bias."""
-    if plan.config.early:
-        plgpu.griddepcontrol_wait()
-    tiles = tiles_of(plan)
 
-    @pl.loop(0, tiles)
+    @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
         pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
-        column = first_column(plan, i) + lax.axis_index("split") * plan.finished
+        row, column = begin_of(plan, i)
         for name in plan.vectors:
             source, target = getattr(refs, name), getattr(refs, f"{name}_s")
-            at = pl.ds(column * 0 if name == "x_scale" else column, target.shape[0])
+            at = pl.ds(row if name == "x_scale" else column, target.shape[0])
             plgpu.copy_gmem_to_smem(source.at[at], target, refs.vectors_full)
 
     plgpu.barrier_wait(refs.vectors_free)
@@ -304,10 +260,8 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
 
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
-        column = first_column(plan, i) + lax.axis_index("split") * plan.finished
-        if plan.config.early:
-            plgpu.griddepcontrol_wait()
-        fetch_residual(plan, refs, warpgroup, rows.start, column)
+        row, column = begin_of(plan, i)
+        fetch_residual(plan, refs, warpgroup, row + rows.start, column)
 
         def accumulate(acc: Any) -> jax.Array:
             @pl.loop(0, steps)
@@ -323,75 +277,48 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
 
             return lax.optimization_barrier(acc[...])  # else what is done with the sums may move before the wait
 
-        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), plan.accumulator))
+        accumulator = jnp.int32 if plan.dtype == jnp.int8 else jnp.float32
+        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), accumulator))
         plgpu.barrier_arrive(refs.free.at[lax.rem(i * steps + steps - 1, jnp.int32(stages))])
-        if plan.config.split > 1:
-            sums = exchange(plan, refs, rows, sums)
-        finish(plan, refs, warpgroup, column, sums)
+        finish(plan, refs, warpgroup, row, column, sums)
 
-    plgpu.wait_smem_to_gmem(0)
-
-
-def exchange(plan: Plan, refs: Refs, rows: Any, sums: jax.Array) -> jax.Array:
-    """Gives the cluster's CTAs the sums of the columns that they finish; returns the totals of this one's."""
-    own = lax.axis_index("split")
-    plgpu.barrier_arrive(refs.ring_done)
-    if plan.overlapping:
-        plgpu.barrier_wait(refs.ring_done)
-    for i in range(plan.config.split):
-        part = sums[:, i * plan.finished : (i + 1) * plan.finished]
-        plgpu.async_store_smem(
-            part,
-            refs.sums_s.at[own, rows],
-            refs.sums_full,
-            cluster_idx=jnp.int32(i),
-            cluster_dim="split",
-            optimized=False,
-        )
-    plgpu.barrier_wait(refs.sums_full)
-    parts = [
-        plgpu.load(refs.sums_s.at[i, rows], layout=plgpu.Layout.WGMMA, optimized=False)
-        for i in range(plan.config.split)
-    ]
-    if not plan.overlapping:
-        plgpu.barrier_wait(refs.ring_done)
-    return sum(parts[1:], parts[0])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, column: jax.Array) -> None:
     """Copies 64 rows of the residual to where the result that they are added to will be."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if refs.residual is not None:
-        source = refs.residual.at[pl.ds(row, ROWS), pl.ds(column, plan.finished)]
+        source = refs.residual.at[pl.ds(row, UNIT), pl.ds(column, plan.config.columns)]
         plgpu.copy_gmem_to_smem(source, refs.out_s.at[warpgroup], refs.residual_full.at[warpgroup])
 
 
-def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, column: jax.Array, sums: jax.Array) -> None:
-    """Scales, adds and stores a warpgroup's sums, 64 rows at a time."""
-    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.finished)
+def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: jax.Array) -> None:
+    """Scales, adds and stores a warpgroup's sums of the tile at `row` and `column`, 64 rows at a time."""
+    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.config.columns)
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
-    for first in range(0, plan.rows, ROWS):
-        rows = pl.ds(warpgroup * plan.rows + first, ROWS)
-        total = sums[first : first + ROWS].astype(jnp.float32)
+    for first in range(0, plan.rows, UNIT):
+        begin = warpgroup * plan.rows + first
+        total = sums[first : first + UNIT].astype(jnp.float32)
 
         def spread(vector: Any, layout: Any, axis: int, shape: Any = total.shape) -> jax.Array:
             value = plgpu.load(vector, layout=layout, optimized=False).astype(jnp.float32)
             return lax.broadcast_in_dim(value, shape, (axis,))
 
         if refs.x_scale is not None:
-            total = total * spread(refs.x_scale_s.at[rows], ROW, 0)
+            total = total * spread(refs.x_scale_s.at[pl.ds(begin, UNIT)], ROW, 0)
         if refs.w_scale is not None:
             total = total * spread(refs.w_scale_s.at[columns], COLUMN, 1)
         if refs.bias is not None:
             total = total + spread(refs.bias_s.at[columns], COLUMN, 1)
         if first > 0:
-            fetch_residual(plan, refs, warpgroup, rows.start, column)
+            fetch_residual(plan, refs, warpgroup, row + begin, column)
         if refs.residual is not None:
             plgpu.barrier_wait(refs.residual_full.at[warpgroup])
             total = total + plgpu.load(out_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, refs.out.at[rows, pl.ds(column, plan.finished)])
+        plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.config.columns)])
     if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)

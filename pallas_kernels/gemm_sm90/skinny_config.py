@@ -4,43 +4,86 @@ from dataclasses import dataclass
 
 SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
 SMS = 132  # of an H200
-MOST_ROWS = 256
+UNIT = 64  # rows of one wgmma
+MOST_ROWS = 256  # that the kernel is meant for; it takes any
+STEP = 128  # bytes: the widest swizzle
+
+# What an H200 was seen to do in a microsecond: bytes from memory, bytes into one SM, operations of an SM on operands of
+# one and two bytes; and microseconds from a tile's last operation to the next tile's first.
+FROM_MEMORY, INTO_SM = 4.2e6, 113e3
+OPERATIONS = {1: 10.6e6, 2: 5.9e6}
+LAST = 0.7
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is all rows of x by `columns` rows of w.
+    """A tile is `rows` rows of x by `columns` rows of w.
 
-    columns: of a tile, at most 256 and a multiple of 16 times `split`. split: CTAs of a cluster that share a tile's K
-    axis; then all tiles must be in one wave. step: bytes of K of a stage, a multiple of 128. stages: in flight, or as
-    many as shared memory holds. ctas: the most CTAs that run. early: starts to copy weights before the kernels ahead of
-    this one have finished (programmatic dependent launch): none of them may still be writing w.
+    rows: 64, 128 or 256. columns: a multiple of 16, at most 256. step: bytes of K of a stage, a multiple of 128.
+    stages: in flight, or as many as shared memory holds. ctas: the most CTAs that run.
     """
 
+    rows: int
     columns: int
-    split: int = 1
-    step: int = 256
+    step: int = STEP
     stages: int = 64
     ctas: int = SMS
-    early: bool = False
 
     def __post_init__(self) -> None:
-        if self.split not in (1, 2, 4, 8):
-            raise ValueError(f"split is {self.split}, expected 1, 2, 4 or 8")
-        if not 16 <= self.columns <= 256 or self.columns % (16 * self.split):
-            raise ValueError(f"columns is {self.columns}, expected a multiple of {16 * self.split} up to 256")
-        if self.step < 128 or self.step % 128:
-            raise ValueError(f"step is {self.step} bytes, expected a multiple of 128")
-        if self.stages < 2 or self.ctas < self.split:
-            raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected at least 2 and {self.split}")
+        if self.rows not in (64, 128, 256):
+            raise ValueError(f"rows is {self.rows}, expected 64, 128 or 256")
+        if not 16 <= self.columns <= 256 or self.columns % 16:
+            raise ValueError(f"columns is {self.columns}, expected a multiple of 16 up to 256")
+        if self.rows * self.columns > 256 * 192:
+            raise ValueError(f"{self.rows} x {self.columns} sums are more than registers hold, which is 256 x 192")
+        if self.step < STEP or self.step % STEP:
+            raise ValueError(f"step is {self.step} bytes, expected a multiple of {STEP}")
+        if self.stages < 2 or self.ctas < 1:
+            raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected at least 2 and 1")
 
 
-TUNED: dict[tuple[int, int, int], tuple[tuple[int, Config], ...]] = {}
+# Measured on an H200, by N, K and bytes of an element: the largest M of each.
+TUNED: dict[tuple[int, int, int], tuple[tuple[int, Config], ...]] = {
+    (12288, 4096, 1): ((16, Config(64, 48, 256)), (64, Config(64, 96))),
+    (12288, 4096, 2): ((16, Config(64, 96, 256)), (64, Config(64, 96))),
+}
 
 
-def choose_config(m: int, n: int, k: int, itemsize: int) -> Config:
-    """The configuration for M, N, K and bytes of an element."""
-    widest = 256 if m <= 64 else 128
-    waves = -(-n // (widest * SMS))
-    columns = -(-n // (waves * SMS * 16)) * 16
-    return Config(columns, step=128 if m > 64 or columns > 128 else 256)
+def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) -> Config:
+    """The configuration for M, N, K and the bytes of an operand's and a result's element: a measured one, else the one
+    that `estimate` likes best."""
+    for most, config in TUNED.get((n, k, itemsize), ()):
+        if m <= most:
+            return config
+    choices = [
+        config
+        for rows in (64, 128, 256)
+        for columns in range(16, 257, 16)
+        if rows * columns <= 256 * 192
+        for config in (Config(rows, columns, _step(rows, columns)),)
+        if most_stages(config, itemsize, out_itemsize, config.step // itemsize) >= 3
+    ]
+    return min(choices, key=lambda config: estimate(config, m, n, k, itemsize))
+
+
+def _step(rows: int, columns: int) -> int:
+    """Bytes of K of a stage: what makes it large enough that waiting for it, and asking for the next, is cheap."""
+    return 2 * STEP if (rows + columns) * STEP < 20_000 else STEP
+
+
+def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[float, float, float]:
+    """Microseconds that the product is expected to take; then those of the busiest SM alone, and those of what it takes
+    in, for ties."""
+    tiles = -(-m // config.rows) * -(-n // config.columns)
+    waves = -(-tiles // config.ctas)
+    intake = (min(-(-m // 8) * 8, config.rows) + config.columns) * k * itemsize / INTO_SM
+    compute = 2 * config.rows * config.columns * k / OPERATIONS[itemsize]
+    busiest = waves * (max(intake, compute) + LAST)
+    return max(n * k * itemsize / FROM_MEMORY, busiest), busiest, waves * intake
+
+
+def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int) -> int:
+    """Stages of `step` elements of K that shared memory holds beside the rest."""
+    vectors = 4 * (config.rows + 2 * (config.columns + 48))
+    results = min(config.rows, 2 * UNIT) * config.columns * out_itemsize
+    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize)

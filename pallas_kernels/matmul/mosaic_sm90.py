@@ -23,7 +23,8 @@ def matmul(
 ) -> jax.Array:
     """x [..., K], w [N, K], bias [N], residual [..., N] of out_dtype -> [..., N]; see api.py."""
     if config is None:
-        config = choose_config(x.size // x.shape[-1], w.shape[0], w.shape[1], x.dtype.itemsize)
+        (n, k), out_itemsize = w.shape, jnp.dtype(out_dtype).itemsize
+        config = choose_config(x.size // k, n, k, x.dtype.itemsize, out_itemsize)
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, w.shape[0])
     out = _product(rows, w, bias, added, jnp.dtype(out_dtype), config, interpret)

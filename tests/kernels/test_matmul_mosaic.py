@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm_sm90.skinny_config import Config
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.matmul.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.matmul.config import check_supported
+from pallas_kernels.matmul.config import XLA_FASTER, check_faster, check_supported
 from tests.kernels.helpers import TOLERANCE, same_bits
 
 
@@ -43,7 +43,7 @@ def test_matches_the_formula_without_races(case):
         added.get("bias"),
         added.get("residual"),
         case.out_dtype or case.dtype,
-        Config(32, ctas=2),
+        Config(64, 32, ctas=2),
         plgpu.InterpretGPUParams(detect_races=True),
     )
     assert not get_races().races_found
@@ -54,7 +54,7 @@ def test_matches_the_formula_without_races(case):
 
 def test_gradients_are_those_of_the_xla_backend():
     x, w, added = Case((3,), 32, 64, "bfloat16", bias=True, residual=True).inputs()
-    interpret, config = plgpu.InterpretGPUParams(), Config(32)
+    interpret, config = plgpu.InterpretGPUParams(), Config(64, 32)
 
     def kernel(*arguments):
         return mosaic_sm90.matmul(*arguments, "bfloat16", config, interpret)
@@ -86,6 +86,24 @@ def lowered(case: Case, layers: int = 1) -> str:
 def test_every_case_lowers_for_cuda():
     for case in dict.fromkeys((*SUPPORTED, *BENCH_CASES)):
         assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_the_faster_backend_is_the_one_that_was_measured():
+    def choice(m: int, n: int, k: int, dtype="bfloat16") -> str:
+        x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (n, k)))
+        try:
+            check_faster(x, w)
+        except NotImplementedError:
+            return "xla"
+        return "mosaic"
+
+    assert choice(64, 12288, 4096) == "mosaic"
+    assert choice(64, 12288, 4096, "float32") == "xla"
+    assert choice(257, 12288, 4096) == "xla"
+    assert choice(64, 512, 512) == "xla"
+    for (n, k), (low, high) in XLA_FASTER.items():
+        around = {m: choice(m, n, k) for m in (low - 1, low, high, high + 1) if 1 <= m <= 256}
+        assert around == {m: "xla" if low <= m <= high else "mosaic" for m in around}
 
 
 def test_layers_share_one_lowering():
