@@ -23,6 +23,7 @@ from experiments.result_file import ResultFile
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
+from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header
 
 MIB = 1 << 20
@@ -64,7 +65,7 @@ def memory(field: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
 
 
-def load_naively(directory: Path, config: LlamaConfig, dtype: str) -> object:
+def load_naively(directory: Path, config: LlamaConfig, dtype: str) -> Any:
     from safetensors.numpy import load_file
 
     tensors = load_file(directory / "model.safetensors")
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("mib", type=int)
     parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
     parser.add_argument("--naive", action="store_true")
+    parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     config = make_config(args.mib)
@@ -83,12 +85,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         generate(Path(directory), config)
         baseline, start = memory("VmRSS"), time.perf_counter()
-        params = (load_naively if args.naive else load_params)(Path(directory), config, args.dtype)
+        if args.naive:
+            params = load_naively(Path(directory), config, args.dtype)
+        else:
+            scheme = None if args.quantize is None else find_scheme(args.quantize)
+            params = load_params(Path(directory), config, args.dtype, scheme)
         seconds, peak = time.perf_counter() - start, memory("VmHWM")
     params_mib = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / MIB
     leaves = jax.tree.leaves(abstract_params(config, args.dtype))
     row = {
         "dtype": args.dtype,
+        "scheme": args.quantize or "bf16",
         "params_mib": round(params_mib, 1),
         "largest_leaf_mib": round(max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / MIB, 1),
         "baseline_mib": round(baseline, 1),

@@ -1,6 +1,8 @@
 """Quantizing Params: which leaves, on arrays and on shapes, in how much memory, and what cannot be quantized."""
 
 import io
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +133,17 @@ def test_the_wide_model_never_exists_whole_while_loading(live, tmp_path):
     loaded = jllm.load(tmp_path, quantize="w4a16-g64")
     assert_same_bits(loaded.params, want)
     assert max(live) - others < weights_bytes(loaded.params) + 2 * largest < size / 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_loading_takes_less_memory_than_the_wide_model_and_a_weight():
+    """By the resident set of a process; loading it whole and then quantizing would take 296 MiB and more."""
+    command = [sys.executable, "-m", "experiments.load_memory", "192", "--quantize", "w8a8-all"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CONFIGS.parent)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["params_mib"] < 110
+    assert figures["peak_mib"] - figures["baseline_mib"] < 192 + figures["largest_leaf_mib"] + 64, figures
 
 
 @pytest.mark.parametrize("terminal", [True, False])
