@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.cases import random_tables
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import BENCH_CASES, SKEWED, UNIFORM, Case
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
@@ -59,14 +61,12 @@ def random_pages(key: jax.Array, num_pages: int, case: Case) -> KVPages:
 def paged(case: Case, backend: str) -> float:
     """Microseconds of one layer of decode_attention."""
     layers, rows = layers_for(case), len(case.lengths)
-    per_row = -(-max(case.lengths) // case.page_size)
-    keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
-    make = jax.jit(partial(random_pages, num_pages=rows * per_row, case=case))
+    num_pages = sum(-(-length // case.page_size) for length in case.lengths)
+    keys = jax.random.split(jax.random.key(0), layers + 1)
+    make = jax.jit(partial(random_pages, num_pages=num_pages, case=case))
     cache = [make(key) for key in keys[:layers]]
-    tables = [
-        jax.random.permutation(key, rows * per_row).reshape(rows, per_row).astype(jnp.int32)
-        for key in keys[layers : 2 * layers]
-    ]
+    shuffled = (random_tables(np.random.default_rng(i), num_pages, case.lengths, case.page_size) for i in range(layers))
+    tables = [jnp.asarray(table) for table in shuffled]
     q = jax.random.normal(keys[-1], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
     lengths = jnp.asarray(case.lengths, jnp.int32)
     work = make_work(lengths, *case.heads, case.head_dim)  # once a step: not in a layer's time
@@ -100,7 +100,7 @@ def cudnn(case: Case) -> float:
 
 def variants(case: Case, peers: bool) -> dict[str, Callable[[Case], float]]:
     runs: dict[str, Callable[[Case], float]] = {"mosaic": partial(paged, backend="mosaic")}
-    if peers and case.k_format == "bf16" and case is not SKEWED:
+    if peers and case.k_format == "bf16" and len(set(case.lengths)) == 1:
         runs |= {"cudnn, contiguous": cudnn, "xla": partial(paged, backend="xla")}
     return runs
 
@@ -108,9 +108,10 @@ def variants(case: Case, peers: bool) -> dict[str, Callable[[Case], float]]:
 def table(formats: list[str], peers: bool) -> Iterator[dict[str, Any]]:
     """One row a case and variant; one that fails says why."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
-    for case in (case for case in (*BENCH_CASES, UNIFORM, SKEWED) if case.k_format in formats):
+    names = {case: name for name, case in SKEWED.items()}
+    for case in (case for case in (*BENCH_CASES, UNIFORM, *names) if case.k_format in formats):
         for name, run in variants(case, peers).items():
-            length = "1 x 32768, 63 x 512" if case is SKEWED else case.lengths[0]
+            length = names.get(case, case.lengths[0])
             row: dict[str, Any] = {
                 "kernel": "decode_attention", "peer": name, "R": len(case.lengths), "length": length,
                 "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,

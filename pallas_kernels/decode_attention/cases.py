@@ -1,5 +1,6 @@
 """Shapes of decode_attention that tests and benchmarks share."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -53,6 +54,12 @@ BENCH_CASES = tuple(
     for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
     for batch, length in (_CELLS if name == "bf16" else _SHORT_CELLS)
 )
-# One long sequence among short ones, and equally many keys in sequences of one length.
-SKEWED = Case(lengths=(32768, *(512,) * 63), k_format="bf16", v_format="bf16", **_LLAMA_7B)  # type: ignore[arg-type]
-UNIFORM = Case(lengths=(1016,) * 64, k_format="bf16", v_format="bf16", **_LLAMA_7B)  # type: ignore[arg-type]
+# Equally many keys: in sequences of one length, in a long one among short ones, and in lengths by Zipf's law.
+_ROWS, _KEYS = 64, 32768 + 63 * 512
+_ZIPF = [int(_KEYS / rank / sum(1 / r for r in range(1, _ROWS + 1))) for rank in range(1, _ROWS + 1)]
+_ZIPF[0] += _KEYS - sum(_ZIPF)
+UNIFORM = Case(lengths=(_KEYS // _ROWS,) * _ROWS, k_format="bf16", v_format="bf16", **_LLAMA_7B)  # type: ignore[arg-type]
+SKEWED = {
+    name: dataclasses.replace(UNIFORM, lengths=lengths)
+    for name, lengths in {"1 x 32768, 63 x 512": (32768, *(512,) * 63), "by Zipf's law": tuple(_ZIPF)}.items()
+}

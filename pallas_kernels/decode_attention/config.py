@@ -9,26 +9,34 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and resources of the kernel. Only `tile` and `split` change a result's bits."""
+    """Sizes and resources of the kernel. `tile`, `computing`, `split` and `most_splits` change a result's bits."""
 
-    tile: int = 128  # tokens a step of the softmax
-    split: int = 512  # tokens of one work item: fixed, so that a result doesn't depend on its company
+    tile: int = 128  # tokens that are in shared memory, or not, together
+    computing: int = 2  # warpgroups that compute: each has its share of a tile's tokens, and a sum of its own
+    split: int = 256  # tokens of one work item: fixed, so that a result doesn't depend on its company,
+    most_splits: int = 64  # but doubled until so many are enough for a row
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = 132  # multiprocessors: an H200's
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
-    merge_per_sm: int = 8  # CTAs a multiprocessor of the kernel that merges splits
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:
-        if self.tile < 64 or self.tile % 64:
-            raise ValueError(f"tile is {self.tile}, expected a multiple of 64")
-        if self.split < self.tile or self.split % self.tile:
-            raise ValueError(f"split is {self.split}, expected a multiple of tile={self.tile}")
+        if self.computing not in (1, 2):
+            raise ValueError(f"computing is {self.computing}, expected 1 or 2")
+        if self.tile < 64 or self.tile % (64 * self.computing):
+            raise ValueError(f"tile is {self.tile}, expected a multiple of 64 for each of {self.computing} warpgroups")
+        if self.split < self.tile or self.split % self.tile or self.split.bit_count() > 1:
+            raise ValueError(f"split is {self.split}, expected a power of two, a multiple of tile={self.tile}")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}, expected at least 2")
-        for name in ("per_sm", "sms", "merge_per_sm", "dequantize"):
+        for name in ("most_splits", "per_sm", "sms", "dequantize"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a tile that one warpgroup computes with."""
+        return self.tile // self.computing
 
     @property
     def workers(self) -> int:
@@ -41,7 +49,9 @@ def choose_config(head_dim: int, queries: int) -> Config:
     Measured on an H200 in bf16 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20): of the
     configurations of one split, tiles of 128 tokens are the best in every cell. The others are what fits.
     """
-    return Config(tile=128 if head_dim * max(queries, 32) <= 128 * 32 else 64)
+    if head_dim <= 128 and queries <= 16:
+        return Config()
+    return Config(tile=64, computing=1)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:
@@ -58,12 +68,3 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
             raise NotImplementedError(
                 f"the mosaic kernel has no {part.format.dtype} {name}; supported: 16 bits and fewer"
             )
-
-
-def check_proven(q: jax.Array, pages: KVPages) -> None:
-    """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
-    arguments get it when it is named, not by default."""
-    check_supported(q, pages)
-    for part in (pages.k, pages.v):
-        if part.values.dtype != q.dtype:
-            raise NotImplementedError(f"the mosaic kernel was not yet run on {part.format} with {q.dtype} queries")

@@ -15,8 +15,9 @@ Parts = list[tuple[int, str]]
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
     """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up."""
-    parts = [(i, name) for i in range(shape.k.parts) for name in names]
-    if shape.k.parts < 4:
+    count = shape.k.parts * shape.config.computing
+    parts = [(i, name) for i in range(count) for name in names]
+    if count < 4:
         return [parts[w::4] for w in range(4) if parts[w::4]]
     return [[part for part in parts if part[0] % 4 == w] for w in range(4)]
 
@@ -28,9 +29,8 @@ def copy_item(
     sources: dict[str, Any],
     with_queries: bool,
     parts: Parts,
-    count: jax.Array,
     item: Item,
-    tiles: jax.Array,
+    state: tuple[jax.Array, jax.Array],
     *,
     q_raw: Any,
     q_full: Any,
@@ -38,27 +38,36 @@ def copy_item(
     full: Any,
     free: Any,
     **targets: Any,
-) -> jax.Array:
-    """One warp's share of an item's copies, of its queries and of keys and values, as room gets free."""
-    tile, stages, page_size = shape.config.tile, shape.stages, shape.page_size
+) -> tuple[jax.Array, jax.Array]:
+    """One warp's share of an item's copies, of its queries and of keys and values, as room gets free.
+
+    state: how many tiles and queries came before.
+    """
+    tiles, heads = state
+    tile, stages, page_size, size = shape.config.tile, full.shape[0], shape.page_size, shape.k.tokens
     kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
     if with_queries:
-        q_slot = lax.rem(count, jnp.int32(2))
 
-        @pl.when(count >= 2)
-        def _wait() -> None:
-            plgpu.barrier_wait(q_free.at[q_slot])
+        @pl.when(item.enters)
+        def _queries() -> None:
+            q_slot = lax.rem(heads, jnp.int32(2))
 
-        queries = pl.ds(first_query(shape, item), shape.queries)
-        plgpu.copy_gmem_to_smem(q_ref.at[queries], q_raw.at[q_slot, pl.ds(0, shape.queries)], q_full.at[q_slot])
+            @pl.when(heads >= 2)
+            def _wait() -> None:
+                plgpu.barrier_wait(q_free.at[q_slot])
+
+            queries = pl.ds(first_query(shape, item.row, item.head), shape.queries)
+            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_raw.at[q_slot, pl.ds(0, shape.queries)], q_full.at[q_slot])
+
+        heads = heads + item.enters.astype(jnp.int32)
     first_page, last_page = item.low // page_size, (item.high - 1) // page_size
     first_tile, end_tile = tile_range(shape, item)
     numbers = sorted({i for i, _ in parts})
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
-        begin = j * tile // page_size
-        return tuple(table_ref[item.row, jnp.clip(begin + i, first_page, last_page)] for i in numbers)
+        wanted = ((j * tile + i * size) // page_size for i in numbers)
+        return tuple(table_ref[item.row, jnp.clip(page, first_page, last_page)] for page in wanted)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         coming = entries(j + 1)  # read ahead: it takes as long as a copy
@@ -69,22 +78,24 @@ def copy_item(
         def _wait() -> None:
             plgpu.barrier_wait(free.at[slot])
 
-        begin = j * tile // page_size
-        offset = lax.rem(j * tile, jnp.int32(page_size)) if page_size > tile else 0
         for i, name in parts:
-            there = jnp.logical_and(begin + i >= first_page, begin + i <= last_page)
+            token = j * tile + i * size
+            there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
+            offset = lax.rem(token, jnp.int32(page_size)) if page_size > size else 0
             page = pages[numbers.index(i)]
 
             @pl.when(there)
-            def _copy(i: int = i, name: str = name, page: jax.Array = page) -> None:
-                stored, size = shape.k if name.startswith("k") else shape.v, shape.k.tokens
+            def _copy(i: int = i, name: str = name, page: jax.Array = page, offset: Any = offset) -> None:
+                stored = shape.k if name.startswith("k") else shape.v
+                warpgroup, part = divmod(i, stored.parts)
                 source: Any
                 target: Any
                 if name in ("k", "v"):
-                    source, target = (page, kv_head, pl.ds(offset, size)), (slot, pl.ds(i * size, size))
+                    source, target = (page, kv_head, pl.ds(offset, size)), pl.ds(part * size, size)
                 else:
                     scales, _ = stored.scale_slice(kv_head, offset)
-                    source, target = (page, scales), (slot, stored.scale_part(i))
+                    source, target = (page, scales), stored.scale_part(part)
+                target = (slot, warpgroup, target)
                 plgpu.copy_gmem_to_smem(sources[name].at[source], targets[name].at[target], full.at[slot])
 
             @pl.when(jnp.logical_not(there))
@@ -94,17 +105,17 @@ def copy_item(
         return coming
 
     lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))
-    return tiles + end_tile - first_tile
+    return tiles + end_tile - first_tile, heads
 
 
-def drain(shape: Shape, items: jax.Array, tiles: jax.Array, with_queries: bool, q_free: Any, free: Any) -> None:
-    """Waits until all copies have been used: no barrier is left in the middle of a phase."""
-    if with_queries:
+def drain(shape: Shape, tiles: jax.Array, heads: jax.Array, q_free: Any, free: Any) -> None:
+    """Waits until all copies of a warp have been used: no barrier is left in the middle of a phase."""
+    stages = free.shape[0]
 
-        @pl.loop(jnp.maximum(items - 2, 0), items)
-        def _queries(i: jax.Array) -> None:
-            plgpu.barrier_wait(q_free.at[lax.rem(i, jnp.int32(2))])
+    @pl.loop(jnp.maximum(heads - 2, 0), heads)
+    def _queries(i: jax.Array) -> None:
+        plgpu.barrier_wait(q_free.at[lax.rem(i, jnp.int32(2))])
 
-    @pl.loop(jnp.maximum(tiles - shape.stages, 0), tiles)
+    @pl.loop(jnp.maximum(tiles - stages, 0), tiles)
     def _tiles(i: jax.Array) -> None:
-        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(shape.stages))])
+        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])

@@ -1,6 +1,5 @@
-"""The kernel of decode_attention that merges the partial results of rows of several splits."""
+"""The kernel of decode_attention that adds up the partial results of heads which workers don't share evenly."""
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -10,89 +9,83 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.shape_sm90 import BLOCK, COMPILER, MASKED, MERGED, Shape
-from pallas_kernels.decode_attention.work import Work, row_splits
+from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, MASKED, PAD, Shape, first_query
+from pallas_kernels.decode_attention.work import Work
 
-_BY_HEAD = plgpu.Layout.TILED(plgpu.Tiling(((BLOCK, 64), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+_MOST_CTAS = 8  # of one head that was cut: one a query, in turns if there are more
+_ROW = plgpu.Layout.TILED(  # each warp has all of a row, two elements a lane
+    plgpu.Tiling(((64,), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
 
 
-def merge_splits(
-    shape: Shape,
-    out: jax.Array,
-    parts: jax.Array,
-    lengths: jax.Array,
-    work: Work,
-    interpret: plgpu.InterpretGPUParams | None,
+def merge_cuts(
+    shape: Shape, out: jax.Array, parts: jax.Array, work: Work, interpret: plgpu.InterpretGPUParams | None
 ) -> jax.Array:
-    """Fills in the rows of several splits, from their partial results."""
+    """Fills in the results [R * H, D] of heads that were cut, from their partial ones."""
     result = jax.new_ref(out)
-    blocks = -(-shape.num_heads // BLOCK)
+    chunks, each = -(-shape.splits // FETCHED), shape.config.computing
     plgpu.kernel(
-        partial(_merge_kernel, shape, work.window),
-        scratch_types={"out_s": plgpu.SMEM((BLOCK, shape.head_dim), out.dtype)},
-        grid=(min(shape.config.merge_per_sm * shape.config.sms, shape.rows * blocks),),
-        grid_names=("worker",),
+        partial(_merge_kernel, shape),
+        scratch_types={
+            "parts_s": plgpu.SMEM((each, chunks * FETCHED, 1, shape.head_dim), jnp.float32),
+            "weights_s": plgpu.SMEM((each, chunks * FETCHED, 1, PAD), jnp.float32),
+            "out_s": plgpu.SMEM((1, shape.head_dim), out.dtype),
+            "full": plgpu.Barrier(num_arrivals=2 * each, num_barriers=chunks),
+        },
+        grid=(min(shape.queries, _MOST_CTAS), shape.config.workers),
+        grid_names=("query", "worker"),
         compiler_params=COMPILER,
         interpret=interpret,
-    )(parts, lengths, work.merges, work.num_merges, work.slots, result)
+        kernel_name="decode_attention_merge",
+    )(parts, work.cuts, result)
     return jax.freeze(result)
 
 
 def _merge_kernel(
-    shape: Shape,
-    window: int | None,
-    part_ref: Any,
-    lengths_ref: Any,
-    merges_ref: Any,
-    num_merges_ref: Any,
-    slots_ref: Any,
-    out_ref: Any,
-    out_s: Any,
+    shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
-    head_dim, num_heads, workers = shape.head_dim, shape.num_heads, lax.axis_size("worker")
-    blocks = -(-num_heads // BLOCK)
+    """One query of one head: its partial results' sum, from left to right, as compute_item adds up splits; and then of
+    both warpgroups."""
+    worker, head_dim, warpgroups = lax.axis_index("worker"), shape.head_dim, range(shape.config.computing)
+    row, head, slot, count = (cuts_ref[i, worker] for i in range(4))
+    fetches = (count + (FETCHED - 1)) // FETCHED
 
-    def spread(x: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (BLOCK, head_dim), [0]), _BY_HEAD)
+    @pl.loop(lax.axis_index("query"), jnp.where(count > 0, shape.queries, 0), step=lax.axis_size("query"))
+    def _query(query: jax.Array) -> None:
+        @pl.loop(0, fetches)
+        def _fetch(i: jax.Array) -> None:
+            rows = pl.ds(i * FETCHED, FETCHED)
+            for w in warpgroups:
+                source = part_ref.at[w, pl.ds(slot + i * FETCHED, FETCHED), pl.ds(query, 1)]
+                plgpu.copy_gmem_to_smem(source.at[..., pl.ds(0, head_dim)], parts_s.at[w, rows], full.at[i])
+                plgpu.copy_gmem_to_smem(source.at[..., pl.ds(head_dim, PAD)], weights_s.at[w, rows], full.at[i])
 
-    def merge(i: jax.Array) -> None:
-        row, block = merges_ref[i // blocks], lax.rem(i, jnp.int32(blocks))
-        _, _, splits = row_splits(lengths_ref[row], window, shape.config.split)
-        head = jnp.minimum(block * BLOCK, max(num_heads - BLOCK, 0))  # the last block may overlap
-        slot = slots_ref[row]
+        def top_of(i: jax.Array, top: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(full.at[i])
+            for j in range(FETCHED):
+                for w in warpgroups:
+                    at = i * FETCHED + j
+                    top = jnp.maximum(top, jnp.where(at < count, weights_s[w, at, 0, 0], MASKED))
+            return top
 
-        def some(b: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, acc = carry
-            values, weights = [], []
-            for index in range(MERGED):  # their loads don't wait for each other
-                source = part_ref.at[slot + b * MERGED + index, pl.ds(head, BLOCK)]
-                value = plgpu.load(source.at[:, pl.ds(0, head_dim)], layout=_BY_HEAD, optimized=False)
-                weight = plgpu.load(source.at[:, head_dim], layout=_BY_HEAD.reduce(1), optimized=False)
-                there = b * MERGED + index < splits
-                values.append(jnp.where(there, value, 0.0))
-                weights.append(jnp.where(there, weight, MASKED))
-            new_top = functools.reduce(jnp.maximum, weights, top)
-            shrink = jnp.exp2(top - new_top)
-            total, acc = total * shrink, acc * spread(shrink)
-            for value, weight in zip(values, weights):
-                share = jnp.exp2(weight - new_top)
-                total, acc = total + share, acc + value * spread(share)
-            return new_top, total, acc
+        top = lax.fori_loop(jnp.int32(0), fetches, top_of, jnp.float32(MASKED))
 
-        zeros = plgpu.layout_cast(jnp.zeros((BLOCK, head_dim), jnp.float32), _BY_HEAD)
-        top, total = (
-            plgpu.layout_cast(jnp.full((BLOCK,), value, jnp.float32), _BY_HEAD.reduce(1)) for value in (MASKED, 0.0)
-        )
-        steps = (splits + (MERGED - 1)) // MERGED
-        _, total, acc = lax.fori_loop(jnp.int32(0), steps, some, (top, total, zeros))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_s[...] = (acc / spread(total)).astype(out_s.dtype)
+        def add(i: jax.Array, sums: Any) -> Any:
+            for j in range(FETCHED):
+                at = i * FETCHED + j
+                there, added = at < count, []
+                for w, (total, acc) in zip(warpgroups, sums):
+                    factor = jnp.where(there, jnp.exp2(weights_s[w, at, 0, 0] - top), 0.0)
+                    part = plgpu.load(parts_s.at[w, at, 0], layout=_ROW, optimized=False)
+                    total = total + jnp.where(there, weights_s[w, at, 0, 1], 0.0) * factor
+                    added.append((total, acc + jnp.where(there, part, 0.0) * factor))
+                sums = tuple(added)
+            return sums
+
+        zeros = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), _ROW)
+        sums = lax.fori_loop(jnp.int32(0), fetches, add, ((jnp.float32(0), zeros),) * len(warpgroups))
+        total, acc = jax.tree.map(lambda *both: sum(both[1:], both[0]), *sums)
+        out_s[0] = (acc * (1 / total)).astype(out_s.dtype)
         plgpu.commit_smem()
-        heads = min(BLOCK, num_heads)
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, heads)], out_ref.at[pl.ds(row * num_heads + head, heads)])
-
-    @pl.loop(lax.axis_index("worker"), num_merges_ref[0] * blocks, step=workers)
-    def _merge_rows(i: jax.Array) -> None:
-        merge(i)
-
-    plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(out_s, out_ref.at[pl.ds(first_query(shape, row, head) + query, 1)])
+        plgpu.wait_smem_to_gmem(0)

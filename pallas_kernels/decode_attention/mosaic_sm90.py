@@ -3,7 +3,9 @@
 Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one that computes.
 Tokens are the rows of both products, K Q^T [tile, queries] and V^T P [D, queries], so that the few queries of a KV head
 fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. Online softmax: Milakov & Gimelshein
-2018; splits merged by log-sum-exp: Flash-Decoding (Dao et al. 2023).
+2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as
+in Stream-K (Osama et al. 2023). Whole numbers are subtracted from logits, so that sums are rescaled by powers of two,
+exactly: a head's result is the sum of its splits from left to right, in whatever order their maxima were found.
 """
 
 from functools import partial
@@ -15,16 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item
+from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum
 from pallas_kernels.decode_attention.config import Config, check_supported
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, parts_by_warp
-from pallas_kernels.decode_attention.merge_sm90 import merge_splits
-from pallas_kernels.decode_attention.shape_sm90 import BLOCK, COMPILER, MERGED, PAD, Item, Shape
+from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
+from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, Item, Shape
 from pallas_kernels.decode_attention.storage_sm90 import (
-    Storage,
-    dims_in_order,
-    even_dims_first,
-    shared_bytes_left,
+    shared_bytes,
+    shared_bytes_of_worker,
     storage,
     tiled,
 )
@@ -53,15 +53,15 @@ def decode_attention(
         return q
     if work is None:
         work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, config=config)
-    chunks, queries = query_chunks(num_heads, kv_heads)
+    chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
     config = work.config
     if (work.rows.shape, work.heads, work.window) != ((num_rows,), kv_heads * chunks, window):
         raise ValueError(
             f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
             f"the call has {num_rows}, {kv_heads * chunks} and {window}"
         )
-    options = (q.dtype, head_dim, config.tile, interpret is not None, config.dequantize)
-    stored = [storage(part, *options) for part in (pages.k, pages.v)]
+    stored = [storage(part, q.dtype, head_dim, config, interpret is not None) for part in (pages.k, pages.v)]
+    splits, slots = max_slots(num_rows, page_table.shape[1] * page_size, kv_heads * chunks, window, config)
     shape = Shape(
         rows=num_rows,
         num_heads=num_heads,
@@ -71,31 +71,56 @@ def decode_attention(
         queries=queries,
         chunks=chunks,
         columns=-(-queries // 8) * 8,
-        slots=max_slots(num_rows, page_table.shape[1] * page_size, window, config.split),
+        splits=splits,
+        slots=slots,
         scale=scale,
         config=config,
-        stages=_stages(config, -(-queries // 8) * 8, *stored),
         k=stored[0],
         v=stored[1],
     )
-    if stored[0].permuted:
-        q = even_dims_first(q)
-    out, parts = _attend(shape, q, pages, page_table, lengths, work, interpret)
+    out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
     if shape.slots:
-        out = merge_splits(shape, out, parts, lengths, work, interpret)
-    out = out.reshape(q.shape)
-    return dims_in_order(out) if shape.v.permuted else out
+        out = merge_cuts(shape, out, parts, work, interpret)
+    return shape.v.results(out.reshape(q.shape))
 
 
-def _stages(config: Config, columns: int, k: Storage, v: Storage) -> int:
-    """How many tiles of K and V fit a worker's share of an SM's shared memory, beside its other buffers."""
-    queries_and_results = columns * (4 * 2 * k.head_dim + 4 * (k.head_dim + PAD) + 2 * config.tile)
-    other = queries_and_results + k.other_bytes() + v.other_bytes()
-    for sharing in (config.per_sm, 1):  # where that is too little, workers take turns
-        stages = min(config.stages, (shared_bytes_left(sharing) - other) // (k.stage_bytes() + v.stage_bytes()))
-        if stages >= 2:
-            return stages
-    raise NotImplementedError(f"{config}, head dim {k.head_dim} and {columns} queries need more shared memory")
+def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, Any]:
+    """A worker's buffers and barriers, by name; `copies` of each part fill a tile."""
+    columns, head_dim, config = shape.columns, shape.head_dim, shape.config
+    each = config.computing
+    other = {
+        "other_s": plgpu.SMEM((head_dim + 2, columns), jnp.float32),
+        "other_full": plgpu.Barrier(),
+        "other_free": plgpu.Barrier(),
+    }
+    return {
+        "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
+        "q_s": tiled((each, columns, head_dim), shape.k.dtype),
+        "p_s": tiled((each, columns, config.rows), shape.v.dtype),
+        **shape.k.scratch("k", stages),
+        **shape.v.scratch("v", stages),
+        "out_s": plgpu.SMEM((columns, head_dim), dtype),
+        "part_s": plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32),
+        "of_query": plgpu.SMEM((each, 3, columns), jnp.float32),
+        "reduced": plgpu.SMEM((each, 256), jnp.float32),
+        "q_full": plgpu.Barrier(num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
+        "full": plgpu.Barrier(num_arrivals=shape.k.parts * each * copies, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=each, num_barriers=stages),
+        **(other if each == 2 else {}),
+    }
+
+
+def _fitting_scratch(shape: Shape, dtype: Any, copies: int) -> dict[str, Any]:
+    """With as many tiles in flight as fit a worker's share of an SM's shared memory."""
+    for per_sm in (shape.config.per_sm, 1):  # where that is too little, workers take turns
+        for stages in range(shape.config.stages, 1, -1):
+            scratch = _scratch(shape, stages, dtype, copies)
+            if shared_bytes(scratch) <= shared_bytes_of_worker(per_sm):
+                return scratch
+    raise NotImplementedError(
+        f"{shape.config}, head dim {shape.head_dim} and {shape.columns} queries need more shared memory"
+    )
 
 
 def _attend(
@@ -103,14 +128,12 @@ def _attend(
     q: jax.Array,
     pages: KVPages,
     page_table: jax.Array,
-    lengths: jax.Array,
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of one split [R * H, D], and of the others each split's result, followed by log2 of its sum of weights."""
-    config, dtype = shape.config, q.dtype
-    columns, head_dim = shape.columns, shape.head_dim
-    slots = shape.slots + MERGED - 1  # the last of them may be read, but don't count
+    """Results [R * H, D] but those of heads that were cut, and partial ones [warpgroup, slot, query, D and PAD]."""
+    config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
+    slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
     sources = {"k": pages.k.values, "v": pages.v.values}
     for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
         if pool.scales is not None:
@@ -119,30 +142,27 @@ def _attend(
         partial(_attend_kernel, shape, work.window, tuple(sources)),
         out_type=(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((slots, max(shape.num_heads, BLOCK), head_dim + PAD), jnp.float32),
+            jax.ShapeDtypeStruct((config.computing, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
-        scratch_types={
-            "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
-            "q_s": tiled((columns, head_dim), shape.k.dtype),
-            "q_top": plgpu.SMEM((columns,), jnp.float32),
-            "p_s": tiled((columns, config.tile), shape.v.dtype),
-            **shape.k.scratch("k", shape.stages),
-            **shape.v.scratch("v", shape.stages),
-            "out_s": plgpu.SMEM((columns, head_dim), dtype),
-            "part_s": plgpu.SMEM((columns, head_dim + PAD), jnp.float32),
-            "weight_s": plgpu.SMEM((columns,), jnp.float32),
-            "q_full": plgpu.Barrier(num_barriers=2),
-            "q_free": plgpu.Barrier(num_barriers=2),
-            "full": plgpu.Barrier(num_arrivals=shape.k.parts * len(sources), num_barriers=shape.stages),
-            "free": plgpu.Barrier(num_barriers=shape.stages),
-        },
+        scratch_types=_fitting_scratch(shape, dtype, len(sources)),
         grid=(config.workers,),
         grid_names=("worker",),
-        num_threads=2,
+        num_threads=config.computing + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         interpret=interpret,
-    )(q.reshape(-1, head_dim), page_table, lengths, work.rows, work.slots, work.first, work.items, *sources.values())
+        kernel_name="decode_attention",
+    )(
+        q.reshape(-1, head_dim),
+        page_table,
+        work.rows,
+        work.lengths,
+        work.log2_splits,
+        work.first,
+        work.items,
+        work.slots,
+        *sources.values(),
+    )
 
 
 def _attend_kernel(
@@ -151,47 +171,62 @@ def _attend_kernel(
     names: tuple[str, ...],
     q_ref: Any,
     table_ref: Any,
-    lengths_ref: Any,
     rows_ref: Any,
-    slots_ref: Any,
+    lengths_ref: Any,
+    splits_ref: Any,
     first_ref: Any,
     items_ref: Any,
+    slots_ref: Any,
     *refs: Any,
     **scratch: Any,
 ) -> None:
     sources, (out_ref, part_ref) = dict(zip(names, refs)), refs[len(names) :]
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
-    config, heads = shape.config, shape.kv_heads * shape.chunks
+    heads = shape.kv_heads * shape.chunks
+    items = items_ref[worker]
 
-    def for_each_item(body: Any) -> jax.Array:
-        """Calls body(number of the item, Item, tiles before it) -> tiles so far, over this worker's items."""
+    def for_each_item(body: Any, state: Any) -> Any:
+        """Calls body(Item, state) -> state over this worker's items."""
 
-        def step(count: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            used, head, index, tiles = at
-            row = rows_ref[used]
-            length = lengths_ref[row]
-            start, first, splits = row_splits(length, window, config.split)
-            low = jnp.maximum((first + index) * config.split, start)
-            high = jnp.minimum((first + index + 1) * config.split, length)
-            tiles = body(count, Item(row, head, low, high, splits, slots_ref[row] + index), tiles)
-            index = index + 1
-            head = jnp.where(index == splits, head + 1, head)
-            index = jnp.where(index == splits, 0, index)
-            used = jnp.where(head == heads, used + 1, used)
-            head = jnp.where(head == heads, 0, head)
-            return used, head, index, tiles
+        def row_at(used: jax.Array) -> tuple[jax.Array, ...]:
+            used = jnp.minimum(used, shape.rows - 1)
+            return rows_ref[used], lengths_ref[used], splits_ref[used]
 
-        at = (first_ref[0, worker], first_ref[1, worker], first_ref[2, worker], jnp.int32(0))
-        return lax.fori_loop(jnp.int32(0), items_ref[worker], step, at)[-1]
+        def step(count: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            used, head, index, (row, length, log2), state = carry
+            next_row = row_at(used + 1)  # read ahead: it takes long
+            start, first, splits = row_splits(length, log2, window)
+            low = jnp.maximum(lax.shift_left(first + index, log2), start)
+            high = jnp.minimum(lax.shift_left(first + index + 1, log2), length)
+            ends = index == splits - 1
+            begins, last = jnp.logical_or(index == 0, count == 0), count == items - 1
+            state = body(Item(row, head, low, high, begins, index == 0, ends, index <= count, last), state)
+            index, head = jnp.where(ends, 0, index + 1), jnp.where(ends, head + 1, head)
+            over = head == heads
+            used, head = jnp.where(over, used + 1, used), jnp.where(over, 0, head)
+            this_row = tuple(jnp.where(over, *pair) for pair in zip(next_row, (row, length, log2)))
+            return used, head, index, this_row, state
 
-    @pl.when(role == 0)
+        at = (first_ref[0, worker], first_ref[1, worker], first_ref[2, worker])
+        return lax.fori_loop(jnp.int32(0), items, step, (*at, row_at(at[0]), state))[-1]
+
+    @pl.when(role < shape.config.computing)
     def _compute() -> None:
-        clear_unused(shape, worker, lengths_ref, out_ref, scratch["out_s"])
-        compute = partial(compute_item, shape, out_ref, part_ref, **scratch)
-        for_each_item(compute)
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(role == 0)
+        def _clear() -> None:
+            clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"])
 
-    @pl.when(role == 1)
+        compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
+        zero = jnp.int32(0)
+        *_, wholes, _ = for_each_item(compute, (zero, zero, slots_ref[worker], zero, empty_sum(shape)))
+        plgpu.wait_smem_to_gmem(0)
+        if shape.config.computing == 2:
+
+            @pl.when(jnp.logical_and(role == 1, wholes > 0))
+            def _drain() -> None:
+                plgpu.barrier_wait(scratch["other_free"])
+
+    @pl.when(role == shape.config.computing)
     def _copy() -> None:
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
@@ -200,5 +235,5 @@ def _attend_kernel(
                 @pl.when(warp == w)
                 def _share(w: int = w, parts: Parts = parts) -> None:
                     copy = partial(copy_item, shape, q_ref, table_ref, sources, w == 0, parts)
-                    tiles = for_each_item(partial(copy, **scratch))
-                    drain(shape, items_ref[worker], tiles, w == 0, scratch["q_free"], scratch["free"])
+                    tiles, queries = for_each_item(partial(copy, **scratch), (jnp.int32(0), jnp.int32(0)))
+                    drain(shape, tiles, queries, scratch["q_free"], scratch["free"])

@@ -11,10 +11,11 @@ from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 
 MASKED = -1e30  # finite: the difference of two is a number
-PAD = 4  # a partial result is followed by log2 of its sum of weights, and 12 bytes for the alignment of copies
-MERGED = 4  # splits merged at a time
-BLOCK = 4  # heads merged at a time: one a warp
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+PAD = 4  # a partial result is followed by its largest logit, its sum of weights, and 8 bytes that align copies
+FETCHED = 8  # partial results of one copy
+COMPILER = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Shape:
     queries: int  # query heads of one work item
     chunks: int  # work items that share a KV head
     columns: int  # `queries` padded to what wgmma wants
-    slots: int  # partial results of a head, at most
+    splits: int  # partial results of a head, at most; 0: no row is ever split
+    slots: int  # and of all
     scale: float
     config: Config
-    stages: int  # tiles in flight
     k: Storage
     v: Storage
 
@@ -49,17 +50,30 @@ class Item:
     head: jax.Array  # KV head and chunk of query heads
     low: jax.Array  # its first visible key
     high: jax.Array  # and the one after its last
-    splits: jax.Array  # of the row
-    slot: jax.Array  # where a partial result goes
+    enters: jax.Array  # whether it is this worker's first of the head
+    first: jax.Array  # whether it is the head's first split
+    last: jax.Array  # or the last
+    begun: jax.Array  # whether this worker has the head's first split
+    end: jax.Array  # whether it is the worker's last item
 
 
-def first_query(shape: Shape, item: Item) -> jax.Array:
-    """The first of an item's query heads, counted through the batch."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum:
+    """Online softmax of some keys: weights are 2^(logit - top), `top` a whole number, so that rescaling is exact."""
+
+    top: jax.Array  # [columns] about the largest logit, to base 2
+    total: jax.Array  # of the weights, [columns] or still one a key [rows, columns]
+    acc: jax.Array  # weights times values [D, columns]
+
+
+def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
+    """The first query head, counted through the batch, of a row's KV head and chunk of query heads."""
     if shape.chunks == 1:
-        return item.row * shape.num_heads + item.head * shape.queries
-    kv_head, chunk = item.head // shape.chunks, lax.rem(item.head, jnp.int32(shape.chunks))
+        return row * shape.num_heads + head * shape.queries
+    kv_head, chunk = head // shape.chunks, lax.rem(head, jnp.int32(shape.chunks))
     offset = jnp.minimum(chunk * shape.queries, shape.group - shape.queries)
-    return item.row * shape.num_heads + kv_head * shape.group + offset
+    return row * shape.num_heads + kv_head * shape.group + offset
 
 
 def tile_range(shape: Shape, item: Item) -> tuple[jax.Array, jax.Array]:

@@ -1,21 +1,31 @@
 """How decode_attention's kernel holds K and V in shared memory, and turns what is stored into what wgmma multiplies."""
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import FP8, KVFormat, Pages
+from pallas_kernels.decode_attention.config import Config
+from pallas_kernels.decode_attention.unpack_sm90 import (
+    BY_8_ROWS,
+    BY_16_ROWS,
+    operand,
+    operand_order,
+    scaled,
+    to_float16,
+)
+from pallas_kernels.kv_pages import KVFormat, Pages
 
 _SCALES = 64  # of one copy, at least: 128 bytes
 
-# Which elements of a [tile, columns] array a thread holds: runs of 4 (of 2 where groups are that narrow), its warp's 16
-# rows by 8 (4) columns at a time, so that any group is whole registers.
-_RUNS_OF_4 = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (4,))), (-5,), (-3, -2), -1)
+# As BY_16_ROWS, of 2 bytes: what the interpreter multiplies by the scales of 4.
 _RUNS_OF_2 = plgpu.Layout.TILED(plgpu.Tiling(((64, 4), (16, 4), (2,))), (-5,), (-3, -2), -1)
 
 
@@ -29,16 +39,17 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class Storage:
-    """K or V of a kernel: tiles of `tile` tokens, copied in `parts` of up to a page."""
+    """K or V of a kernel: in a tile each warpgroup has `rows` tokens, copied in `parts` of up to a page."""
 
     format: KVFormat
     dtype: Any  # of the product
     head_dim: int
     kv_heads: int
     page_size: int
-    tile: int
+    rows: int
+    computing: int  # warpgroups
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
-    repeat: int = 1  # times that integers are dequantized, to the same bits: what an experiment asks for
+    repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
     @property
     def direct(self) -> bool:
@@ -48,11 +59,11 @@ class Storage:
     @property
     def tokens(self) -> int:
         """Of one part."""
-        return min(self.page_size, self.tile)
+        return min(self.page_size, self.rows)
 
     @property
     def parts(self) -> int:
-        return self.tile // self.tokens
+        return self.rows // self.tokens
 
     @property
     def row(self) -> int:
@@ -64,9 +75,19 @@ class Storage:
         return self.format.groups(self.head_dim)
 
     @property
-    def permuted(self) -> bool:
-        """Whether `read` yields the even dims first, then the odd ones: how int4 unpacks at no cost."""
-        return self.format.dtype == "int4"
+    def in_registers(self) -> bool:
+        """Whether K goes from its stored form to the product through registers: the interpreter's wgmma can't."""
+        return self.format.storage_dtype.itemsize == 1 and not self.interpreted
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        """Queries [.., D], their dims in the order in which K's are multiplied."""
+        if self.in_registers:
+            return operand_order(q, self.format.dtype)
+        return even_dims_first(q) if self.format.dtype == "int4" else q
+
+    def results(self, out: jax.Array) -> jax.Array:
+        """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
+        return dims_in_order(out) if self.format.dtype == "int4" else out
 
     @property
     def by_token(self) -> bool:
@@ -111,82 +132,60 @@ class Storage:
 
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
-        buffers = {name: tiled((stages, self.tile, self.row), self.format.storage_dtype)}
+        every = (stages, self.computing)
+        buffers = {name: tiled((*every, self.rows, self.row), self.format.storage_dtype)}
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token:
-                shape = (self.tile, self.groups)
+                shape = (self.rows, self.groups)
             elif self.packed:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
-            buffers[f"{name}_scales"] = plgpu.SMEM((stages, *shape), jnp.float16)
+            buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
             if not self.packed:
-                buffers[f"{name}_packed"] = plgpu.SMEM((self.parts, self.tokens * self.groups), jnp.float16)
-        if not self.direct:
-            buffers[f"{name}_tile"] = tiled((self.tile, self.head_dim), self.dtype)
+                packed = (self.computing, self.parts, self.tokens * self.groups)
+                buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
+        if not self.direct and not (name == "k" and self.in_registers):
+            buffers[f"{name}_tile"] = tiled((self.computing, self.rows, self.head_dim), self.dtype)
         return buffers
 
-    def stage_bytes(self) -> int:
-        return self.tile * self.row * self.format.storage_dtype.itemsize + self.parts * self.scales * 2
-
-    def other_bytes(self) -> int:
-        converted = 0 if self.direct else self.tile * self.head_dim * self.dtype.itemsize
-        return converted + self.tile * self.groups * 2
-
-    def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
-        """A tile [tile, D] for the product, from the slot that holds it; `shift` is scale_slice's."""
-        width = self.row // max(self.groups, 1)
-        layout = _RUNS_OF_4 if width % 8 == 0 else _RUNS_OF_2
+    def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array, as_operand: bool = False) -> jax.Array:
+        """A warpgroup's tokens [rows, D] for the product, from where they are stored; `shift` is scale_slice's.
+        `as_operand`: in registers, its dims in operand_order."""
+        layout = BY_8_ROWS if as_operand else BY_16_ROWS
+        if self.interpreted and self.row // max(self.groups, 1) % 8:
+            layout = _RUNS_OF_2
         values = plgpu.load(stored, layout=layout, optimized=False)
-        if not self.groups:
-            return self._float(values)
-        if not self.packed:
+        if self.groups and not self.packed:
             self._pack(scales, packed, shift)
             scales = packed
-        if not self.by_token:
-            scales = scales.reshape(self.tile, self.groups)
-        tile = self._dequantize(values, scales, layout)
+        tile = self._convert(values, scales, layout, as_operand)
         for _ in range(self.repeat - 1):  # the barrier hides from the compiler that it is the same again
             values = lax.optimization_barrier(values)
-            tile = jnp.maximum(tile, self._dequantize(values, scales, layout))
+            tile = jnp.maximum(tile, self._convert(values, scales, layout, as_operand))
         return tile
 
-    def _dequantize(self, values: jax.Array, scales: Any, layout: Any) -> jax.Array:
-        """[tile, D] from the codes in registers and their scales [tile, G] in shared memory."""
+    def _convert(self, values: jax.Array, scales: Any, layout: Any, as_operand: bool) -> jax.Array:
+        if self.format.storage_dtype.itemsize == 2:
+            return values.astype(jnp.float32).astype(self.dtype)
+        parts = to_float16(values, self.format.dtype, layout, self.interpreted)
+        grouping = (self.format.group or 0, self.groups)
+        if as_operand:
+            return operand(*grouping, parts, scales)
+        if self.groups:
+            multiply = partial(self._interpreted_scaled, layout) if self.interpreted else partial(scaled, *grouping)
+            parts = multiply(parts, scales)
+        return jnp.concatenate(parts, axis=1)
+
+    def _interpreted_scaled(self, layout: Any, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
+        """What `scaled` does."""
         width = self.row // self.groups
-        halves = self._integers(values)
-        columns: list[list[jax.Array]] = [[] for _ in halves]
+        columns: list[list[jax.Array]] = [[] for _ in parts]
         for group in range(self.groups):
-            scale = plgpu.load(scales.at[:, group], layout=layout.reduce(1), optimized=False).astype(jnp.float32)
-            shape = (self.tile, width)
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, shape, [0]), layout)
-            for half, column in zip(halves, columns):
-                codes = half(lax.slice(values, (0, group * width), (self.tile, (group + 1) * width)))
-                column.append((codes * spread).astype(self.dtype))
-        return jnp.concatenate([part for column in columns for part in column], axis=1)
-
-    def _float(self, values: jax.Array) -> jax.Array:
-        if self.format.dtype == FP8:  # ptxas has no conversion to bfloat16
-            values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float16)
-        if values.dtype != self.dtype:
-            values = values.astype(jnp.float32).astype(self.dtype)
-        return values
-
-    def _integers(self, values: jax.Array) -> list[Any]:
-        """Functions from a slice of stored values to float32 codes: one, or int4's even and odd dims."""
-
-        def exact(x: jax.Array) -> jax.Array:  # int8 to bfloat16 has a fast path
-            return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-        def byte(x: jax.Array) -> jax.Array:
-            return lax.bitcast_convert_type(x, jnp.int8)
-
-        if self.format.dtype == "int8":
-            return [exact]
-        # The low nibble, its sign bit flipped, is 8 more than the code; the high one alone 16 times the code.
-        return [
-            lambda x: exact((byte(x) & jnp.int8(15)) ^ jnp.int8(8)) - 8.0,
-            lambda x: exact(byte(x) & jnp.int8(-16)) * 0.0625,
-        ]
+            scale = plgpu.load(scales.at[:, group], layout=layout.reduce(1), optimized=False)
+            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, (self.rows, width), [0]), layout)
+            for part, column in zip(parts, columns):
+                column.append(lax.slice(part, (0, group * width), (self.rows, (group + 1) * width)) * spread)
+        return [jnp.concatenate(column, axis=1) for column in columns]
 
     def _pack(self, scales: Any, packed: Any, shift: jax.Array) -> None:
         """Moves a tile's own scales together."""
@@ -198,13 +197,23 @@ class Storage:
         packed[...] = plgpu.load(scales.at[:, pl.ds(shift, size)], layout=layout, optimized=False)
 
 
-def storage(pages: Pages, dtype: Any, head_dim: int, tile: int, interpreted: bool, repeat: int = 1) -> Storage:
+def storage(pages: Pages, dtype: Any, head_dim: int, config: Config, interpreted: bool) -> Storage:
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
-    return Storage(pages.format, jnp.dtype(dtype), head_dim, kv_heads, page_size, tile, interpreted, repeat)
+    return Storage(
+        format=pages.format,
+        dtype=jnp.dtype(dtype),
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        rows=config.rows,
+        computing=config.computing,
+        interpreted=interpreted,
+        repeat=config.dequantize,
+    )
 
 
 def even_dims_first(x: jax.Array) -> jax.Array:
@@ -217,6 +226,14 @@ def dims_in_order(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
 
 
-def shared_bytes_left(per_sm: int) -> int:
-    """Of an SM of compute capability 9.0, for each of its CTAs, without reductions, barriers and alignment."""
-    return 227 * 1024 // per_sm - 8 * 1024
+def shared_bytes(scratch: dict[str, Any]) -> int:
+    """What these buffers and barriers take: each buffer is aligned to 1024 bytes, and reductions have as many."""
+    buffers = [ref for ref in scratch.values() if not isinstance(ref, plgpu.Barrier)]
+    sizes = [math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in buffers]
+    barriers = sum(int(np.prod(ref.num_barriers)) for ref in scratch.values() if isinstance(ref, plgpu.Barrier))
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 1024 + 8 * barriers
+
+
+def shared_bytes_of_worker(per_sm: int) -> int:
+    """An SM of compute capability 9.0 has 228 KB, of which each CTA takes 1 KB for itself."""
+    return 228 * 1024 // per_sm - 1024

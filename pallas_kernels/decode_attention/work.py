@@ -1,14 +1,20 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of one KV head's keys of one row. Splits end at multiples of `split` tokens of the sequence,
-whatever else is in the batch, so that a row's result doesn't depend on its company. Items are ordered by row, head and
+A work item is one split of one KV head's keys of one row. Splits end at multiples of a number of tokens that depends on
+the row's own length alone, so that a row's result doesn't depend on its company. Items are ordered by row, head and
 split; each worker takes a contiguous run of about equally many tiles.
+
+The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
+them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
+a *partial result*, and each further split is another one: their sum, in their order, is the same additions wherever the
+head was cut.
 """
 
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.decode_attention.config import Config, choose_config
 
@@ -19,29 +25,35 @@ class Work:
     """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i."""
 
     rows: jax.Array  # i32[R] the used rows first
-    slots: jax.Array  # i32[R] where the partial results of row r begin, if it has several splits
+    lengths: jax.Array  # i32[R] of these rows: 0 for the unused ones at the end
+    log2_splits: jax.Array  # i32[R] of the tokens of a split of these rows
     first: jax.Array  # i32[3, W] used row, head and split (within the row) of each worker's first item
     items: jax.Array  # i32[W] how many it has
-    merges: jax.Array  # i32[R] the rows of several splits first
-    num_merges: jax.Array  # i32[1]
+    slots: jax.Array  # i32[W] where its partial results begin
+    cuts: jax.Array  # i32[4, W] row, head, first partial result and number of them, of the head that goes on after it
     heads: int = field(metadata={"static": True})  # items a row and split
     window: int | None = field(metadata={"static": True})
     config: Config = field(metadata={"static": True})
 
 
-def row_splits(length: jax.Array, window: int | None, split: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.Array:
+    """Tokens of a split of rows of `length` keys: config.split, doubled until config.most_splits cover what is seen."""
+    seen = length if window is None else jnp.minimum(length, window)
+    doublings = 32 - lax.clz(jnp.maximum(seen - 1, 0) // (config.split * config.most_splits))
+    return config.split.bit_length() - 1 + doublings
+
+
+def row_splits(length: jax.Array, log2_split: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The first visible key, the first split and the number of splits of rows of `length` keys (0: none)."""
     start = jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
-    first = start // split
-    return start, first, (length + (split - 1)) // split - first
+    first = lax.shift_right_logical(start, log2_split)
+    return start, first, lax.shift_right_logical(length + (1 << log2_split) - 1, log2_split) - first
 
 
-_MAX_QUERIES = 64  # query heads of one work item
-
-
-def query_chunks(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
     """Work items a KV head, and the query heads of each (the last ones overlap where they don't divide)."""
-    chunks = -(-(num_heads // num_kv_heads) // _MAX_QUERIES)
+    most = 16 if head_dim > 128 else 64  # that shared memory has room for
+    chunks = -(-(num_heads // num_kv_heads) // most)
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
 
 
@@ -55,51 +67,57 @@ def make_work(
     config: Config | None = None,
 ) -> Work:
     """The work list that every layer of a step shares. lengths i32[R] as decode_attention takes them."""
-    chunks, queries = query_chunks(num_heads, num_kv_heads)
+    chunks, queries = query_chunks(num_heads, num_kv_heads, head_dim)
     config = config or choose_config(head_dim, queries)
-    tile, split, workers, heads = config.tile, config.split, config.workers, num_kv_heads * chunks
-    start, _, splits = row_splits(lengths, window, split)
-    tiles = (lengths + (tile - 1)) // tile - start // tile
+    tile, workers, heads = config.tile, config.workers, num_kv_heads * chunks
     rows = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
-    tiles, splits_of = tiles[rows], splits[rows]  # in the order of work; the unused rows at the end have none
+    lengths = lengths[rows]  # in the order of work; the unused rows at the end have no tiles
+    log2_splits = log2_of_split(lengths, window, config)
+    start, _, splits = row_splits(lengths, log2_splits, window)
+    tiles = (lengths + (tile - 1)) // tile - start // tile
     begin_tiles = _exclusive_sum(tiles) * heads  # [R + 1]
-    begin_items = _exclusive_sum(splits_of) * heads
+    begin_items = _exclusive_sum(splits) * heads
     worker = jnp.arange(workers + 1, dtype=jnp.int32)
     total = begin_tiles[-1]
     target = worker * (total // workers) + jnp.minimum(worker, total % workers)
     # The first item that begins at or after tile `target`.
-    row = jnp.sum((begin_tiles[None, 1:] <= target[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
-    row_in = jnp.minimum(row, lengths.shape[0] - 1)
-    row_tiles = jnp.maximum(tiles[row_in], 1)
-    inside = target - begin_tiles[row_in]
+    used = jnp.sum((begin_tiles[None, 1:] <= target[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    at = jnp.minimum(used, lengths.shape[0] - 1)
+    row_tiles, tiles_of_split = jnp.maximum(tiles[at], 1), (1 << log2_splits[at]) // tile
+    inside = target - begin_tiles[at]
     head, at_tile = inside // row_tiles, inside % row_tiles
-    skipped = (start[rows[row_in]] // tile) % (split // tile)  # tiles of the first split that the window hides
-    index = (at_tile + skipped + (split // tile - 1)) // (split // tile)
+    skipped = (start[at] // tile) % tiles_of_split  # tiles of the first split that the window hides
+    index = (at_tile + skipped + (tiles_of_split - 1)) // tiles_of_split
     index = jnp.where(at_tile == 0, 0, index)
     # Past a row's last split lies the next head's first, and past its last head the next row's.
-    head, index = jnp.where(index >= splits_of[row_in], head + 1, head), index % jnp.maximum(splits_of[row_in], 1)
-    flat = jnp.where(row > row_in, begin_items[-1], begin_items[row_in] + head * splits_of[row_in] + index)
-    row, head = jnp.where(head >= heads, row + 1, row), head % heads
-    several = splits > 1
+    head, index = jnp.where(index >= splits[at], head + 1, head), index % jnp.maximum(splits[at], 1)
+    flat = jnp.where(used > at, begin_items[-1], begin_items[at] + head * splits[at] + index)
+    items = flat[1:] - flat[:-1]
+    # A worker writes the splits of the head that it only goes on with, and the sum of those that it begins a head with.
+    alone = jnp.where(index[:-1] > 0, jnp.minimum(items, splits[at[:-1]] - index[:-1]), 0)
+    begins = jnp.logical_and(index[1:] > 0, index[1:] <= items)
+    slots = _exclusive_sum(alone + begins.astype(jnp.int32))[:-1]
+    count = jnp.where(begins, 1 + splits[at[1:]] - index[1:], 0)
     return Work(
         rows=rows,
-        slots=_exclusive_sum(jnp.where(several, splits, 0))[:-1],
-        first=jnp.stack([row, head, index])[:, :-1],
-        items=flat[1:] - flat[:-1],
-        merges=jnp.argsort(~several, stable=True).astype(jnp.int32),
-        num_merges=jnp.sum(several.astype(jnp.int32), dtype=jnp.int32)[None],
+        lengths=lengths,
+        log2_splits=log2_splits,
+        first=jnp.stack([jnp.where(head >= heads, used + 1, used), head % heads, index])[:, :-1],
+        items=items,
+        slots=slots,
+        cuts=jnp.stack([rows[at[1:]], head[1:] % heads, slots + alone, count]),
         heads=heads,
         window=window,
         config=config,
     )
 
 
-def max_slots(num_rows: int, max_tokens: int, window: int | None, split: int) -> int:
-    """The most partial results that rows of up to `max_tokens` keys can have, a head; 0 if no row is ever split."""
-    splits = -(-max_tokens // split)
+def max_slots(num_rows: int, max_tokens: int, heads: int, window: int | None, config: Config) -> tuple[int, int]:
+    """The most partial results of a head and of all, for rows of up to `max_tokens` keys; 0 if none is ever split."""
+    most = min(-(-max_tokens // config.split), config.most_splits + (window is not None))
     if window is not None:
-        splits = min(splits, (window - 2) // split + 2 if window > 1 else 1)
-    return num_rows * splits if splits > 1 else 0
+        most = min(most, (window - 2) // config.split + 2 if window > 1 else 1)
+    return (most, min(num_rows * heads, config.workers - 1) * most) if most > 1 else (0, 0)
 
 
 def _exclusive_sum(x: jax.Array) -> jax.Array:

@@ -27,7 +27,8 @@ SMALL = Case(
     v_format="bf16",
     dtype="bfloat16",
 )
-TINY = Config(tile=64, split=128, per_sm=1, sms=3, stages=2, merge_per_sm=1)
+TINY = Config(tile=128, computing=2, split=128, most_splits=8, per_sm=1, sms=3, stages=2)
+NARROW = dataclasses.replace(TINY, tile=64, computing=1)
 
 
 def poisoned(case: Case):
@@ -57,9 +58,9 @@ INTERPRETED = [
     (small(lengths=(300,), heads=(2, 2), page_size=128, head_dim=128, k_format="int8-g8", v_format="int4-g32"), TINY),
     (
         small(lengths=(9, 140), heads=(9, 1), page_size=8, k_format="f16", v_format="f16", dtype="float16"),
-        dataclasses.replace(TINY, tile=128, split=256),
+        dataclasses.replace(TINY, computing=1, split=256),
     ),
-    (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), TINY),
+    (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), NARROW),
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), TINY),
     (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
@@ -75,12 +76,13 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
 
 
-def test_bits_depend_neither_on_the_run_nor_on_company():
-    case = small(lengths=(300, 40), heads=(2, 1))
+@pytest.mark.parametrize("sms", [1, 4, 5])
+def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut(sms):
+    case = small(lengths=(500, 40), heads=(2, 1))
     q, pages, table, lengths = case.inputs()
     out = interpreted(case, (q, pages, table, lengths))
     assert same_bits(out, interpreted(case, (q, pages, table, lengths)))
-    alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), dataclasses.replace(TINY, sms=5))
+    alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), dataclasses.replace(TINY, sms=sms))
     assert same_bits(out[:1], alone)
 
 
@@ -98,45 +100,75 @@ def test_seeded_faults_are_caught():
     assert not missed(faults, TOLERANCE[case.dtype])
 
 
-def items_of(work, lengths):
-    """Every item of a work list, as (worker, row, head, split), by walking it as the kernel does."""
-    _, first, splits = (np.asarray(x) for x in row_splits(jnp.asarray(lengths), work.window, work.config.split))
+def items_of(work):
+    """Every item of a work list, as (worker, used row, head, split), by walking it as the kernel does."""
+    splits = np.asarray(row_splits(work.lengths, work.log2_splits, work.window)[-1])
     for worker, count in enumerate(np.asarray(work.items)):
         used, head, split = (int(x) for x in np.asarray(work.first)[:, worker])
         for _ in range(count):
-            row = int(work.rows[used])
-            yield worker, row, head, first[row] + split
+            yield worker, used, head, split
             split += 1
-            if split == splits[row]:
+            if split == splits[used]:
                 head, split = head + 1, 0
             if head == work.heads:
                 used, head = used + 1, 0
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("seed", range(4))
+def partial_results(work) -> dict[int, tuple[int, int, range]]:
+    """What the kernel writes to each slot: (row, head, splits) of sums of heads that a worker doesn't have whole."""
+    splits = np.asarray(row_splits(work.lengths, work.log2_splits, work.window)[-1])
+    of_worker = {}
+    for worker, *item in items_of(work):
+        of_worker.setdefault(worker, []).append(item)
+    written = {}
+    for worker, items in of_worker.items():
+        slot = int(work.slots[worker])
+        for count, (used, head, split) in enumerate(items):
+            begun, last = split <= count, split == splits[used] - 1
+            if not begun or (not last and count == len(items) - 1):
+                assert slot not in written
+                written[slot] = int(work.rows[used]), head, range(0 if begun else split, split + 1)
+                slot += 1
+    return written
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300, 3000])
+@pytest.mark.parametrize("seed", range(5))
 def test_the_work_list_has_every_item_once_and_is_balanced(window, seed):
     rng = np.random.default_rng(seed)
-    lengths = np.where(rng.random(9) < 0.3, 0, rng.integers(1, (60, 600, 5000, 300)[seed], 9)).astype(np.int32)
-    config = dataclasses.replace(TINY, sms=(1, 5, 16, 40)[seed])
+    longest = (60, 600, 5000, 300, 2000)[seed]
+    lengths = np.where(rng.random(9) < 0.3, 0, rng.integers(1, longest, 9)).astype(np.int32)
+    config = dataclasses.replace(TINY, sms=(1, 5, 16, 40, 100)[seed])
     work = make_work(jnp.asarray(lengths), 6, 3, 64, window=window, config=config)
-    items = list(items_of(work, lengths))
-    expected, slots = [], 0
+    expected, of_row, starts, size = [], {}, {}, {}
     for row, length in enumerate(lengths.tolist()):
-        start = 0 if window is None else max(length - window, 0)
-        splits = range(start // config.split, -(-length // config.split))
-        expected += [(row, head, split) for head in range(3) for split in splits]
-        if len(splits) > 1:
-            assert work.slots[row] == slots
-            slots += len(splits)
+        starts[row] = 0 if window is None else max(length - window, 0)
+        size[row] = config.split
+        while length - starts[row] > config.most_splits * size[row]:
+            size[row] *= 2
+        of_row[row] = -(-length // size[row]) - starts[row] // size[row]
+        expected += [(row, head, split) for head in range(3) for split in range(of_row[row])]
+    items = [(worker, int(work.rows[used]), head, split) for worker, used, head, split in items_of(work)]
     assert sorted(item[1:] for item in items) == sorted(expected)
-    assert slots <= max_slots(len(lengths), int(lengths.max()), window, config.split)
     loads = np.zeros(config.workers)
     for worker, row, _, split in items:
-        start = 0 if window is None else max(int(lengths[row]) - window, 0)
-        low, high = max(start, split * config.split), min(int(lengths[row]), (split + 1) * config.split)
+        split += starts[row] // size[row]
+        low, high = max(starts[row], split * size[row]), min(int(lengths[row]), (split + 1) * size[row])
         loads[worker] += -(-high // config.tile) - low // config.tile
-    assert loads.max() - loads.mean() <= config.split // config.tile
+    assert loads.max() - loads.mean() <= max(size.values()) // config.tile
+
+    written = partial_results(work)
+    assert sorted(written) == list(range(len(written)))
+    most, slots = max_slots(len(lengths), int(lengths.max()), 3, window, config)
+    assert len(written) <= slots
+    merged = set()
+    for row, head, slot, count in np.asarray(work.cuts).T[np.asarray(work.cuts)[3] > 0].tolist():
+        parts = [written[slot + i] for i in range(count)]
+        assert {part[:2] for part in parts} == {(row, head)}
+        assert [split for part in parts for split in part[2]] == list(range(of_row[row]))
+        assert 2 <= count <= most
+        merged |= {slot + i for i in range(count)}
+    assert merged == set(written)
 
 
 def test_a_work_list_of_another_batch_is_refused():
