@@ -38,7 +38,7 @@ class Config:
 
 def choose_config(rows: int, width: int, kind: str | None, residual: bool) -> Config:
     """The configuration for `rows` rows."""
-    return Config(warpgroups=4 if rows <= 256 else 1)
+    return Config()  # as fast as more warpgroups or faster, from 1 to 8192 rows of 4096 and 8192 values (H200)
 
 
 def mosaic_wins(rows: int, width: int, kind: str | None, residual: bool) -> bool:

@@ -47,7 +47,9 @@ class Config:
 
 def choose_config(rows: int, width: int, kind: str | None) -> Config:
     """The configuration for `rows` rows."""
-    return Config(warpgroups=4 if rows <= 256 else 1)
+    if rows >= 256:
+        return Config()
+    return Config(warpgroups=4 if width > 16384 else 2)
 
 
 def mosaic_wins(rows: int, width: int, kind: str | None) -> bool:
