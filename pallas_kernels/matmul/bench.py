@@ -8,7 +8,7 @@ profiler's, of the kernels alone. The ceiling is the best rate of the run.
 
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.cases import BENCH_CASES, BENCH_ROWS, Case
-from pallas_kernels.measure import copy_bandwidth, device_us
+from pallas_kernels.measure import copy_bandwidth
+from pallas_kernels.scaled_matmul.bench import device_us_of_each
 
 BACKENDS = ("mosaic", "xla")
 FEW_ROWS, BANDWIDTH = 64, 0.85  # up to which rows, at least this share of the run's best bandwidth
@@ -49,30 +50,42 @@ def compile_layers(case: Case, backend: str) -> Any:
     return jax.jit(partial(run_layers, case, backend)).lower(x, [w] * layers_for(case)).compile()
 
 
-def measure(case: Case, pending: "Future[Any]") -> float:
-    """Microseconds of one layer."""
-    compiled = pending.result()
-    make = jax.jit(partial(jax.random.normal, dtype=jnp.dtype(case.dtype)), static_argnums=1)
-    keys = jax.random.split(jax.random.key(0), layers_for(case) + 1)
-    x, *ws = (make(key, (rows_of(case) if i == 0 else case.n, case.k)) for i, key in enumerate(keys))
-    return device_us(lambda: compiled(x, ws), repeats=3) / len(ws)
+def measure(compiled: dict[tuple[Case, str], Any]) -> list[float]:
+    """Microseconds of one layer of each product, all of one N and K."""
+    cases = [case for case, _ in compiled]
+    n, k, dtype = cases[0].n, cases[0].k, jnp.dtype(cases[0].dtype)
+    make = jax.jit(partial(jax.random.normal, dtype=dtype), static_argnums=1)
+    x, *keys = jax.random.split(jax.random.key(0), layers_for(cases[0]) + 1)
+    rows, ws = make(x, (max(map(rows_of, cases)), k)), [make(key, (n, k)) for key in keys]
+    runs = [partial(run, rows[: rows_of(case)], ws) for (case, _), run in compiled.items()]
+    return [us / len(ws) for us in device_us_of_each(runs)]
 
 
 def table(cases: Sequence[Case], backends: Sequence[str]) -> Iterator[Row]:
     """One row a case and backend; one that fails says why."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
-    with ThreadPoolExecutor(8) as pool:
-        pending = [(case, name, pool.submit(compile_layers, case, name)) for case in cases for name in backends]
-        for case, name, compiling in pending:
-            m = rows_of(case)
-            row: Row = {"kernel": "matmul", "peer": name, "M": m, "K": case.k, "N": case.n, "dtype": case.dtype}
-            try:
-                us = measure(case, compiling)
-                tflop_s, gb_s = 2 * m * case.k * case.n / us / 1e6, moved_bytes(case) / us / 1e3
-                row |= {"us": round(us, 2), "tflop_s": round(tflop_s), "gb_s": round(gb_s)}
-            except Exception as error:  # a failure costs its own row only
-                row |= {"error": str(error).splitlines()[0][:200]}
-            yield row
+    with ThreadPoolExecutor(8) as pool:  # all before any is timed: XLA tries its own candidates on the device
+        pending = {(case, name): pool.submit(compile_layers, case, name) for case in cases for name in backends}
+    for shape in dict.fromkeys((case.n, case.k) for case in cases):
+        compiled: dict[tuple[Case, str], Any] = {}
+        for (case, name), future in pending.items():
+            if (case.n, case.k) == shape:
+                try:
+                    compiled[case, name] = future.result()
+                except Exception as error:  # a failure costs its own row only
+                    yield row_of(case, name) | {"error": str(error).splitlines()[0][:200]}
+        try:
+            times = measure(compiled)
+        except Exception as error:
+            yield from (row_of(*key) | {"error": str(error).splitlines()[0][:200]} for key in compiled)
+            continue
+        for (case, name), us in zip(compiled, times):
+            tflop_s, gb_s = 2 * rows_of(case) * case.k * case.n / us / 1e6, moved_bytes(case) / us / 1e3
+            yield row_of(case, name) | {"us": round(us, 2), "tflop_s": round(tflop_s), "gb_s": round(gb_s)}
+
+
+def row_of(case: Case, name: str) -> Row:
+    return {"kernel": "matmul", "peer": name, "M": rows_of(case), "K": case.k, "N": case.n, "dtype": case.dtype}
 
 
 def summarize(rows: list[Row]) -> Iterator[Row]:
