@@ -1,0 +1,217 @@
+"""What the warpgroups of the Hopper product for many rows share: sizes, memory, and the walk over tiles."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm_sm90.tall_config import SHARED_MEMORY, Config
+
+ROWS = 64  # of one wgmma
+STEP = 128  # bytes along K of a stage, at most: the widest swizzle
+VECTOR = 32  # floats: copies move multiples of 128 bytes
+SPLIT = "split"  # the axis of a cluster
+
+
+class Refs(NamedTuple):
+    """Global arrays, shared memory and barriers, which are named for what they say."""
+
+    x: Any
+    w: Any
+    out: Any
+    x_s: Any  # [stages, tile_m, step]
+    w_s: Any  # [stages, tile_n, step]
+    full: Any
+    free: Any
+    out_s: Any  # [warpgroups, buffers, 64, columns of a chunk]
+    sums_s: Any  # [warpgroups, split_k, rows, columns]: what this CTA finishes, as each CTA of the cluster has it
+    sums_full: Any
+    vectors_full: Any
+    vectors_free: Any
+    residual_full: Any
+    vectors_s: Any  # the tile's parts of x_scale, w_scale and bias, one after the other
+    x_scale: Any = None
+    w_scale: Any = None
+    bias: Any = None
+    residual: Any = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static sizes."""
+
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    optional: tuple[str, ...]  # the arguments that are there
+    config: Config
+
+    @property
+    def tile_n(self) -> int:
+        """No copy is larger than its array."""
+        return min(self.config.tile_n, self.n)
+
+    @property
+    def step(self) -> int:
+        """Elements of K that a stage holds."""
+        size = self.dtype.itemsize
+        return next(width // size for width in (STEP, 64, 32) if self.k * size % width == 0)
+
+    @property
+    def steps(self) -> int:
+        """Of each CTA; those past the end of K read zeros."""
+        return pl.cdiv(pl.cdiv(self.k, self.step), self.config.split_k)
+
+    @property
+    def rows(self) -> int:
+        """Of a warpgroup."""
+        return max(self.config.tile_m // 2, ROWS)
+
+    @property
+    def columns(self) -> int:
+        """Of a warpgroup."""
+        return self.tile_n if self.config.tile_m > ROWS else self.tile_n // 2
+
+    @property
+    def finished(self) -> int:
+        """Columns of a warpgroup that it scales and stores."""
+        return self.columns // self.config.split_k
+
+    @property
+    def chunk(self) -> int:
+        """Columns that go out at a time."""
+        size = self.out_dtype.itemsize
+        both = math.gcd(self.finished, self.n)
+        return next(width // size for width in (128, 64, 32, 16) if both % (width // size) == 0)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First row and column of each chunk of a warpgroup."""
+        return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.finished, self.chunk)]
+
+    @property
+    def adds_residual(self) -> bool:
+        return "residual" in self.optional
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, int]]:
+        """Where each vector's part lies in shared memory: its begin and size."""
+        columns = pl.cdiv(self.tile_n, VECTOR) * VECTOR
+        sizes = {"x_scale": self.config.tile_m, "w_scale": columns, "bias": columns}
+        names = [name for name in sizes if name in self.optional]
+        return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
+
+    def shared_memory(self, stages: int, buffers: int) -> int:
+        """Bytes that a CTA takes with so many K steps in flight and chunks of each warpgroup on their way out."""
+        config = self.config
+        taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
+        taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize
+        taken += 4 * config.tile_m * self.tile_n if config.split_k > 1 else 0
+        taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
+        return taken + 512  # barriers
+
+    @property
+    def stages(self) -> int:
+        """As configured, or what shared memory holds."""
+        for stages in range(self.config.stages, 1, -1):
+            if self.shared_memory(stages, 1) <= SHARED_MEMORY:
+                return stages
+        raise NotImplementedError(
+            f"{self.config} needs {self.shared_memory(2, 1)} bytes of shared memory, a CTA has {SHARED_MEMORY}"
+        )
+
+    @property
+    def buffers(self) -> int:
+        """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
+        return max(b for b in range(1, min(len(self.chunks), 4) + 1) if b == 1 or self._fits(b))
+
+    def _fits(self, buffers: int) -> bool:
+        return self.shared_memory(self.stages, buffers) <= SHARED_MEMORY
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Along M and N."""
+        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.tile_n)
+
+    @property
+    def clusters(self) -> int:
+        """One CTA each, or those that share K; they exchange sums once in their lives, and so have one tile."""
+        tiles = math.prod(self.tiles)
+        return tiles if self.config.split_k > 1 else min(tiles, self.config.ctas)
+
+    def slot(self, number: jax.Array) -> jax.Array:
+        """Where the operands of a CTA's K step lie."""
+        return lax.rem(number, jnp.int32(self.stages))
+
+    def scratch(self) -> dict[str, Any]:
+        stages, split, vectors = self.stages, self.config.split_k, self.vectors.values()
+        return {
+            "x_s": tiled((stages, self.config.tile_m, self.step), self.dtype),
+            "w_s": tiled((stages, self.tile_n, self.step), self.dtype),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
+            "sums_s": tiled((2, split, self.rows, self.finished), self.accumulator) if split > 1 else None,
+            "sums_full": plgpu.Barrier(num_arrivals=2 * split) if split > 1 else None,
+            "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
+            "vectors_full": plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
+            "vectors_free": plgpu.Barrier(num_arrivals=2) if vectors else None,
+            "residual_full": plgpu.Barrier(num_barriers=2 * self.buffers) if self.adds_residual else None,
+        }
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as TMA and wgmma want it: rows of at most 128 bytes, swizzled."""
+    size = jnp.dtype(dtype).itemsize
+    width = next(width for width in (128, 64, 32, 16) if shape[-1] * size % width == 0)
+    transforms = (plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class Tile(NamedTuple):
+    """Where a CTA's tile begins."""
+
+    row: jax.Array
+    column: jax.Array
+
+
+class Place(NamedTuple):
+    """What a warpgroup finishes of a tile: where the tile begins, and where in it the warpgroup's part does."""
+
+    wg: jax.Array
+    row: jax.Array
+    row_in_tile: Any
+    column: jax.Array
+    column_in_tile: Any
+
+    def chunk(self, plan: Plan, c: int) -> tuple[pl.Slice, pl.Slice]:
+        """The c-th chunk's rows and columns of the result."""
+        i, j = plan.chunks[c]
+        row, column = self.row + self.row_in_tile + i, self.column + self.column_in_tile + j
+        return pl.ds(row, ROWS), pl.ds(column, plan.chunk)
+
+
+def for_each_tile(plan: Plan, body: Callable[[Tile, jax.Array], None]) -> jax.Array:
+    """Calls body(tile, n) for the n-th tile of this CTA; returns how many there were."""
+    cluster, (along_m, along_n) = lax.axis_index("cluster"), plan.tiles
+    count = (along_m * along_n - cluster + plan.clusters - 1) // plan.clusters
+
+    @pl.loop(0, count)
+    def _(i: jax.Array) -> None:
+        number, width = cluster + i * plan.clusters, min(plan.config.group, along_m)
+        row, column = plgpu.planar_snake(number, plan.tiles, 0, width)
+        body(Tile(row * plan.config.tile_m, column * plan.tile_n), i)
+
+    return count
