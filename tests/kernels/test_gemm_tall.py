@@ -11,6 +11,7 @@ from pallas_kernels.gemm_sm90 import tall
 from pallas_kernels.gemm_sm90.tall_config import Config
 from pallas_kernels.scaled_matmul import reference
 from pallas_kernels.scaled_matmul.cases import Case
+from pallas_kernels.scaled_matmul.config import TILES
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 
 # Hopper's tensor cores add float8 products with some 14 bits, over up to 11008 of them.
@@ -99,6 +100,33 @@ def test_seeded_faults_are_caught(monkeypatch, target, name, change):
     monkeypatch.setattr(tall, "gemm", tall.gemm.__wrapped__)  # past the cache of the jit
     out = run(case, config, inputs, interpret=plgpu.InterpretGPUParams())
     assert not error(out, reference.scaled_matmul(*inputs)) < 2 * TOLERANCE["float32"]
+
+
+CONFIGS = (*TILES, Config(256, 176), Config(64, 64, 8), Config(128, 64, 8, split_k=2), Config(256, 64, split_k=2))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_tile_lowers_for_cuda(config):
+    shape = jax.ShapeDtypeStruct
+    types = shape((300, 640), "int8"), shape((416, 640), "int8"), shape((416,), "float32"), shape((300, 416), "float32")
+
+    def gemm(x, w, bias, residual):
+        return tall.gemm(x, w, bias=bias, residual=residual, out_dtype=jnp.dtype("float32"), config=config)
+
+    text = jax.jit(gemm).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operand", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gpu_every_tile_matches_the_formula(config, operand):
+    case = case_of(300, 416, 640, operand, bias=True, residual=True, out_dtype="float32")
+    inputs = case.inputs()
+    out = run(case, config, inputs)
+    tolerance = TOLERANCE["float32"] if operand == "int8" else FP8_TOLERANCE
+    assert error(out, reference.scaled_matmul(*inputs)) < tolerance
+    assert same_bits(out, run(case, config, inputs))
 
 
 def test_configurations_are_checked():
