@@ -1,16 +1,18 @@
 """How long weight_only_matmul takes on the device, next to XLA's bf16 product of the same shape.
 
-    python -m pallas_kernels.weight_only_matmul.bench [--json] [--formats w4a16-g128 nf4] [--rows 1 16]
+    python -m pallas_kernels.weight_only_matmul.bench [--json] [--rows 1 16] [--formats nf4 w8a16:1,16] [--tune nf4]
 
 Each figure is of several layers with weights of their own, more than the 60 MB of L2 in all, in one jit. `bf16` is
 XLA's product of weights that were never quantized; `xla` decodes the quantized ones and multiplies; `mosaic` is the
-kernel; `chosen` says which of the two runs when none is named. Bytes are those of the weight as stored, its scales and
-zeros included, of x and of the result; the ceiling is the rate of a large copy in the same run.
+kernel, for the formats after --tune in every candidate configuration. A bar is held against the fastest of its cell.
+Bytes are those of the weight as stored, its scales and zeros included, of x and of the result; the ceiling is the rate
+of a large copy in the same run.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench_command import make_parser, record
-from pallas_kernels.matmul.xla import matmul
+from pallas_kernels.matmul import matmul
 from pallas_kernels.measure import copy_bandwidth, device_us
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
-from pallas_kernels.weight_only_matmul import weight_only_matmul
+from pallas_kernels.weight_only_matmul import mosaic_sm90, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS, BENCH_ROWS, BENCH_SHAPES
-from pallas_kernels.weight_only_matmul.config import check_faster
+from pallas_kernels.weight_only_matmul.config import Config, candidates
 
 ROTATED = 160_000_000  # bytes of weights in one jit, at least
 LARGE = 45_000_000  # K N of the bars
@@ -33,7 +35,7 @@ BARS = {
     ("w4a16-g128", True, 512): 1 / 1.1, ("w4a16-g128", True, 1024): 1 / 1.1, ("w4a16-g128", True, 4096): 1 / 1.1,
     ("w4a16-g128", False, 1): 2.0, ("nf4", True, 1): 2.4,
 }  # fmt: skip
-GOALS = {"w4a16-g128": 3.6, "nf4": 3.2}  # at one row
+DECODED = 512  # rows from which decoding once may pay
 
 
 def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
@@ -72,82 +74,101 @@ def weights_for(name: str, n: int, k: int) -> list[Any]:
     return [first, *(make(jax.random.key(i)) for i in range(1, count))]
 
 
-def multiply(x: jax.Array, w: Any, backend: str) -> jax.Array:
-    if backend == "bf16":
-        return matmul(x, w, None, None, x.dtype)
-    return weight_only_matmul(x, w, backend=backend)
+def variants(name: str, m: int, n: int, k: int, tune: bool) -> list[tuple[str, Config | None]]:
+    """Backends, and configurations of the kernel, to be measured."""
+    if name == "bf16":
+        return [("bf16", None)]
+    configs = candidates(m, n, k, parse_weight_format(name))
+    kernels: list[tuple[str, Config | None]] = [("mosaic", config) for config in (configs if tune else configs[:1])]
+    return kernels + ([("xla", None)] if m >= DECODED else [])
 
 
-def compiled(weights: list[Any], m: int, k: int, backend: str) -> Callable[[], list[jax.Array]]:
+def compiled(weights: list[Any], m: int, k: int, backend: str, config: Config | None) -> Callable[[], list[jax.Array]]:
     """What runs all layers."""
     x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
-    step = jax.jit(lambda x, weights: [multiply(x, w, backend) for w in weights])
-    run = step.lower(x, weights).compile()
+
+    def multiply(x: jax.Array, w: Any) -> jax.Array:
+        if backend == "bf16":
+            return matmul(x, w, backend="xla")
+        if config is not None:
+            return mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype, config=config)
+        return weight_only_matmul(x, w, backend=backend)
+
+    run = jax.jit(lambda x, weights: [multiply(x, w) for w in weights]).lower(x, weights).compile()
     return lambda: run(x, weights)
 
 
-def measure_shape(name: str, n: int, k: int, rows: list[int], pool: ThreadPoolExecutor) -> Iterator[dict[str, Any]]:
-    """Rows of one format at one shape, every backend; one that fails says why."""
-    weights = weights_for(name, n, k)
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0]))
-    backends = ("bf16",) if name == "bf16" else ("mosaic", "xla")
-    runs = [(m, backend, pool.submit(compiled, weights, m, k, backend)) for m in rows for backend in backends]
-    for m, backend, run in runs:
+def measure_shape(
+    n: int, k: int, rows: dict[str, list[int]], tuned: list[str], pool: ThreadPoolExecutor
+) -> Iterator[dict[str, Any]]:
+    """Rows of one shape, of each format's numbers of rows of x; one that fails says why."""
+    weights = {name: weights_for(name, n, k) for name in rows}
+    cells = [
+        (name, m, *variant)
+        for name in rows
+        for m in rows[name]
+        for variant in variants(name, m, n, k, tune=name in tuned)
+    ]
+    runs = [pool.submit(compiled, weights[name], m, k, backend, config) for name, m, backend, config in cells]
+    wait(runs)  # compiling may run things on the device
+    for (name, m, backend, config), run in zip(cells, runs):
         row: dict[str, Any] = {"kernel": "weight_only_matmul", "peer": backend, "scheme": name, "M": m, "K": k, "N": n}
-        if backend != "bf16":
-            row["chosen"] = chosen(m, n, k, name) == backend
+        if config is not None:
+            row["config"] = describe(config)
         try:
-            us = device_us(run.result(), repeats=3) / len(weights)
-            moved = stored + 2 * m * (n + k)
+            us = device_us(run.result(), repeats=3) / len(weights[name])
+            moved = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[name][0])) + 2 * m * (n + k)
             row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3), "tflop_s": round(2 * m * n * k / us / 1e6, 1)}
         except Exception as error:  # costs its own row only
             row |= {"error": str(error).splitlines()[0][:200]}
         yield row
 
 
-def chosen(m: int, n: int, k: int, name: str) -> str:
-    """The backend that runs on a Hopper GPU when none is named."""
-    try:
-        check_faster(jnp.bfloat16, m, n, k, parse_weight_format(name))
-    except NotImplementedError:
-        return "xla"
-    return "mosaic"
+def describe(config: Config) -> str:
+    """What differs from the defaults."""
+    return ", ".join(f"{name}={value}" for name, value in asdict(config).items() if value != getattr(Config, name))
 
 
-def table(formats: list[str], rows: list[int]) -> Iterator[dict[str, Any]]:
+def table(rows: dict[str, list[int]], tuned: list[str]) -> Iterator[dict[str, Any]]:
     """All rows, after a copy's."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     with ThreadPoolExecutor(8) as pool:
         for k, n in BENCH_SHAPES:
-            for name in ("bf16", *formats):
-                yield from measure_shape(name, n, k, rows, pool)
+            yield from measure_shape(n, k, rows, tuned, pool)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Adds each row's share of the run's bandwidth and its speed over bf16, and yields the bars."""
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
     plain = {(row["M"], row["K"], row["N"]): row["us"] for row in rows if row.get("peer") == "bf16" and "us" in row}
+    fastest: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if "us" not in row:
             continue
         row["fraction"] = round(row["gb_s"] / ceiling, 3)
-        base = plain.get((row["M"], row["K"], row["N"]))
-        if base is None or row["peer"] == "bf16":
-            continue
-        row["over_bf16"] = round(base / row["us"], 3)
-        bar = BARS.get((row["scheme"], row["K"] * row["N"] >= LARGE, row["M"]))
-        if bar is not None and row["chosen"]:
-            name = f"{row['scheme']} (M, K, N)=({row['M']}, {row['K']}, {row['N']}): speed over bf16's"
-            value = row["over_bf16"]
+        shape = row["M"], row["K"], row["N"]
+        if row["peer"] != "bf16" and shape in plain:
+            row["over_bf16"] = round(plain[shape] / row["us"], 3)
+            cell = row["scheme"], *shape
+            fastest[cell] = max(fastest.get(cell, 0.0), row["over_bf16"])
+    for (scheme, m, k, n), value in fastest.items():
+        bar = BARS.get((scheme, k * n >= LARGE, m))
+        if bar is not None:
+            name = f"{scheme} (M, K, N)=({m}, {k}, {n}): speed over bf16's"
             yield {"name": name, "value": value, "unit": "times", "bar": round(bar, 3), "met": value >= bar}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--formats", nargs="+", default=list(BENCH_FORMATS), choices=BENCH_FORMATS)
-    parser.add_argument("--rows", nargs="+", type=int, default=list(BENCH_ROWS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(BENCH_ROWS), help="of x")
+    parser.add_argument("--formats", nargs="+", default=list(BENCH_FORMATS), help="each with rows of its own: NAME:M,M")
+    parser.add_argument("--tune", nargs="+", default=[], help="formats whose every candidate configuration is measured")
     args = parser.parse_args(argv)
-    return record("weight_only_matmul", args, argv, table(args.formats, args.rows), summarize)
+    rows = {"bf16": args.rows}
+    for name, _, own in (option.partition(":") for option in args.formats):
+        parse_weight_format(name)
+        rows[name] = [int(m) for m in own.split(",")] if own else args.rows
+    return record("weight_only_matmul", args, argv, table(rows, args.tune), summarize)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How the Hopper kernel of weight_only_matmul cuts its work, and when it runs. Light to import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ GROUPS = (32, 64, 128)  # that the kernel knows
 class Config:
     """A tile is `rows` weights' rows by `tokens` of x; CTAs are persistent.
 
-    tokens: of a tile, 8 to 256. fold: parts of K that lie side by side in a tile, so that few rows of the weight fill
-    the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles: of 64
-    rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that a
-    stage holds. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold, split and width
-    change bits.
+    tokens: of a tile, 8 to 256, or 1. fold: parts of K that lie side by side in a tile, so that few rows of the weight
+    fill the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles:
+    of 64 rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that
+    a stage holds of a part. stages: in flight, at most: as many as shared memory holds. overlap: products run on while
+    operands of the next stage are made. ctas: that run. Only fold, split and width change bits.
     """
 
     tokens: int = 8
@@ -30,11 +30,12 @@ class Config:
     split: int = 1
     width: int = 128
     stages: int = 8
+    overlap: bool = False
     ctas: int = H200_SMS
 
     def __post_init__(self) -> None:
-        if self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256:
-            raise ValueError(f"tokens is {self.tokens}, expected a multiple of 8, up to 256 / fold={self.fold}")
+        if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
+            raise ValueError(f"tokens is {self.tokens}, expected 1 or a multiple of 8, up to 256 / fold={self.fold}")
         if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1):
             raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
         if self.width not in (64, 128):
@@ -55,11 +56,21 @@ class Config:
 
 def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config:
     """The configuration for x [M, K] and a weight [N, K] of a format."""
+    return candidates(m, n, k, fmt)[0]
+
+
+def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
+    """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs."""
     if m <= 8:
-        return Config(fold=4)
+        one = m == 1 and k % (2048 if fmt.packed else 1024) == 0
+        base = Config(tokens=1 if one else 8, fold=4, stages=12, overlap=True)
+        return base, replace(base, overlap=False), replace(base, warpgroups=3)
     if m <= 64:
-        return Config(tokens=-(-m // 16) * 16, split=4 if n >= 8192 else 8)
-    return Config(tokens=128, row_tiles=2, width=64)
+        base = Config(tokens=-(-m // 16) * 16, overlap=True)
+        split = replace(base, split=4)
+        return (base, split) if m > 32 else (split, replace(base, fold=2))
+    base = Config(tokens=128, width=64, overlap=True)
+    return (replace(base, row_tiles=2), replace(base, warpgroups=3))[: 2 if m <= 1024 else 1]
 
 
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:

@@ -38,16 +38,26 @@ def product(
 ) -> jax.Array:
     """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
     (m, k), n = x.shape, w.values.shape[0]
-    if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
-        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config, interpret is not None)
+    if config.fold > 1 and (w.format.group or 1) > plan.step:
+        raise NotImplementedError(
+            f"{config} cuts groups of {w.format.group}: stages hold {plan.step} columns of a part"
+        )
+    rows = m
+    if config.tokens == 1:
+        if m != 1 or k // plan.step % 8:
+            raise NotImplementedError(f"tokens=1 is for one row and K a multiple of {8 * plan.step}, not M={m}, K={k}")
+        x = x.reshape(-1, plan.step)  # the parts of K of a stage are rows that follow each other
+    elif m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
+        rows = m + -m % 8
+        x = jnp.pad(x, ((0, rows - m), (0, 0)))
     arrays = {"x": x, "w": w.values, "scales": group_scales(w), "zeros": w.zeros}
     if w.format.codes == "nf4":
         arrays["table"] = pair_table(x.dtype)
     arrays = {name: array for name, array in arrays.items() if array is not None}
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
-        out_type=jax.ShapeDtypeStruct((config.split, x.shape[0], n), out_dtype),
+        out_type=jax.ShapeDtypeStruct((config.split, rows, n), out_dtype),
         scratch_types=plan.scratch(tuple(arrays)),
         grid=(min(config.ctas, plan.items),),
         grid_names=("worker",),
@@ -140,7 +150,12 @@ class Plan:
     @property
     def columns(self) -> int:
         """Of x's parts in a tile, side by side."""
-        return self.config.tokens * self.config.fold
+        return max(8, self.config.tokens * self.config.fold)
+
+    @property
+    def kept(self) -> int:
+        """Rows of x that are stored, with those that do not exist."""
+        return max(8, self.config.tokens)
 
     @property
     def by_group(self) -> bool:
@@ -157,9 +172,9 @@ class Plan:
 
     def vector_rows(self, name: str) -> int:
         """Rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
-        rows = self.config.rows
-        while self.groups * rows * self.vector_dtype(name).itemsize % 128:
-            rows += self.config.rows
+        rows, copied = self.config.rows, self.config.fold * self.groups if self.by_group else 1
+        while copied * rows * self.vector_dtype(name).itemsize % 128:
+            rows += 16
         return rows
 
     @property
@@ -171,9 +186,9 @@ class Plan:
         )
 
     def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
-        """What a stage is filled with: arrays and parts of K."""
-        by_stage = ["w", "x"] + [name for name in ("scales", "zeros") if name in names and self.by_group]
-        return [(name, part) for name in by_stage for part in range(self.config.fold)]
+        """What a stage is filled with: arrays, and of x parts of K."""
+        copies = [(name, 0) for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
+        return copies + [("x", part) for part in range(1 if self.config.tokens == 1 else self.config.fold)]
 
     def vectors(self, names: tuple[str, ...]) -> list[str]:
         """What is copied once a tile."""
@@ -183,27 +198,27 @@ class Plan:
         config, fmt = self.config, self.format
         out_rows = ROWS // config.fold
         stage = config.fold * config.rows * config.width + self.columns * self.step * 2
-        other = 2048 + config.warpgroups * config.tokens * out_rows * self.out_dtype.itemsize
+        other = 2048 + config.warpgroups * self.kept * out_rows * self.out_dtype.itemsize
         other += 256 * 32 * 4 if "table" in names else 0
         vectors: dict[str, tuple[tuple[int, ...], jnp.dtype]] = {}
         for name in [name for name in ("scales", "zeros") if name in names]:
             dtype = self.vector_dtype(name)
-            shape = (config.fold, self.groups) if self.by_group else ()
+            shape = (config.fold * self.groups,) if self.by_group else ()
             vectors[f"{name}_s"] = (*shape, self.vector_rows(name)), dtype
             size = math.prod(vectors[f"{name}_s"][0]) * dtype.itemsize
             stage, other = (stage + size, other) if self.by_group else (stage, other + size)
-        other += config.warpgroups * self.columns * ROWS * 4 if config.fold > 1 else 0
+        other += config.warpgroups * (self.columns + 8) * ROWS * 4 if config.fold > 1 else 0
         stages = min(config.stages, (SHARED_MEMORY - other) // stage)
         if stages < 2:
             raise NotImplementedError(f"{config} needs more shared memory for {fmt.name}: {stage} bytes a stage")
         ring = (stages,) if self.by_group else ()
         scratch: dict[str, Any] = {name: plgpu.SMEM((*ring, *shape), dtype) for name, (shape, dtype) in vectors.items()}
         if config.fold > 1:
-            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, config.fold, config.tokens, ROWS), jnp.float32)
+            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
         scratch |= {
-            "w_s": swizzled((stages, config.fold * config.rows, config.width), fmt.storage_dtype, config.width),
+            "w_s": swizzled((stages, config.rows, config.fold * config.width), fmt.storage_dtype, config.width),
             "x_s": swizzled((stages, self.columns, self.step), self.dtype, 128),
-            "out_s": plgpu.SMEM((config.warpgroups, config.tokens, out_rows), self.out_dtype),
+            "out_s": plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype),
             "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
@@ -291,20 +306,21 @@ def copy_stages(
             number = i * steps + s
             slot = lax.rem(number, jnp.int32(stages))
             pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            first = (split * steps + s) * config.fold  # of the parts of K
             for name, part in copies:
-                stage = (split * config.fold + part) * steps + s
                 source, target = sources[name], scratch[f"{name}_s"].at[slot]
                 if name == "w":
-                    source = source.at[pl.ds(row, config.rows), pl.ds(stage * config.width, config.width)]
-                    target = target.at[pl.ds(part * config.rows, config.rows)]
+                    width = config.fold * config.width
+                    source = source.at[pl.ds(row, config.rows), pl.ds(first * config.width, width)]
+                elif name == "x" and config.tokens == 1:
+                    source = source.at[pl.ds(first, plan.columns)]  # the last rows may be of later parts: not used
                 elif name == "x":
-                    source = source.at[pl.ds(token, config.tokens), pl.ds(stage * plan.step, plan.step)]
+                    source = source.at[pl.ds(token, config.tokens), pl.ds((first + part) * plan.step, plan.step)]
                     target = target.at[pl.ds(part * config.tokens, config.tokens)]
                 else:
                     assert plan.format.group is not None
-                    group = stage * plan.step // plan.format.group
-                    source = source.at[pl.ds(group, plan.groups), pl.ds(row, target.shape[-1])]
-                    target = target.at[part]
+                    group = first * plan.step // plan.format.group
+                    source = source.at[pl.ds(group, target.shape[0]), pl.ds(row, target.shape[1])]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
     @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
@@ -358,21 +374,31 @@ def compute_item(
         if plan.interpreted:
             plgpu.wgmma_wait(0)
 
+    def slot_of(s: Any) -> jax.Array:
+        return lax.rem(i * steps + s, jnp.int32(stages))
+
     def accumulate(*accs: Any) -> list[jax.Array]:
         @pl.loop(0, steps)
         def _step(s: jax.Array) -> None:
-            slot = lax.rem(i * steps + s, jnp.int32(stages))
+            slot = slot_of(s)
             plgpu.barrier_wait(full.at[slot])
             for j in range(plan.step // COLUMNS):
                 for r, acc in enumerate(accs):
                     multiply(acc, slot, j, r)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[slot])
+                    if config.overlap:
+                        plgpu.wgmma_wait(1)
+                        if (j, r) == (0, 0):
+                            pl.when(s > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(s - 1)]))
+            if not config.overlap:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
 
         return [lax.optimization_barrier(acc[...]) for acc in accs]
 
     accumulators = [plgpu.ACC((ROWS, plan.columns), jnp.float32)] * config.row_tiles
     sums = pl.run_scoped(accumulate, *accumulators)
+    if config.overlap:
+        plgpu.barrier_arrive(free.at[slot_of(steps - 1)])
     for r, part in enumerate(sums):
         store(plan, warpgroup, item, part, r, out, scratch, bool(vectors))
     if vectors:
@@ -400,15 +426,15 @@ def store(
     else:
         parts = scratch["parts_s"].at[warpgroup]
         transposed = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        for f in range(fold):
-            parts.at[f].transpose((1, 0))[...] = transposed[:, f * config.tokens : (f + 1) * config.tokens]
+        parts.at[pl.ds(0, plan.columns)].transpose((1, 0))[...] = transposed
         plgpu.commit_smem()
         by_token = plgpu.Layout.TILED(
             plgpu.Tiling(((8, kept), (2, kept), (kept // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
         )
         total = None
-        for f in range(fold):
-            part = plgpu.load(parts.at[f, :, pl.ds(f * kept, kept)], layout=by_token, optimized=False)
+        for f in range(fold):  # of one token, the other rows hold anything: they are not stored
+            place = parts.at[pl.ds(f * config.tokens, plan.kept), pl.ds(f * kept, kept)]
+            part = plgpu.load(place, layout=by_token, optimized=False)
             total = part if total is None else total + part
         assert total is not None
         if by_row:
@@ -417,4 +443,4 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = total.astype(plan.out_dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, config.tokens), pl.ds(row + first, kept)])
+    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, plan.kept), pl.ds(row + first, kept)])

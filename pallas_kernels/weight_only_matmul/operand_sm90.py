@@ -25,7 +25,8 @@ _MAGIC = {"bfloat16": 0x4300, "float16": 0x6400}
 
 @dataclass(frozen=True)
 class Tile:
-    """How codes lie in a stage: uint8 [fold * rows, width] swizzled, scales and zeros [fold, groups, rows or more]."""
+    """How codes lie in a stage: [rows, fold * width] bytes in tiles of 8 rows by `width`, swizzled; scales and zeros
+    [fold * groups, rows or more]."""
 
     format: WeightFormat
     dtype: jnp.dtype
@@ -68,11 +69,11 @@ def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int,
     kept, first_column = ROWS // tile.fold, j * COLUMNS
     first = warpgroup * row_tiles * kept + r * kept
 
-    def rows_of(x: jax.Array) -> jax.Array:  # [fold, .., rows] -> [.., 64]
-        x = lax.dynamic_slice_in_dim(x, first, kept, axis=x.ndim - 1)
-        return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], ROWS)
+    def rows_of(x: jax.Array) -> jax.Array:  # [fold * some, rows] -> [some, 64]
+        x = lax.dynamic_slice_in_dim(x.reshape(tile.fold, -1, x.shape[-1]), first, kept, axis=2)
+        return jnp.moveaxis(x, 0, 1).reshape(-1, ROWS)
 
-    codes = rows_of(jnp.swapaxes(refs["w"][...].reshape(tile.fold, tile.rows, tile.width), 1, 2)).T
+    codes = rows_of(refs["w"][...].T).T
     if tile.format.packed:
         codes = unpack4(codes, signed=tile.format.codes == "int4")
     codes = codes[:, first_column : first_column + COLUMNS]
@@ -118,9 +119,11 @@ class _Converter:
         self.part = self.shift_right(in_operand, kept.bit_length() - 1)  # of K
         row = self.add(self.times(warpgroup, kept * row_tiles), self.bits_and(in_operand, kept - 1))
         self.row = self.add(row, self.c(r * kept))  # in the tile of the weight's rows
-        in_stage = self.add(self.times(self.part, tile.rows), self.row)
+        block = self.add(self.times(self.shift_right(self.row, 3), tile.fold), self.part)  # of 8 rows
         swizzled = above if tile.width == 128 else self.shift_right(above, 1)
-        start = self.add(self.times(in_stage, tile.width), self.times(swizzled, 16))
+        start = self.add(self.times(block, 8 * tile.width), self.times(above, tile.width))
+        start = self.add(start, self.times(swizzled, 16))
+        self.below = 8 * tile.fold * tile.width  # from a row's codes to those of the row 8 further
         self.start = self.add(start, self.times(self.quad, 4 if tile.format.packed else 2))
 
     def fragments(self) -> mgpu.FragmentedArray:
@@ -149,9 +152,9 @@ class _Converter:
         codes = self.tile.format.codes
         start = self.bits_xor(self.start, block << 4)
         if codes in ("int4", "nf4"):
-            word = self.load("w", start, self.i32, lower * 8 * self.tile.width)
+            word = self.load("w", start, self.i32, lower * self.below)
             return self.int4_pairs(word) if codes == "int4" else self.nf4_pairs(word)
-        found = [self.load("w", start, self.i16, lower * 8 * self.tile.width + 8 * h) for h in range(2)]
+        found = [self.load("w", start, self.i16, lower * self.below + 8 * h) for h in range(2)]
         return [self.int8_pair(x) if codes == "int8" else self.fp8_pair(x) for x in found]
 
     def int4_pairs(self, word: ir.Value) -> list[ir.Value]:

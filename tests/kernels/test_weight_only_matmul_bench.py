@@ -1,11 +1,12 @@
 """The benchmark's bars, and a run in which everything is pretended to take 100 us."""
 
 import json
+from functools import partial
 
 import jax
 
 from pallas_kernels.quantized_weights import decode, encode, parse_weight_format
-from pallas_kernels.weight_only_matmul import bench
+from pallas_kernels.weight_only_matmul import bench, mosaic_sm90
 from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS
 
 
@@ -18,40 +19,61 @@ def test_weights_are_as_the_format_stores_them():
 
 
 def test_bars_are_read_off_the_rows():
+    """Each holds the fastest row of its cell."""
     shape = {"K": 4096, "N": 12288}
     rows = [{"kernel": "copy", "gb_s": 4000}]
     for m, us in ((1, 28.0), (64, 33.0), (512, 70.0)):
         rows.append({**shape, "peer": "bf16", "scheme": "bf16", "M": m, "us": us, "gb_s": 1})
-    for m, peer, us in ((1, "mosaic", 7.0), (64, "mosaic", 30.0), (512, "mosaic", 75.0), (512, "xla", 99.0)):
-        row = {**shape, "peer": peer, "scheme": "w4a16-g128", "M": m, "us": us, "gb_s": 2000, "chosen": us != 75.0}
-        rows.append(row)
-    rows.append({**shape, "peer": "mosaic", "scheme": "nf4", "M": 1, "error": "no", "chosen": True})
-    found = {bar["name"][11:30]: (bar["value"], bar["met"]) for bar in bench.summarize(rows)}
-    assert list(found.values()) == [(4.0, True), (1.1, False), (0.707, False)]
+    for m, peer, us in ((1, "mosaic", 7.0), (64, "mosaic", 30.0), (512, "mosaic", 99.0), (512, "xla", 75.0)):
+        rows.append({**shape, "peer": peer, "scheme": "w4a16-g128", "M": m, "us": us, "gb_s": 2000})
+    rows.append({**shape, "peer": "mosaic", "scheme": "nf4", "M": 1, "error": "no"})
+    assert [(bar["value"], bar["met"]) for bar in bench.summarize(rows)] == [(4.0, True), (1.1, False), (0.933, True)]
     assert rows[4]["fraction"] == 0.5
 
 
 def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "BENCH_SHAPES", ((256, 64),))
     monkeypatch.setattr(bench, "ROTATED", 1)
+    monkeypatch.setattr(bench, "DECODED", 2)
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(bench, "device_us", lambda run, repeats: 100.0 if run() is None else 0.0)
+    monkeypatch.setattr(bench, "device_us", lambda run, repeats: 99.0 if run() is None else 0.0)
 
-    def traced(weights, m, k, backend):
-        if backend == "mosaic" and m == 2:
+    def traced(weights, m, k, backend, config):
+        if backend == "xla":
             raise NotImplementedError("not this\nat all")
-        x = jax.ShapeDtypeStruct((m, k), "bfloat16")
-        (out, *_) = jax.eval_shape(lambda x, ws: [bench.multiply(x, w, backend) for w in ws], x, weights)
-        assert out.shape == (m, 64)
         return lambda: None
 
     monkeypatch.setattr(bench, "compiled", traced)
-    arguments = ["--results", str(tmp_path), "--json", "--rows", "1", "2", "--formats", "nf4"]
+    arguments = [
+        "--results",
+        str(tmp_path),
+        "--json",
+        "--rows",
+        "1",
+        "2",
+        "--formats",
+        "nf4:2",
+        "w8a16",
+        "--tune",
+        "w8a16",
+    ]
     assert bench.main(arguments) == 0
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
     assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row.get("peer") for row in document["rows"]] == [None, "bf16", "bf16", "mosaic", "xla", "mosaic", "xla"]
-    assert [row["error"] for row in document["rows"] if "error" in row] == ["not this"]
-    assert document["rows"][3]["us"] == 33.33
+    kinds = [row.get("peer") for row in document["rows"]]
+    assert kinds == [None, "bf16", "bf16", "mosaic", "xla", *["mosaic"] * 6, "xla"]
+    assert [row["error"] for row in document["rows"] if "error" in row] == ["not this"] * 2
+    assert [(row["M"], row["us"]) for row in document["rows"][3:6:2]] == [(2, 33.0), (1, 33.0)]
+    assert "fold=4" in document["rows"][3]["config"]
     assert not document["complete"]
+
+
+def test_every_variant_traces():
+    weights = [jax.eval_shape(lambda: bench.random_weight(jax.random.key(0), "w4a16-g128", 128, 2048))] * 2
+    for m in (1, 512):
+        for _, config in bench.variants("w4a16-g128", m, 128, 2048, tune=True):
+            x = jax.ShapeDtypeStruct((m, 2048), "bfloat16")
+            if config is not None:
+                product = partial(mosaic_sm90.weight_only_matmul, bias=None, residual=None, config=config)
+                assert jax.eval_shape(lambda x, w: product(x, w, out_dtype=x.dtype), x, weights[0]).shape == (m, 128)  # noqa: B023

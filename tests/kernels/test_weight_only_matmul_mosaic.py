@@ -26,14 +26,15 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 SUPPORTED = [case for case in CASES if case.dtype != "float32"]
 SMALL = Config(fold=4, warpgroups=1, ctas=2)
 INTERPRETED = [
-    (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2)),
-    (Case((9,), 160, 512, "w4a16-g32-zp"), Config(tokens=16, warpgroups=1, row_tiles=2, ctas=2)),
+    (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2, overlap=True)),
+    (Case((9,), 160, 512, "w4a16-g32-zp"), Config(tokens=16, warpgroups=1, row_tiles=2, ctas=2, overlap=True)),
     (Case((3,), 64, 512, "nf4", "float16"), replace(SMALL, fold=2)),
     (Case((12,), 96, 512, "nf4-dq", bias=True), Config(tokens=8, split=2, width=64, ctas=3)),
     (Case((2,), 64, 512, "w8a16-g64-zp", "float16"), replace(SMALL, fold=2, stages=2)),
     (Case((5,), 96, 512, "uint8-zp", out_dtype="float32"), replace(SMALL, warpgroups=3)),
     (Case((17,), 128, 384, "fp8-weight", "float16"), Config(tokens=32, split=2, warpgroups=1, width=64, ctas=2)),
     (Case((8,), 64, 256, "w8a8"), SMALL),
+    (Case((1,), 32, 1024, "fp8-weight"), replace(SMALL, tokens=1)),
 ]
 
 
@@ -142,7 +143,7 @@ def test_layers_share_one_kernel():
 
 def test_configurations_are_checked():
     for options, message in (
-        ({"tokens": 12}, "tokens is 12, expected a multiple of 8"),
+        ({"tokens": 12}, "tokens is 12, expected 1 or a multiple of 8"),
         ({"tokens": 128, "fold": 4}, "up to 256 / fold=4"),
         ({"fold": 3}, "fold is 3, expected 1, or 2 or 4"),
         ({"fold": 2, "row_tiles": 2}, "with row_tiles=1"),
@@ -154,8 +155,15 @@ def test_configurations_are_checked():
         with pytest.raises(ValueError, match=message):
             Config(**options)
     x, w = shapes(Case((256,), 128, 512, "w4a16-g128"))
-    with pytest.raises(NotImplementedError, match="needs more shared memory"):
-        jax.eval_shape(lambda x, w: mosaic_sm90.product(x, w, out_dtype=x.dtype, config=Config(tokens=256)), x, w)
+    for config, message in (
+        (Config(tokens=256), "needs more shared memory"),
+        (Config(tokens=1, fold=4), "tokens=1 is for one row and K a multiple of 2048, not M=256, K=512"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(partial(mosaic_sm90.product, out_dtype=x.dtype, config=config), x, w)
+    x, w = shapes(Case((1,), 128, 512, "w8a16-g128"))
+    with pytest.raises(NotImplementedError, match="cuts groups of 128: stages hold 64 columns of a part"):
+        jax.eval_shape(partial(mosaic_sm90.product, out_dtype=x.dtype, config=replace(SMALL, width=64)), x, w)
     check_supported("bfloat16", 1, 32, 256, w.format)
 
 
