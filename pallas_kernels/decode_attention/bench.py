@@ -1,14 +1,16 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
-    python -m pallas_kernels.decode_attention.bench [--json] [--formats bf16 int8-g8] [--results experiments/results]
+    python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
-being the results of the one before. Bytes are those of K and V, scales included. The ceiling is the best rate of the
-run, cuDNN's included.
+being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
+The ceiling is the best rate of the run, cuDNN's included.
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.cases import random_tables
 from pallas_kernels.decode_attention import decode_attention, make_work
-from pallas_kernels.decode_attention.cases import BENCH_CASES, SKEWED, UNIFORM, Case
+from pallas_kernels.decode_attention.cases import BENCH_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 from pallas_kernels.measure import copy_bandwidth, device_us
 
@@ -58,71 +60,106 @@ def random_pages(key: jax.Array, num_pages: int, case: Case) -> KVPages:
     return jax.tree.unflatten(tree, [fill(k, leaf) for k, leaf in zip(jax.random.split(key, len(leaves)), leaves)])
 
 
-def paged(case: Case, backend: str) -> float:
-    """Microseconds of one layer of decode_attention."""
+@dataclass(frozen=True)
+class Run:
+    """attend(*make(key)) is what is timed: the layers of a case."""
+
+    make: Callable[[jax.Array], tuple[Any, ...]]
+    attend: Callable[..., jax.Array]
+    layers: int
+
+    def compiled(self) -> "Run":
+        key = jax.random.key(0)
+        attend = jax.jit(self.attend).lower(*jax.eval_shape(self.make, key)).compile()
+        return Run(jax.jit(self.make).lower(key).compile(), attend, self.layers)
+
+    def microseconds(self) -> float:
+        """Of one layer."""
+        return device_us(partial(self.attend, *self.make(jax.random.key(0)))) / self.layers
+
+
+def paged(case: Case, backend: str) -> Run:
+    """decode_attention over shuffled pages; the work list is made once, as in a step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
-    keys = jax.random.split(jax.random.key(0), layers + 1)
-    make = jax.jit(partial(random_pages, num_pages=num_pages, case=case))
-    cache = [make(key) for key in keys[:layers]]
-    shuffled = (random_tables(np.random.default_rng(i), num_pages, case.lengths, case.page_size) for i in range(layers))
-    tables = [jnp.asarray(table) for table in shuffled]
-    q = jax.random.normal(keys[-1], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
-    lengths = jnp.asarray(case.lengths, jnp.int32)
-    work = make_work(lengths, *case.heads, case.head_dim)  # once a step: not in a layer's time
+    tables = [random_tables(np.random.default_rng(i), num_pages, case.lengths, case.page_size) for i in range(layers)]
 
-    @jax.jit
-    def step(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], lengths: jax.Array, work: Any) -> jax.Array:
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        keys = jax.random.split(key, layers + 1)
+        q = jax.random.normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
+        lengths = jnp.asarray(case.lengths, jnp.int32)
+        work = make_work(lengths, *case.heads, case.head_dim)
+        cache = [random_pages(key, num_pages, case) for key in keys[1:]]
+        return q, cache, [jnp.asarray(table) for table in tables], lengths, work
+
+    def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], lengths: jax.Array, work: Any) -> jax.Array:
         for pages, table in zip(cache, tables):
             q = decode_attention(q, pages, table, lengths, scale=case.scale, work=work, backend=backend)
         return q
 
-    return device_us(lambda: step(q, cache, tables, lengths, work)) / layers
+    return Run(make, attend, layers)
 
 
-def cudnn(case: Case) -> float:
-    """Microseconds of one layer of cuDNN's attention over contiguous K and V of equal lengths."""
-    layers, (heads, kv_heads), dim = layers_for(case), case.heads, case.head_dim
-    rows, length, dtype = len(case.lengths), case.lengths[0], jnp.dtype(case.dtype)
-    keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
-    make = jax.jit(lambda key: jax.random.normal(key, (rows, length, kv_heads, dim), dtype))
-    cache = [(make(k), make(v)) for k, v in zip(keys[:layers], keys[layers:])]
-    q = jax.random.normal(keys[-1], (rows, 1, heads, dim), dtype)
+def cudnn(case: Case) -> Run:
+    """cuDNN's attention over contiguous K and V of equal lengths."""
+    layers, dtype = layers_for(case), jnp.dtype(case.dtype)
+    shape = (len(case.lengths), case.lengths[0], case.heads[1], case.head_dim)
 
-    @jax.jit
-    def step(q: jax.Array, cache: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 2 * layers + 1)
+        q = jax.random.normal(keys[0], (shape[0], 1, case.heads[0], case.head_dim), dtype)
+        arrays = [jax.random.normal(each, shape, dtype) for each in keys[1:]]
+        return q, list(zip(arrays[::2], arrays[1::2]))
+
+    def attend(q: jax.Array, cache: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
         for k, v in cache:
             q = jax.nn.dot_product_attention(q, k, v, scale=case.scale, implementation="cudnn")
         return q
 
-    return device_us(lambda: step(q, cache)) / layers
+    return Run(make, attend, layers)
 
 
-def variants(case: Case, peers: bool) -> dict[str, Callable[[Case], float]]:
-    runs: dict[str, Callable[[Case], float]] = {"mosaic": partial(paged, backend="mosaic")}
-    if peers and case.k_format == "bf16" and len(set(case.lengths)) == 1:
-        runs |= {"cudnn, contiguous": cudnn, "xla": partial(paged, backend="xla")}
-    return runs
+def runs(parts: list[str], heads: list[str]) -> Iterator[tuple[Case, str, str | int, Run]]:
+    """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA."""
+    cases: dict[Case, str | int] = {}
+    if "bf16" in parts:
+        cases |= {case: case.lengths[0] for case in BENCH_CASES if case.k_format == "bf16"}
+    if "formats" in parts:
+        cells = ((len(case.lengths), case.lengths[0]) for case in BENCH_CASES)
+        cases |= {case: cell[1] for case, cell in zip(BENCH_CASES, cells) if cell in SHORT_CELLS}
+    if "skewed" in parts:
+        cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
+    cases = {case: length for case, length in cases.items() if "{}/{}".format(*case.heads) in heads}
+    for case, length in cases.items():
+        yield case, "mosaic", length, paged(case, "mosaic")
+    if "bf16" in parts:
+        equal = {case: x for case, x in cases.items() if case.k_format == "bf16" and case in BENCH_CASES}
+        for case, length in equal.items():
+            yield case, "cudnn, contiguous", length, cudnn(case)
+        for case, length in equal.items():
+            if (len(case.lengths), length) == SHORT_CELLS[0]:
+                yield case, "xla", length, paged(case, "xla")
 
 
-def table(formats: list[str], peers: bool) -> Iterator[dict[str, Any]]:
-    """One row a case and variant; one that fails says why."""
+def table(parts: list[str], heads: list[str]) -> Iterator[dict[str, Any]]:
+    """One row a run; one that fails says why."""
+    with ThreadPoolExecutor(8) as pool:
+        found: list[tuple[Case, str, str | int, Future[Run]]] = [
+            (case, who, length, pool.submit(run.compiled)) for case, who, length, run in runs(parts, heads)
+        ]
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
-    names = {case: name for name, case in SKEWED.items()}
-    for case in (case for case in (*BENCH_CASES, UNIFORM, *names) if case.k_format in formats):
-        for name, run in variants(case, peers).items():
-            length = names.get(case, case.lengths[0])
-            row: dict[str, Any] = {
-                "kernel": "decode_attention", "peer": name, "R": len(case.lengths), "length": length,
-                "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,
-                "kv": case.k_format,
-            }  # fmt: skip
-            try:
-                us, moved = run(case), moved_bytes(case)
-                row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3)}
-            except Exception as error:  # a peer that is missing costs its own rows only
-                row |= {"error": str(error).splitlines()[0][:200]}
-            yield row
+    for case, who, length, future in found:
+        row: dict[str, Any] = {
+            "kernel": "decode_attention", "peer": who, "R": len(case.lengths), "length": length,
+            "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,
+            "kv": case.k_format,
+        }  # fmt: skip
+        try:
+            us, moved = future.result().microseconds(), moved_bytes(case)
+            row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3)}
+        except Exception as error:  # a peer that is missing costs its own rows only
+            row |= {"error": str(error).splitlines()[0][:200]}
+        yield row
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -160,10 +197,11 @@ def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--formats", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}))
-    parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
+    parts = ["bf16", "formats", "skewed"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
     args = parser.parse_args(argv)
-    return record("decode_attention", args, argv, table(args.formats, not args.mosaic_only), summarize)
+    return record("decode_attention", args, argv, table(args.parts, args.heads), summarize)
 
 
 if __name__ == "__main__":

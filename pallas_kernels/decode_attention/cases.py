@@ -47,12 +47,12 @@ _LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bflo
 _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 # What the peers were measured on, and long batches in every kind of format.
 _CELLS = ((1, 1024), (1, 16384), (16, 1024), (64, 1024), (128, 2048), (256, 512))
-_SHORT_CELLS = ((64, 1024), (128, 2048))
+SHORT_CELLS = ((64, 1024), (128, 2048))
 BENCH_CASES = tuple(
     Case(lengths=(length,) * batch, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
     for shape in (_LLAMA_7B, _LLAMA_8B)
     for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
-    for batch, length in (_CELLS if name == "bf16" else _SHORT_CELLS)
+    for batch, length in (_CELLS if name == "bf16" else SHORT_CELLS)
 )
 # Equally many keys: in sequences of one length, in a long one among short ones, and in lengths by Zipf's law.
 _ROWS, _KEYS = 64, 32768 + 63 * 512
