@@ -282,7 +282,7 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
         plgpu.barrier_arrive(refs.free.at[lax.rem(i * steps + steps - 1, jnp.int32(stages))])
         finish(plan, refs, warpgroup, row, column, sums)
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, column: jax.Array) -> None:

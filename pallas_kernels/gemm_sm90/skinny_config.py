@@ -42,18 +42,23 @@ class Config:
             raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected at least 2 and 1")
 
 
-# Measured on an H200, by N, K and bytes of an element: the largest M of each.
-TUNED: dict[tuple[int, int, int], tuple[tuple[int, Config], ...]] = {
-    (12288, 4096, 1): ((16, Config(64, 48, 256)), (64, Config(64, 96))),
-    (12288, 4096, 2): ((16, Config(64, 96, 256)), (64, Config(64, 96))),
+# Measured on an H200 (experiments/LOG.md), by N, K and bytes of an element: from M, to M, and the best of those tried.
+TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
+    (12288, 4096, 1): ((1, 16, Config(64, 48, 256)), (17, 64, Config(64, 96))),
+    (4096, 4096, 1): ((1, 64, Config(64, 32, 256)),),
+    (4096, 11008, 1): ((1, 64, Config(64, 32, 256)),),
+    (12288, 4096, 2): ((1, 1, Config(64, 96, 256)), (2, 64, Config(64, 96)), (65, 128, Config(128, 128))),
+    (4096, 4096, 2): ((1, 64, Config(64, 32, 256)), (65, 128, Config(128, 32, 256))),
+    (4096, 11008, 2): ((1, 64, Config(64, 32, 256)),),
+    (22016, 4096, 2): ((129, 256, Config(256, 176)),),
 }
 
 
 def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) -> Config:
     """The configuration for M, N, K and the bytes of an operand's and a result's element: a measured one, else the one
     that `estimate` likes best."""
-    for most, config in TUNED.get((n, k, itemsize), ()):
-        if m <= most:
+    for low, high, config in TUNED.get((n, k, itemsize), ()):
+        if low <= m <= high:
             return config
     choices = [
         config

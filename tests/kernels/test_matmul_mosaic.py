@@ -7,10 +7,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90.skinny_config import Config
+from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.matmul.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.matmul.config import XLA_FASTER, check_faster, check_supported
+from pallas_kernels.matmul.config import FASTER, check_faster, check_supported
 from tests.kernels.helpers import TOLERANCE, same_bits
 
 
@@ -98,12 +98,12 @@ def test_the_faster_backend_is_the_one_that_was_measured():
         return "mosaic"
 
     assert choice(64, 12288, 4096) == "mosaic"
-    assert choice(64, 12288, 4096, "float32") == "xla"
-    assert choice(257, 12288, 4096) == "xla"
+    assert choice(64, 12288, 4096, "float16") == "xla"
     assert choice(64, 512, 512) == "xla"
-    for (n, k), (low, high) in XLA_FASTER.items():
-        around = {m: choice(m, n, k) for m in (low - 1, low, high, high + 1) if 1 <= m <= 256}
-        assert around == {m: "xla" if low <= m <= high else "mosaic" for m in around}
+    for (n, k), (low, high) in FASTER.items():
+        around = {m: choice(m, n, k) for m in (low - 1, low, high, high + 1) if m}
+        assert around == {m: "mosaic" if low <= m <= high else "xla" for m in around}
+        assert choose_config(high, n, k, 2) in [config for *_, config in TUNED[n, k, 2]]
 
 
 def test_layers_share_one_lowering():
