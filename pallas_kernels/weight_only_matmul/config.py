@@ -60,17 +60,26 @@ def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config:
 
 
 def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
-    """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs."""
+    """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
+
+    They follow from a count of tiles, which should fill 132 SMs evenly: of 32 rows, or of 128 over a quarter of K, for
+    a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums.
+    """
+    wide = n >= 8192
     if m <= 8:
         one = m == 1 and k % (2048 if fmt.packed else 1024) == 0
         base = Config(tokens=1 if one else 8, fold=4, stages=12, overlap=True)
-        return base, replace(base, overlap=False), replace(base, warpgroups=3)
-    if m <= 64:
-        base = Config(tokens=-(-m // 16) * 16, overlap=True)
+        return base, replace(base, overlap=False), *([replace(base, warpgroups=3)] if wide else [])
+    base = Config(tokens=min(-(-m // 16) * 16, 128), overlap=True)
+    if m <= 16:
         split = replace(base, split=4)
-        return (base, split) if m > 32 else (split, replace(base, fold=2))
-    base = Config(tokens=128, width=64, overlap=True)
-    return (replace(base, row_tiles=2), replace(base, warpgroups=3))[: 2 if m <= 1024 else 1]
+        return (replace(base, fold=2, warpgroups=3), split, base) if wide else (split, replace(base, fold=4))
+    if m <= 64:
+        return (base,) if wide else (replace(base, split=4),)
+    base = replace(base, width=64)
+    if m > 1024:
+        return (replace(base, row_tiles=2),)
+    return (replace(base, warpgroups=3), base) if wide else (base, replace(base, overlap=False))
 
 
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
