@@ -3,14 +3,10 @@
 Persistent CTAs of two computing warpgroups and one that fetches. The fetching one issues all TMA copies, K step by K
 step, in the order in which they are consumed, and runs ahead across tiles: the next tile's operands come in while the
 last one's results go out. Each computing warpgroup accumulates its half of the tile in registers, scales it there, and
-hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. CTAs of a cluster may share the K axis
-of one tile: they exchange their sums through each other's shared memory, and each finishes a part of the columns. Sums
-are added in the order of K, so results are the same bits in every run.
+hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. Sums are added in the order of K, so
+results are the same bits in every run.
 """
 
-import functools
-import operator
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.tall_config import Config
-from pallas_kernels.gemm_sm90.tall_plan import ROWS, SPLIT, STEP, Place, Plan, Refs, Tile, for_each_tile
+from pallas_kernels.gemm_sm90.tall_plan import ROWS, Place, Plan, Refs, Tile, for_each_tile
 
 REGISTERS = 232, 40  # of each thread that computes and that fetches: the CTA's 64 Ki, moved to where they are needed
 
@@ -49,17 +45,13 @@ def gemm(
         x, x_scale, residual = pad((x, x_scale, residual))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     names = tuple(name for name, array in optional.items() if array is not None)
-    if config.split_k > 1 and k * x.dtype.itemsize <= STEP:
-        raise NotImplementedError(f"K={k} is too short for {config.split_k} CTAs to share")
     plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.m, n), out_dtype),
         scratch_types=plan.scratch(),
-        grid=(plan.clusters,),
-        grid_names=("cluster",),
-        cluster=(config.split_k,),
-        cluster_names=(SPLIT,),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="gemm_tall",
@@ -88,7 +80,6 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 def fetch(plan: Plan, refs: Refs) -> None:
     """The fetching warpgroup: copies the operands and vectors of every tile of this CTA."""
     steps, stages = plan.steps, plan.stages
-    first = lax.axis_index(SPLIT) * steps
 
     def fetch_tile(tile: Tile, n: jax.Array) -> None:
         @pl.loop(0, steps)
@@ -96,7 +87,7 @@ def fetch(plan: Plan, refs: Refs) -> None:
             number = n * steps + s
             slot = plan.slot(number)
             pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            at = pl.ds((first + s) * plan.step, plan.step)
+            at = pl.ds(s * plan.step, plan.step)
             x, w = refs.x.at[pl.ds(tile.row, plan.config.tile_m), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
             plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot], refs.full.at[slot])
             plgpu.copy_gmem_to_smem(w, refs.w_s.at[slot], refs.full.at[slot])
@@ -125,8 +116,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     columns = pl.ds(0, plan.columns) if by_rows else pl.ds(wg * plan.columns, plan.columns)
 
     def compute_tile(tile: Tile, n: jax.Array) -> None:
-        part = lax.axis_index(SPLIT) * plan.finished if plan.config.split_k > 1 else 0
-        place = Place(wg, tile.row, rows.start, tile.column, columns.start + part)
+        place = Place(wg, tile.row, rows.start, tile.column, columns.start)
         if plan.adds_residual:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for c in range(plan.buffers):
@@ -145,28 +135,10 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
         sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.columns), plan.accumulator))
         plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + steps - 1)])
-        finish(plan, refs, place, exchange(plan, refs, wg, sums))
+        finish(plan, refs, place, sums)
 
     for_each_tile(plan, compute_tile)
     plgpu.wait_smem_to_gmem(0)
-
-
-def exchange(plan: Plan, refs: Refs, wg: jax.Array, sums: jax.Array) -> Callable[[int, int], jax.Array]:
-    """What gives a chunk of the warpgroup's finished sums by its first row and column."""
-    if plan.config.split_k == 1:
-        return lambda i, j: sums[i : i + ROWS, j : j + plan.chunk]
-    for peer in range(plan.config.split_k):
-        part = sums[:, peer * plan.finished : (peer + 1) * plan.finished]
-        target = refs.sums_s.at[wg, lax.axis_index(SPLIT)]
-        # One barrier for both warpgroups: JAX 0.11.2 adds the offset of an indexed one twice.
-        plgpu.async_store_smem(part, target, refs.sums_full, cluster_idx=jnp.int32(peer), cluster_dim=SPLIT)
-    plgpu.barrier_wait(refs.sums_full)
-
-    def total(i: int, j: int) -> jax.Array:
-        places = [refs.sums_s.at[wg, s, pl.ds(i, ROWS), pl.ds(j, plan.chunk)] for s in range(plan.config.split_k)]
-        return functools.reduce(operator.add, [plgpu.load(place, layout=plgpu.Layout.WGMMA) for place in places])
-
-    return total
 
 
 def load_residual(plan: Plan, refs: Refs, place: Place, c: int) -> None:
@@ -176,14 +148,14 @@ def load_residual(plan: Plan, refs: Refs, place: Place, c: int) -> None:
     plgpu.copy_gmem_to_smem(refs.residual.at[place.chunk(plan, c)], refs.out_s.at[place.wg, b], ready)
 
 
-def finish(plan: Plan, refs: Refs, place: Place, sums: Callable[[int, int], jax.Array]) -> None:
+def finish(plan: Plan, refs: Refs, place: Place, sums: jax.Array) -> None:
     """Scales, adds and stores what a warpgroup finishes of a tile."""
     behind = min(1, plan.buffers - 1)  # stores that may still be read while the residual of another chunk comes in
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for c, (i, j) in enumerate(plan.chunks):
         buffer, shape = refs.out_s.at[place.wg, c % plan.buffers], (ROWS, plan.chunk)
-        part = sums(i, j).astype(jnp.float32)
+        part = sums[i : i + ROWS, j : j + plan.chunk].astype(jnp.float32)
 
         def spread(name: str, begin: Any, axis: int, shape: tuple[int, int] = shape) -> jax.Array:
             vector = refs.vectors_s.at[pl.ds(plan.vectors[name][0] + begin, shape[axis])]

@@ -11,24 +11,20 @@ class Config:
     """A tile of the result is computed by two warpgroups of one CTA; CTAs are persistent.
 
     tile_m, tile_n: rows and columns of a tile; each warpgroup has half of its rows (or of its columns, where there are
-    64 rows). stages: K steps of 128 bytes in flight, or as many as shared memory holds. split_k: CTAs of a cluster that
-    share the K axis of a tile. group: tiles along M that are done before the next ones along N (L2 locality). ctas: the
-    most CTAs that run.
+    64 rows). stages: K steps of 128 bytes in flight, or as many as shared memory holds. group: tiles along M that are
+    done before the next ones along N (L2 locality). ctas: the most CTAs that run.
     """
 
     tile_m: int = 128
     tile_n: int = 256
     stages: int = 4
-    split_k: int = 1
     group: int = 8
     ctas: int = H200_SMS
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128, 256):
             raise ValueError(f"tile_m is {self.tile_m}, expected 64, 128 or 256")
-        if self.split_k not in (1, 2, 4, 8) or (self.split_k > 1 and self.tile_m == 64):
-            raise ValueError(f"split_k is {self.split_k}, expected 1, or with tiles of 128 or 256 rows 2, 4 or 8")
-        multiple = 16 * self.split_k * (2 if self.tile_m == 64 else 1)
+        multiple = 32 if self.tile_m == 64 else 16
         if not multiple <= self.tile_n <= 256 or self.tile_n % multiple:
             raise ValueError(f"tile_n is {self.tile_n}, expected a multiple of {multiple} up to 256")
         if self.tile_m * self.tile_n > 256 * 192:

@@ -16,7 +16,6 @@ from pallas_kernels.gemm_sm90.tall_config import SHARED_MEMORY, Config
 ROWS = 64  # of one wgmma
 STEP = 128  # bytes along K of a stage, at most: the widest swizzle
 VECTOR = 32  # floats: copies move multiples of 128 bytes
-SPLIT = "split"  # the axis of a cluster
 
 
 class Refs(NamedTuple):
@@ -30,8 +29,6 @@ class Refs(NamedTuple):
     full: Any
     free: Any
     out_s: Any  # [warpgroups, buffers, 64, columns of a chunk]
-    sums_s: Any  # [warpgroups, split_k, rows, columns]: what this CTA finishes, as each CTA of the cluster has it
-    sums_full: Any
     vectors_full: Any
     vectors_free: Any
     residual_full: Any
@@ -67,8 +64,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of each CTA; those past the end of K read zeros."""
-        return pl.cdiv(pl.cdiv(self.k, self.step), self.config.split_k)
+        """Of a tile."""
+        return self.k // self.step
 
     @property
     def rows(self) -> int:
@@ -81,21 +78,16 @@ class Plan:
         return self.tile_n if self.config.tile_m > ROWS else self.tile_n // 2
 
     @property
-    def finished(self) -> int:
-        """Columns of a warpgroup that it scales and stores."""
-        return self.columns // self.config.split_k
-
-    @property
     def chunk(self) -> int:
         """Columns that go out at a time."""
         size = self.out_dtype.itemsize
-        both = math.gcd(self.finished, self.n)
+        both = math.gcd(self.columns, self.n)
         return next(width // size for width in (128, 64, 32, 16) if both % (width // size) == 0)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """First row and column of each chunk of a warpgroup."""
-        return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.finished, self.chunk)]
+        return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.columns, self.chunk)]
 
     @property
     def adds_residual(self) -> bool:
@@ -114,7 +106,6 @@ class Plan:
         config = self.config
         taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
         taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize
-        taken += 4 * config.tile_m * self.tile_n if config.split_k > 1 else 0
         taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
         return taken + 512  # barriers
 
@@ -146,25 +137,21 @@ class Plan:
         return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.tile_n)
 
     @property
-    def clusters(self) -> int:
-        """One CTA each, or those that share K; they exchange sums once in their lives, and so have one tile."""
-        tiles = math.prod(self.tiles)
-        return tiles if self.config.split_k > 1 else min(tiles, self.config.ctas)
+    def ctas(self) -> int:
+        return min(math.prod(self.tiles), self.config.ctas)
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where the operands of a CTA's K step lie."""
         return lax.rem(number, jnp.int32(self.stages))
 
     def scratch(self) -> dict[str, Any]:
-        stages, split, vectors = self.stages, self.config.split_k, self.vectors.values()
+        stages, vectors = self.stages, self.vectors.values()
         return {
             "x_s": tiled((stages, self.config.tile_m, self.step), self.dtype),
             "w_s": tiled((stages, self.tile_n, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
-            "sums_s": tiled((2, split, self.rows, self.finished), self.accumulator) if split > 1 else None,
-            "sums_full": plgpu.Barrier(num_arrivals=2 * split) if split > 1 else None,
             "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
             "vectors_full": plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
             "vectors_free": plgpu.Barrier(num_arrivals=2) if vectors else None,
@@ -205,12 +192,12 @@ class Place(NamedTuple):
 
 def for_each_tile(plan: Plan, body: Callable[[Tile, jax.Array], None]) -> jax.Array:
     """Calls body(tile, n) for the n-th tile of this CTA; returns how many there were."""
-    cluster, (along_m, along_n) = lax.axis_index("cluster"), plan.tiles
-    count = (along_m * along_n - cluster + plan.clusters - 1) // plan.clusters
+    cta, (along_m, along_n) = lax.axis_index("cta"), plan.tiles
+    count = (along_m * along_n - cta + plan.ctas - 1) // plan.ctas
 
     @pl.loop(0, count)
     def _(i: jax.Array) -> None:
-        number, width = cluster + i * plan.clusters, min(plan.config.group, along_m)
+        number, width = cta + i * plan.ctas, min(plan.config.group, along_m)
         row, column = plgpu.planar_snake(number, plan.tiles, 0, width)
         body(Tile(row * plan.config.tile_m, column * plan.tile_n), i)
 

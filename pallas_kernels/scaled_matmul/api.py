@@ -1,6 +1,5 @@
 """Checks, and the way to a backend."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
 from pallas_kernels.scaled_matmul import reference, xla
-from pallas_kernels.scaled_matmul.config import Config, check_supported, choose_config, is_skinny
+from pallas_kernels.scaled_matmul.config import Config, check_faster, check_supported, choose_config, is_skinny
 
 
 def scaled_matmul(
@@ -39,7 +38,12 @@ def scaled_matmul(
     out_dtype = jnp.dtype(out_dtype)
     if str(out_dtype) not in ("bfloat16", "float16", "float32", "float64"):
         raise ValueError(f"out_dtype is {out_dtype}, expected bfloat16, float16, float32 or float64")
-    check = partial(check_supported, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+
+    def check() -> None:
+        check_supported(sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+        if backend is None:
+            check_faster(str(x.dtype), sizes["M"], sizes["N"], sizes["K"])
+
     chosen = choose_backend(backend, check)
     if chosen == "mosaic":
         return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype, choose_config(*(sizes[s] for s in "MNK")))

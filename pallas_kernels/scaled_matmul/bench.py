@@ -37,13 +37,15 @@ LARGE = 45_000_000
 OVER_INT8 = 1.05  # fp8's time
 
 Product = Callable[..., jax.Array]
-PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands
-    "int8_matmul": (partial(int8_matmul, backend="mosaic"), "int8"),
-    "fp8_matmul": (partial(fp8_matmul, backend="mosaic"), "float8_e4m3fn"),
+PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operations' own choose their backend
+    "int8_matmul": (int8_matmul, "int8"),
+    "fp8_matmul": (fp8_matmul, "float8_e4m3fn"),
     "xla int8": (partial(int8_matmul, backend="xla"), "int8"),
     "xla fp8": (partial(fp8_matmul, backend="xla"), "float8_e4m3fn"),
     "xla bf16": (lambda x, w, *_: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))), "bfloat16"),
 }
+
+OPERATIONS = ("int8_matmul", "fp8_matmul")
 
 
 def layers_for(case: Case) -> int:
@@ -157,16 +159,21 @@ def measure_torch(case: Case, kind: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def table(cases: Sequence[Case], names: Sequence[str], seconds: float) -> Iterator[Row]:
-    """One row a case and product, the operation's own first; one that fails, or comes too late, says so."""
+def table(cases: Sequence[Case], names: Sequence[str], peer_rows: Sequence[int], seconds: float) -> Iterator[Row]:
+    """One row a case and product, the operation's own first, peers' at some M; one that fails or comes too late says
+    so."""
     deadline = time.monotonic() + seconds
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     shapes = {(case.k, case.n): [other for other in cases if (other.k, other.n) == (case.k, case.n)] for case in cases}
     with ThreadPoolExecutor(16) as pool:
         for name in names:
             for alike in shapes.values():
+                if name not in OPERATIONS:
+                    alike = [case for case in alike if case.m in peer_rows]
                 if name == "torch int8":
                     alike = [case for case in alike if case.m > 16]  # _int_mm takes no fewer rows
+                if not alike:
+                    continue
                 found: list[tuple[Case, float | Exception]]
                 if time.monotonic() > deadline:
                     found = [(case, RuntimeError(f"not measured within {seconds:.0f} s")) for case in alike]
@@ -234,9 +241,12 @@ def main(operation: str, description: str | None, peers: Sequence[str], argv: li
     parser: argparse.ArgumentParser = make_parser(description)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
     parser.add_argument("--own-only", action="store_true", help="leave out the peers")
+    parser.add_argument("--peer-rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M", help="where peers run")
     parser.add_argument("--seconds", type=float, default=600.0, help="time after which no measurement begins")
     args = parser.parse_args(argv)
     operand = PRODUCTS[operation][1]
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
     names = [operation] if args.own_only else [operation, *peers]
-    return record(operation, args, argv, table(cases, names, args.seconds), partial(summarize, operation))
+    return record(
+        operation, args, argv, table(cases, names, args.peer_rows, args.seconds), partial(summarize, operation)
+    )

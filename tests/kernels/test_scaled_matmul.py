@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import backends
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.fp8_matmul.cases import CASES as FP8_CASES
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.int8_matmul.cases import CASES as INT8_CASES
-from pallas_kernels.scaled_matmul import reference, xla
+from pallas_kernels.scaled_matmul import api, reference, xla
 from pallas_kernels.scaled_matmul.cases import Case
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 
@@ -104,6 +105,22 @@ def test_under_jit_and_in_another_dtype_than_its_addends():
     expected = reference.scaled_matmul(x, w, x_scale, w_scale, *addends.values())
     assert out.dtype == jnp.bfloat16
     assert error(out, expected) < TOLERANCE["bfloat16"]
+
+
+def test_the_faster_backend_is_chosen_unless_one_is_named(monkeypatch):
+    """As on a Hopper GPU: XLA's product where it was measured to be faster, else the kernel."""
+    monkeypatch.setattr(backends, "on_hopper", lambda: True)
+    monkeypatch.setattr(api, "_mosaic", lambda x, *rest: "mosaic")
+    monkeypatch.setattr(xla, "scaled_matmul", lambda x, *rest: "xla")
+    for m, operand, backend, expected in (
+        (1, "int8", None, "xla"),
+        (1, "int8", "mosaic", "mosaic"),
+        (2, "int8", None, "mosaic"),
+        (1, "float8_e4m3fn", None, "mosaic"),
+    ):
+        x, w = (jnp.zeros((rows, 4096), operand) for rows in (m, 4096))
+        matmul = int8_matmul if operand == "int8" else fp8_matmul
+        assert matmul(x, w, jnp.ones(m), jnp.ones(4096), backend=backend) == expected
 
 
 def test_no_rows():
