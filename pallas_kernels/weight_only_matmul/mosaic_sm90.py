@@ -8,8 +8,6 @@ with no sums to exchange between them.
 """
 
 import functools
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, group_scales
+from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.weight_only_matmul import xla
-from pallas_kernels.weight_only_matmul.config import SHARED_MEMORY, Config, check_supported, choose_config
-from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, Tile, operand, pair_table
+from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
+from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
+from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40)}  # by warpgroups: of a thread that computes, and that copies
 
@@ -113,130 +112,6 @@ def _backward(out_dtype, config, interpret, saved, gradient):
 
 
 _weight_only_matmul.defvjp(_forward, _backward)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Static sizes."""
-
-    m: int
-    n: int
-    k: int
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    format: WeightFormat
-    config: Config
-    interpreted: bool
-
-    @property
-    def step(self) -> int:
-        """Columns of the weight that a stage holds."""
-        return self.config.width * (2 if self.format.packed else 1)
-
-    @property
-    def steps(self) -> int:
-        """Stages of an item; what is past the end of K reads as zeros."""
-        return pl.cdiv(self.k, self.step * self.config.fold * self.config.split)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Along the weight's rows and along x's."""
-        return pl.cdiv(self.n, self.config.rows), pl.cdiv(self.m, self.config.tokens)
-
-    @property
-    def items(self) -> int:
-        return math.prod(self.tiles) * self.config.split
-
-    @property
-    def columns(self) -> int:
-        """Of x's parts in a tile, side by side."""
-        return max(8, self.config.tokens * self.config.fold)
-
-    @property
-    def kept(self) -> int:
-        """Rows of x that are stored, with those that do not exist."""
-        return max(8, self.config.tokens)
-
-    @property
-    def by_group(self) -> bool:
-        return self.format.group is not None
-
-    @property
-    def groups(self) -> int:
-        """Of a stage."""
-        return max(1, self.step // self.format.group) if self.format.group else 1
-
-    def vector_dtype(self, name: str) -> jnp.dtype:
-        """Of scales or zeros."""
-        return jnp.dtype("int8" if name == "zeros" else "float16" if self.by_group else "float32")
-
-    def vector_rows(self, name: str) -> int:
-        """Rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
-        rows, copied = self.config.rows, self.config.fold * self.groups if self.by_group else 1
-        while copied * rows * self.vector_dtype(name).itemsize % 128:
-            rows += 16
-        return rows
-
-    @property
-    def tile(self) -> Tile:
-        config = self.config
-        vector_rows = {name: self.vector_rows(name) for name in ("scales", "zeros")}
-        return Tile(
-            self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows, self.interpreted
-        )
-
-    def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
-        """What a stage is filled with: arrays, and of x parts of K."""
-        copies = [(name, 0) for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
-        return copies + [("x", part) for part in range(1 if self.config.tokens == 1 else self.config.fold)]
-
-    def vectors(self, names: tuple[str, ...]) -> list[str]:
-        """What is copied once a tile."""
-        return [] if self.by_group else [name for name in ("scales", "zeros") if name in names]
-
-    def scratch(self, names: tuple[str, ...]) -> dict[str, Any]:
-        config, fmt = self.config, self.format
-        out_rows = ROWS // config.fold
-        stage = config.fold * config.rows * config.width + self.columns * self.step * 2
-        other = 2048 + config.warpgroups * self.kept * out_rows * self.out_dtype.itemsize
-        other += 256 * 32 * 4 if "table" in names else 0
-        vectors: dict[str, tuple[tuple[int, ...], jnp.dtype]] = {}
-        for name in [name for name in ("scales", "zeros") if name in names]:
-            dtype = self.vector_dtype(name)
-            shape = (config.fold * self.groups,) if self.by_group else ()
-            vectors[f"{name}_s"] = (*shape, self.vector_rows(name)), dtype
-            size = math.prod(vectors[f"{name}_s"][0]) * dtype.itemsize
-            stage, other = (stage + size, other) if self.by_group else (stage, other + size)
-        other += config.warpgroups * (self.columns + 8) * ROWS * 4 if config.fold > 1 else 0
-        stages = min(config.stages, (SHARED_MEMORY - other) // stage)
-        if stages < 2:
-            raise NotImplementedError(f"{config} needs more shared memory for {fmt.name}: {stage} bytes a stage")
-        ring = (stages,) if self.by_group else ()
-        scratch: dict[str, Any] = {name: plgpu.SMEM((*ring, *shape), dtype) for name, (shape, dtype) in vectors.items()}
-        if config.fold > 1:
-            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
-        scratch |= {
-            "w_s": swizzled((stages, config.rows, config.fold * config.width), fmt.storage_dtype, config.width),
-            "x_s": swizzled((stages, self.columns, self.step), self.dtype, 128),
-            "out_s": plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype),
-            "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-        }
-        if self.vectors(names):
-            scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors(names)))
-            scratch["vectors_free"] = plgpu.Barrier(num_arrivals=config.warpgroups)
-        if "table" in names:
-            scratch["table_s"] = plgpu.SMEM((256, 32), jnp.int32)
-            scratch["table_full"] = plgpu.Barrier()
-        if self.interpreted:
-            scratch["staged_s"] = swizzled((config.warpgroups, ROWS, COLUMNS), self.dtype, 128)
-        return scratch
-
-
-def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
-    """Shared memory in which rows of `width` bytes are swizzled."""
-    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
