@@ -122,10 +122,8 @@ class Plan:
     @property
     def buffers(self) -> int:
         """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
-        return max(b for b in range(1, min(len(self.chunks), 4) + 1) if b == 1 or self._fits(b))
-
-    def _fits(self, buffers: int) -> bool:
-        return self.shared_memory(self.stages, buffers) <= SHARED_MEMORY
+        most = min(len(self.chunks), 4)
+        return max(b for b in range(1, most + 1) if self.shared_memory(self.stages, b) <= SHARED_MEMORY)
 
     @property
     def accumulator(self) -> Any:
