@@ -4,14 +4,13 @@ A row of E values is split evenly among the warpgroups of a block, and each part
 vector of eight to a thread. What is left after the full pieces takes powers of two, which fewer threads hold (the
 others hold copies). Arrays in memory are [.., E / 8, 8], so that a piece is a slice [n, 8].
 
-Reductions go through shared memory once: a float32 per vector, then one barrier of all threads, then every warp reads
-the row's values and reduces them in one and the same order. So the sum of a row is the same bits in all configurations.
+Reductions go through shared memory once: a float32 for every eight values, then one barrier of all threads, then every
+warp reads all of them and reduces them in one and the same order.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +28,8 @@ FULL = WARPS * LANES  # vectors in a full piece
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
-    approx_math=True,  # exp and rsqrt are the special function unit's: within 2^-21 of the exact ones
-    unsafe_no_auto_barriers=True,  # kernels order their few accesses to shared memory themselves
+    approx_math=True,  # exp and rsqrt are the special function unit's: good to 2^-21
+    unsafe_no_auto_barriers=True,  # what a thread reads from shared memory it wrote itself, or a barrier precedes it
 )
 
 
@@ -53,84 +52,68 @@ def pieces(vectors: int) -> tuple[Piece, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What one warpgroup handles: part `part` of each of `count` rows of T, from row `first` on.
+class Part:
+    """What one warpgroup handles of a row: part `index` of equal ones, in pieces, of which `first` are left out."""
 
-    A block may reach past the last row: it loads that one again, and stores nothing for it.
-    """
-
-    rows: int  # T
-    first: jax.Array
-    count: int
-    part: jax.Array
+    index: jax.Array
     cut: tuple[Piece, ...]
+    first: int = 0
 
     @property
     def base(self) -> jax.Array:
-        """The part's first vector in a row."""
-        return self.part * (self.cut[-1].start + self.cut[-1].size)
+        """Its first vector."""
+        return self.index * (self.cut[-1].start + self.cut[-1].size)
 
-    def load(self, ref: Any) -> list[list[jax.Array]]:
-        """This warpgroup's pieces, each [n, 8] in registers, of every row of [T, E / 8, 8] in memory."""
-        return [self.load_row(ref.at[jnp.minimum(self.first + i, self.rows - 1)]) for i in range(self.count)]
+    def load(self, ref: Any) -> list[jax.Array]:
+        """Its pieces of a row [E / 8, 8] in memory, each [n, 8] in registers."""
+        return [load_piece(ref, self.base + piece.start, piece.size) for piece in self.cut[self.first :]]
 
-    def load_row(self, ref: Any) -> list[jax.Array]:
-        """The same of one row [E / 8, 8]."""
-        return [
-            plgpu.load(ref.at[pl.ds(self.base + p.start, p.size)], layout=_piece_layout(p.size), optimized=False)
-            for p in self.cut
-        ]
-
-    def store(self, ref: Any, values: Sequence[Sequence[jax.Array]]) -> None:
-        """`load`'s inverse."""
-        for i, row in enumerate(values):
-            self._store_row(i, partial(self._put, ref.at[self.first + i], row))
-
-    def sums(self, values: Sequence[Sequence[jax.Array]], scratch: Any, barrier: Any) -> list[jax.Array]:
-        """The sum of each row, from float32 pieces, by scratch f32[count, E / 8]: each vector's sum at its place."""
-        for i, row in enumerate(values):
-            self._put(scratch.at[i], [jnp.sum(piece, axis=1) for piece in row])
-        _everyone(barrier)
-        return [_take(scratch.at[i], scratch.shape[1], jnp.sum, jnp.add) for i in range(self.count)]
-
-    def peaks(self, values: Sequence[Sequence[jax.Array]], scratch: Any, barrier: Any) -> list[jax.Array]:
-        """The largest magnitude of each row, float32, by scratch f32[count, parts * num_peaks(cut)]."""
-        for i, row in enumerate(values):
-            start = self.part * num_peaks(self.cut)
-            for peak in _fold_full([jnp.abs(piece) for piece in row]):
-                scratch[i, pl.ds(start, len(peak))] = jnp.max(peak, axis=1).astype(jnp.float32)
-                start += len(peak)
-        _everyone(barrier)
-        return [_take(scratch.at[i], scratch.shape[1], jnp.max, jnp.maximum) for i in range(self.count)]
-
-    def quantize(
-        self, values: Any, scales: Any, results: Sequence[Sequence[jax.Array]], kind: str, scratch: Any, barrier: Any
-    ) -> None:
-        """Stores `results` as quantize_rows has it: values [T, E / 8, 8] and scales [T] in memory."""
-        for i, (row, peak) in enumerate(zip(results, self.peaks(results, scratch, barrier))):
-            self._store_row(
-                i, partial(self._quantize_row, values, scales, self.first + i, row, _scale(peak, kind), kind)
-            )
-
-    def _quantize_row(
-        self, values: Any, scales: Any, at: jax.Array, row: Sequence[jax.Array], scale: jax.Array, kind: str
-    ) -> None:
-        inverse = 1.0 / scale
-        self._put(values.at[at], [_codes(piece, inverse, kind) for piece in row])
-
-        @pl.when(self.part == 0)
-        def _() -> None:
-            scales[at] = scale
-
-    def _store_row(self, i: int, save: Callable[[], None]) -> None:
-        if self.rows % self.count:
-            pl.when(self.first + i < self.rows)(save)
-        else:
-            save()
-
-    def _put(self, ref: Any, row: Sequence[jax.Array]) -> None:
-        for piece, value in zip(self.cut, row):
+    def store(self, ref: Any, values: Sequence[jax.Array]) -> None:
+        """`load`'s inverse; also for one number a vector [n] and a row [E / 8]."""
+        for piece, value in zip(self.cut[self.first :], values, strict=True):
             ref[pl.ds(self.base + piece.start, piece.size)] = value
+
+    def sum(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
+        """The sum of the whole row, from float32 pieces of all parts, by scratch f32[E / 8]."""
+        self.store(scratch, [jnp.sum(value, axis=1) for value in values])
+        _everyone(barrier)
+        return _take(scratch, jnp.sum, jnp.add)
+
+    def peak(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
+        """The largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Any full piece may
+        stand for others, as their maximum."""
+        start = self.index * num_peaks(self.cut)
+        for value in _fold_full([jnp.abs(value) for value in values]):
+            scratch[pl.ds(start, len(value))] = jnp.max(value, axis=1).astype(jnp.float32)
+            start += len(value)
+        _everyone(barrier)
+        return _take(scratch, jnp.max, jnp.maximum)
+
+    def store_scale(self, ref: Any, peak: jax.Array, kind: str) -> jax.Array:
+        """Stores the row's scale, as quantize_rows defines it, at scalar `ref`; returns its reciprocal."""
+        scale = _scale(peak, kind)
+
+        @pl.when(self.index == 0)
+        def _() -> None:
+            ref[...] = scale
+
+        return 1.0 / scale
+
+
+def load_piece(ref: Any, start: jax.Array | int, size: int) -> jax.Array:
+    """Vectors start .. start + size of ref [.., 8], in registers."""
+    return plgpu.load(ref.at[pl.ds(start, size)], layout=_piece_layout(size), optimized=False)
+
+
+def zero_piece(size: int, dtype: Any) -> jax.Array:
+    """A piece of zeros, laid out as loaded ones are."""
+    return plgpu.layout_cast(jnp.zeros((size, VECTOR), dtype), _piece_layout(size))
+
+
+def num_peaks(cut: Sequence[Piece]) -> int:
+    """How many values Part.peak puts into scratch for each part."""
+    sizes = [piece.size for piece in cut]
+    return FULL * (FULL in sizes) + sum(size for size in sizes if size != FULL)
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -138,22 +121,37 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def num_peaks(cut: Sequence[Piece]) -> int:
-    """How many values Block.peaks puts into scratch for each part."""
-    sizes = [piece.size for piece in cut]
-    return FULL * (FULL in sizes) + sum(size for size in sizes if size != FULL)
+def widen_by_bits(x: jax.Array) -> jax.Array:
+    """The same; bf16 by its bits. Conversions keep the compiler from rounding results to bf16 two at a time, and the
+    instruction that rounds one takes a slot of the special function unit."""
+    if x.dtype != jnp.bfloat16:
+        return widen(x)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _take(scratch: Any, size: int, reduce: Callable[..., jax.Array], join: Callable[..., jax.Array]) -> jax.Array:
-    """The reduction of scratch f32[size] to a scalar that every thread gets: `reduce` is jnp.sum or jnp.max, `join`
-    its binary operation."""
-    found, start = [], 0
-    while start < size:
-        many = (size - start) // FULL * FULL or 1 << ((size - start).bit_length() - 1)
-        values = plgpu.load(scratch.at[pl.ds(start, many)], layout=_scratch_layout(many), optimized=False)
-        found.append(reduce(values, axis=0))
-        start += many
-    return functools.reduce(join, found)
+def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gate * sigmoid(gate) * up in float32. 1 / y is rsqrt(y)^2: two instructions, while a reciprocal that minds
+    subnormal numbers takes seven."""
+    root = jax.lax.rsqrt(1.0 + jnp.exp(-gate))
+    return gate * (root * root) * up
+
+
+def codes(x: jax.Array, inverse: jax.Array, kind: str) -> jax.Array:
+    """float32 x over its scale as int8 or float8_e4m3fn, as quantize_rows defines it; `inverse` is 1 / scale.
+
+    The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer.
+    The clip keeps it from becoming one operation with the product, which would round once where XLA rounds twice.
+    """
+    scaled = jnp.minimum(jnp.maximum(x * inverse, -LARGEST[kind]), LARGEST[kind])
+    if kind == "int8":
+        return jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32).astype(jnp.int8)
+    return scaled.astype(KINDS[kind])
+
+
+def _scale(peak: jax.Array, kind: str) -> jax.Array:
+    scaled = peak * float(np.float32(1 / LARGEST[kind]))
+    return jnp.maximum(scaled, float(np.finfo(np.float32).smallest_normal))
 
 
 def _everyone(barrier: Any) -> None:
@@ -162,21 +160,16 @@ def _everyone(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _scale(peak: jax.Array, kind: str) -> jax.Array:
-    """The scale of a row by its largest magnitude, as quantize_rows defines it."""
-    scaled = peak * float(np.float32(1 / LARGEST[kind]))
-    return jnp.maximum(scaled, float(np.finfo(np.float32).smallest_normal))
-
-
-def _codes(x: jax.Array, inverse: jax.Array, kind: str) -> jax.Array:
-    """x over its scale as int8 or float8_e4m3fn, as quantize_rows defines it; `inverse` is 1 / scale.
-
-    The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer.
-    """
-    scaled = jnp.minimum(jnp.maximum(widen(x) * inverse, -LARGEST[kind]), LARGEST[kind])
-    if kind == "int8":
-        return jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32).astype(jnp.int8)
-    return scaled.astype(KINDS[kind])
+def _take(scratch: Any, reduce: Callable[..., jax.Array], join: Callable[..., jax.Array]) -> jax.Array:
+    """The reduction of scratch f32[n] to a scalar that every thread gets: `reduce` is jnp.sum or jnp.max, `join` its
+    binary operation."""
+    found, start, size = [], 0, scratch.shape[0]
+    while start < size:
+        many = (size - start) // FULL * FULL or 1 << ((size - start).bit_length() - 1)
+        values = plgpu.load(scratch.at[pl.ds(start, many)], layout=_scratch_layout(many), optimized=False)
+        found.append(reduce(values, axis=0))
+        start += many
+    return functools.reduce(join, found)
 
 
 def _fold_full(values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -29,6 +29,11 @@ class Case:
         x, residual = (normal(rng, shape, self.dtype) * sizes for _ in range(2))
         return x, normal(rng, shape[1:], self.dtype), residual if self.residual else None
 
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What names the case in a table."""
+        return {"T": self.rows, "E": self.width, "kind": self.kind or "none", "residual": self.residual}
+
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the call, the residual left out."""
         return {"eps": EPS, "kind": self.kind}
@@ -55,8 +60,8 @@ CASES = tuple(
     for kind in KINDS
 )
 BENCH_CASES = tuple(
-    Case(rows, width, "bfloat16", kind)
-    for width in (4096, 8192)
-    for kind in KINDS
+    Case(rows, width, "bfloat16", kind, residual)
     for rows in (1, 16, 64, 128, 256, 512, 2048, 8192)
+    for width, residual in ((4096, True), (4096, False), (8192, True))
+    for kind in KINDS
 )

@@ -9,7 +9,7 @@ from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import reference, xla
-from pallas_kernels.silu_mul_quant.config import check_supported, mosaic_wins
+from pallas_kernels.silu_mul_quant.config import DEFAULT_KINDS, check_supported
 
 
 def silu_mul_quant(
@@ -32,7 +32,7 @@ def silu_mul_quant(
     if sizes["X"] % 2 or width < 1:
         raise ValueError(f"gate_up has shape {gate_up.shape}, expected [T, 2F] with F of at least 1")
     chosen = choose_backend(backend, partial(check_supported, str(gate_up.dtype), rows, width))
-    if backend is None and not mosaic_wins(rows, width, kind):
+    if backend is None and kind not in DEFAULT_KINDS:
         chosen = "xla"
     if chosen == "mosaic":
         from pallas_kernels.silu_mul_quant import mosaic_sm90  # imports all of Pallas

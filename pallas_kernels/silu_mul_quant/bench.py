@@ -6,38 +6,39 @@ Bytes are those that must move: gate and up in; the rows and their scales out.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels import row_bench
 from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.silu_mul_quant import mosaic_sm90
 from pallas_kernels.silu_mul_quant.api import silu_mul_quant
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, Case
-from pallas_kernels.silu_mul_quant.config import mosaic_wins
+from pallas_kernels.silu_mul_quant.config import stream_config
 
+PEERS = ("mosaic", "stream", "xla")  # the default, Config.stream, and the plain formula
 SINGLE = {11008: 3.0}  # F: most microseconds of one row
 
 
-def time(case: Case, backend: str) -> float:
+def ready(case: Case, peer: str) -> Callable[[], float]:
     def run(gate_up: Any) -> Any:
-        return silu_mul_quant(gate_up, kind=case.kind, backend=backend)
+        if peer == "stream":
+            return mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, config=stream_config(case.width))
+        return silu_mul_quant(gate_up, kind=case.kind, backend=peer)
 
-    return row_bench.measure(case, [(case.rows, 2 * case.width)], run)
+    return row_bench.prepare(case, [(case.rows, 2 * case.width)], run)
 
 
 def bars(rows: list[dict[str, Any]]) -> Any:
-    def chosen(row: dict[str, Any]) -> str:
-        kind = None if row["kind"] == "none" else row["kind"]
-        return "mosaic" if mosaic_wins(row["T"], row["F"], kind) else "xla"
-
-    return row_bench.bars(rows, "F", SINGLE, chosen)
+    return row_bench.bars(rows, "F", SINGLE)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
     args = parser.parse_args(argv)
-    cases = [case for case in BENCH_CASES if case.rows in args.rows]
-    return record("silu_mul_quant", args, argv, row_bench.table("silu_mul_quant", "F", cases, time), bars)
+    cases = [case for rows in args.rows for case in BENCH_CASES if case.rows == rows]
+    return record("silu_mul_quant", args, argv, row_bench.table("silu_mul_quant", cases, PEERS, ready), bars)
 
 
 if __name__ == "__main__":

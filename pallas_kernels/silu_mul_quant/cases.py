@@ -1,6 +1,7 @@
 """Shapes of silu_mul_quant that tests and benchmarks share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +25,11 @@ class Case:
         return normal(rng, (self.rows, 2 * self.width), self.dtype) * sizes
 
     @property
+    def labels(self) -> dict[str, Any]:
+        """What names the case in a table."""
+        return {"T": self.rows, "F": self.width, "kind": self.kind or "none"}
+
+    @property
     def moved_bytes(self) -> int:
         """What must move: gate and up in; the rows and their scales out."""
         size = np.dtype(self.dtype).itemsize
@@ -45,7 +51,7 @@ CASES = tuple(
 )
 BENCH_CASES = tuple(
     Case(rows, width, "bfloat16", kind)
+    for rows in (1, 16, 64, 128, 256, 512, 2048, 8192)
     for width in (11008, 28672)
     for kind in KINDS
-    for rows in (1, 16, 64, 128, 256, 512, 2048, 8192)
 )

@@ -1,6 +1,8 @@
 """silu_mul_quant on Hopper: gate and up are read once, where the projection left them, and only codes are written.
 
-Bound by memory, or by the launch when rows are few: then several warpgroups share a row.
+A row is loaded at once, computed, and quantized in registers. Bound by memory when rows are many, but not well: a block
+computes nothing while it loads, and as all blocks of an SM do so at the same time, memory idles while they compute.
+stream_sm90.py is the way out.
 """
 
 from functools import partial
@@ -10,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import row_pieces_sm90 as pieces_sm90
+from pallas_kernels import row_pieces_sm90 as row_pieces
 from pallas_kernels.quantized_rows import KINDS, QuantizedRows
-from pallas_kernels.row_pieces_sm90 import VECTOR, Piece
-from pallas_kernels.silu_mul_quant import xla
+from pallas_kernels.row_pieces_sm90 import VECTOR, Part, Piece
+from pallas_kernels.silu_mul_quant import stream_sm90, xla
 from pallas_kernels.silu_mul_quant.config import Config, check_supported, choose_config
 
 
@@ -28,8 +30,8 @@ def silu_mul_quant(
     """gate_up [T, 2F] -> rows [T, F]; see api.py. Gradients are xla's."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     check_supported(str(gate_up.dtype), rows, width)
-    config = choose_config(rows, width, kind) if config is None else config
-    config.check(width, kind)
+    config = choose_config(rows, width) if config is None else config
+    config.check(width)
     return _silu_mul_quant(gate_up, kind, config, interpret)
 
 
@@ -38,26 +40,30 @@ def _silu_mul_quant(
     gate_up: jax.Array, kind: str | None, config: Config, interpret: plgpu.InterpretGPUParams | None
 ) -> jax.Array | QuantizedRows:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    parts = config.warpgroups * config.splits
-    cut = pieces_sm90.pieces(width // VECTOR // parts)
-    out = [jax.ShapeDtypeStruct((rows, width // VECTOR, VECTOR), gate_up.dtype if kind is None else KINDS[kind])]
+    vectors, warpgroups = width // VECTOR, config.warpgroups
+    cut = row_pieces.pieces(vectors // warpgroups)
+    out = [jax.ShapeDtypeStruct((rows, vectors, VECTOR), gate_up.dtype if kind is None else KINDS[kind])]
     scratch: list[Any] = []
     if kind is not None:
         out.append(jax.ShapeDtypeStruct((rows,), jnp.float32))
-        peaks = config.warpgroups * pieces_sm90.num_peaks(cut)
-        scratch = [plgpu.SMEM((config.rows, peaks), jnp.float32), plgpu.Barrier(num_arrivals=config.warpgroups)]
+        scratch = [
+            plgpu.SMEM((warpgroups * row_pieces.num_peaks(cut),), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ]
+        if config.stream:
+            scratch.append(stream_sm90.stage(cut, warpgroups, gate_up.dtype))
     values, *scales = plgpu.kernel(
-        partial(_body, rows=rows, kind=kind, config=config, cut=cut),
+        partial(stream_sm90.body if config.stream else _body, kind=kind, cut=cut),
         out_type=out,
-        grid=(-(-rows // config.rows), config.splits),
-        grid_names=("block", "split"),
-        num_threads=config.warpgroups,
+        grid=(rows,),
+        grid_names=("row",),
+        num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
         interpret=interpret,
-        compiler_params=pieces_sm90.COMPILER_PARAMS,
+        compiler_params=row_pieces.COMPILER_PARAMS,
         kernel_name="silu_mul_quant",
-    )(gate_up.reshape(rows, 2, width // VECTOR, VECTOR))
+    )(gate_up.reshape(rows, 2, vectors, VECTOR))
     values = values.reshape(rows, width)
     return values if kind is None else QuantizedRows(values, scales[0])
 
@@ -73,23 +79,18 @@ def _backward(kind, config, interpret, gate_up, gradient):
 _silu_mul_quant.defvjp(_forward, _backward)
 
 
-def _body(
-    gate_up: Any, values: Any, *rest: Any, rows: int, kind: str | None, config: Config, cut: tuple[Piece, ...]
-) -> None:
-    first = jax.lax.axis_index("block") * config.rows
-    part = jax.lax.axis_index("split") * config.warpgroups + jax.lax.axis_index("warpgroup")
-    block = pieces_sm90.Block(rows, first, config.rows, part, cut)
-    loaded = [block.load(gate_up.at[:, half]) for half in range(2)]
-    results = [[_silu_mul(*halves) for halves in zip(*row)] for row in zip(*loaded)]
+def _body(gate_up: Any, values: Any, *rest: Any, kind: str | None, cut: tuple[Piece, ...]) -> None:
+    row, part = jax.lax.axis_index("row"), Part(jax.lax.axis_index("warpgroup"), cut)
+    gate, up = part.load(gate_up.at[row, 0]), part.load(gate_up.at[row, 1])
+    results = [_silu_mul(*pair) for pair in zip(gate, up)]
     if kind is None:
-        block.store(values, results)
-    else:
-        scales, *scratch = rest
-        block.quantize(values, scales, results, kind, *scratch)
+        part.store(values.at[row], results)
+        return
+    scales, *scratch = rest
+    inverse = part.store_scale(scales.at[row], part.peak(results, *scratch), kind)
+    part.store(values.at[row], [row_pieces.codes(row_pieces.widen(x), inverse, kind) for x in results])
 
 
 def _silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gate * sigmoid(gate) * up in float32, rounded. 1 / y is rsqrt(y)^2: a division takes ten times as long."""
-    g = pieces_sm90.widen(gate)
-    root = jax.lax.rsqrt(1.0 + jnp.exp(-g))
-    return (g * (root * root) * pieces_sm90.widen(up)).astype(gate.dtype)
+    product = row_pieces.silu_mul(row_pieces.widen(gate), row_pieces.widen(up))
+    return product.astype(gate.dtype)

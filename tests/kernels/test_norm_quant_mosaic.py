@@ -13,20 +13,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_pieces_sm90
 from pallas_kernels.norm_quant import mosaic_sm90, norm_quant, reference, xla
 from pallas_kernels.norm_quant.cases import BENCH_CASES, CASES, EPS, Case
-from pallas_kernels.norm_quant.config import Config, choose_config
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from tests.kernels.helpers import error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
 
 SUPPORTED = [case for case in CASES if case.dtype != "float32"]
-INTERPRETED = [  # rows beyond the last one, parts of vectors of fewer lanes and warps, one and more full pieces
-    (Case(3, 128, "bfloat16", None), Config(rows=2)),
-    (Case(2, 1408, "bfloat16", "int8"), Config()),
-    (Case(3, 1408, "float16", "fp8"), Config(rows=2)),
-    (Case(1, 2560, "bfloat16", "fp8", residual=False), Config(warpgroups=2)),
-    (Case(3, 1408, "bfloat16", "int8"), Config(warpgroups=4, rows=2)),
-    (Case(1, 1408, "float16", "int8", residual=False), Config(warpgroups=8)),
+INTERPRETED = [  # parts of vectors of fewer lanes and warps, one and more full pieces
+    Case(3, 128, "bfloat16", None),
+    Case(2, 1408, "bfloat16", "int8"),
+    Case(2, 1664, "float16", "fp8"),
+    Case(1, 2560, "bfloat16", "fp8", residual=False),
+    Case(1, 384, "float16", "int8", residual=False),
+    Case(1, 5120, "bfloat16", None),
 ]
 
 
@@ -49,24 +48,13 @@ def interpreted(case: Case, x, weight, residual, **options):
     return out
 
 
-@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
-def test_interpreted_gives_the_bits_of_xla(case, config):
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_interpreted_gives_the_bits_of_xla(case):
     arguments = simple(case)
-    rows, summed = interpreted(case, *arguments, config=config)
+    rows, summed = interpreted(case, *arguments)
     expected, expected_sum = xla.norm_quant(*arguments[:2], residual=arguments[2], **case.options())
     assert same_bits(summed, expected_sum)
     assert same_bits(rows, expected)
-
-
-def test_a_row_is_the_same_bits_whatever_the_configuration():
-    """Sums are of the same vectors in the same order; values have nothing exact about them here."""
-    case = Case(2, 2048, "float16", None, residual=False)
-    x, weight, _ = case.inputs()
-    outs = [
-        interpreted(case, x, weight * 0 + 1, None, config=config)[0] for config in (Config(), Config(4), Config(2, 2))
-    ]
-    assert same_bits(outs[0], outs[1])
-    assert same_bits(outs[0], outs[2])
 
 
 def test_gradients_are_those_of_xla():
@@ -96,7 +84,7 @@ def test_seeded_faults_are_caught(monkeypatch, module, name, change):
     arguments = simple(case)
     monkeypatch.setattr(module, name, change(getattr(module, name)))
     x, weight, residual = arguments
-    options = {"interpret": plgpu.InterpretGPUParams(), "config": Config()}
+    options = {"interpret": plgpu.InterpretGPUParams()}
     out = mosaic_sm90.norm_quant.__wrapped__(x, weight, residual=residual, **case.options(), **options)
     assert not same_bits(out, xla.norm_quant(x, weight, residual=residual, **case.options()))
 
@@ -106,20 +94,16 @@ def shapes(case: Case) -> tuple:
     return row, jax.ShapeDtypeStruct((case.width,), case.dtype), row if case.residual else None
 
 
-def lower(case: Case, config: Config) -> str:
-    def run(x, weight, residual):
-        return mosaic_sm90.norm_quant(x, weight, residual=residual, config=config, **case.options())
-
-    return jax.jit(run).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_every_case_lowers_for_cuda():
-    cases = [
-        (case, choose_config(case.rows, case.width, case.kind, case.residual)) for case in SUPPORTED + [*BENCH_CASES]
-    ]
-    kernels = {(config, replace(case, rows=8)) for case, config in (*cases, *INTERPRETED)}  # rows are the grid's size
-    for config, case in kernels:
-        assert lower(case, config).count("stablehlo.custom_call @mosaic_gpu") == 1
+    def run(x, weight, residual, case):
+        return mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options())
+
+    for case in {
+        replace(case, rows=8) for case in (*SUPPORTED, *BENCH_CASES, *INTERPRETED)
+    }:  # rows are the grid's size
+        jitted = jax.jit(partial(run, case=case))
+        text = jitted.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 def test_unrolled_layers_share_one_lowering():
@@ -135,27 +119,13 @@ def test_unrolled_layers_share_one_lowering():
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-def test_configurations_are_checked():
-    for options, message in (
-        ({"warpgroups": 3}, "warpgroups is 3, expected a power of two from 1 to 8"),
-        ({"rows": 16}, "rows is 16, expected a power of two from 1 to 8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Config(**options)
-    for case in BENCH_CASES:
-        choose_config(case.rows, case.width, case.kind, case.residual).check(case.width)
-
-
-CONFIGS = (Config(), Config(rows=2), Config(warpgroups=2), Config(warpgroups=4, rows=2), Config(warpgroups=8))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case", [*SUPPORTED, Case(33, 4096, "bfloat16", "int8"), Case(7, 8192, "float16", "fp8")], ids=str
 )
 def test_gpu_matches_the_definition(case):
     """Against float64; codes are those of the kernel's own rows; xla differs by at most a unit in few values; the same
-    bits again, and in every configuration."""
+    bits again."""
     x, weight, residual = case.inputs()
     rows, summed = norm_quant(x, weight, residual=residual, backend="mosaic", **case.options())
     plain, same = norm_quant(x, weight, residual=residual, backend="mosaic", eps=EPS)
@@ -168,9 +138,7 @@ def test_gpu_matches_the_definition(case):
     assert units.max() <= 1
     assert np.mean(units > 0) < 5e-3
     assert case.kind is None or same_bits(rows, jax.jit(partial(quantize_rows, kind=case.kind))(plain))
-    for config in CONFIGS:
-        again = mosaic_sm90.norm_quant(x, weight, residual=residual, config=config, **case.options())
-        assert same_bits(again, (rows, summed))
+    assert same_bits(norm_quant(x, weight, residual=residual, backend="mosaic", **case.options()), (rows, summed))
 
 
 @pytest.mark.gpu

@@ -114,6 +114,20 @@ def test_seeded_faults_are_caught():
     assert error(swapped, wanted) > 2 * tolerance(Case(4, 256, "bfloat16", "int8"))
 
 
+def test_a_hopper_gpu_takes_the_kernel_for_what_it_was_measured_faster(monkeypatch):
+    from pallas_kernels.silu_mul_quant import mosaic_sm90
+
+    monkeypatch.setattr("pallas_kernels.backends.on_hopper", lambda: True)
+    called = []
+    monkeypatch.setattr(mosaic_sm90, "silu_mul_quant", lambda *_, **options: called.append(options["kind"]))
+    x = jnp.zeros((2, 256), jnp.bfloat16)
+    for kind in (None, "int8", "fp8"):
+        silu_mul_quant(x, kind=kind)
+    assert called == ["int8", "fp8"]
+    assert silu_mul_quant(x.astype("float32"), kind="int8") is not None  # by xla
+    assert called == ["int8", "fp8"]
+
+
 def test_bad_arguments():
     gate_up = jnp.zeros((2, 512), jnp.bfloat16)
     for array, options, message in (

@@ -14,23 +14,23 @@ from pallas_kernels import row_pieces_sm90
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.silu_mul_quant import mosaic_sm90, reference, silu_mul_quant, xla
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.silu_mul_quant.config import Config, choose_config
+from pallas_kernels.silu_mul_quant.config import Config, choose_config, stream_config
 from tests.kernels.helpers import error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_silu_mul_quant import numbers, tolerance
 
 SUPPORTED = [case for case in CASES if case.dtype != "float32"]
-INTERPRETED = [  # rows beyond the last one, parts of vectors of fewer lanes and warps, one and more full pieces
-    (Case(3, 128, "bfloat16", None), Config(rows=2)),
-    (Case(2, 1408, "bfloat16", None), Config(splits=4)),
+INTERPRETED = [  # parts of vectors of fewer lanes and warps, one and more full pieces
+    (Case(3, 128, "bfloat16", None), Config()),
+    (Case(1, 3456, "bfloat16", None), Config(stream=True)),
     (Case(2, 1408, "bfloat16", "int8"), Config()),
-    (Case(3, 1408, "float16", "fp8"), Config(rows=2)),
+    (Case(2, 2048, "float16", "fp8"), Config(stream=True)),
+    (Case(1, 3200, "bfloat16", "int8"), Config(stream=True)),
     (Case(1, 2560, "bfloat16", "fp8"), Config(warpgroups=2)),
-    (Case(3, 1408, "bfloat16", "int8"), Config(warpgroups=4, rows=2)),
+    (Case(1, 2816, "bfloat16", "int8"), Config(warpgroups=2, stream=True)),
+    (Case(2, 1408, "bfloat16", "int8"), Config(warpgroups=4)),
     (Case(1, 1408, "float16", "int8"), Config(warpgroups=8)),
 ]
-
-
 FEW = {"bfloat16": 1e-3, "float16": 5e-3}  # the share of values that may be rounded the other way
 
 
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_xla():
 @pytest.mark.parametrize(
     ("module", "name", "change"),
     [
-        (mosaic_sm90, "_silu_mul", lambda real: lambda gate, up: real(up, gate)),
+        (row_pieces_sm90, "silu_mul", lambda real: lambda gate, up: real(up, gate)),
         (row_pieces_sm90, "_scale", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
         (row_pieces_sm90, "_fold_full", lambda real: lambda values: real(values)[:-1] + [real(values)[-1] * 0]),
     ],
@@ -92,7 +92,8 @@ def lower(case: Case, config: Config) -> str:
 
 
 def test_every_case_lowers_for_cuda():
-    cases = [(case, choose_config(case.rows, case.width, case.kind)) for case in [*SUPPORTED, *BENCH_CASES]]
+    cases = [(case, choose_config(case.rows, case.width)) for case in [*SUPPORTED, *BENCH_CASES]]
+    cases += [(case, stream_config(case.width)) for case in BENCH_CASES]
     kernels = {(config, replace(case, rows=8)) for case, config in (*cases, *INTERPRETED)}  # rows are the grid's size
     for config, case in kernels:
         text = lower(case, config)
@@ -114,22 +115,17 @@ def test_unrolled_layers_share_one_lowering():
 
 
 def test_configurations_are_checked():
-    for options, message in (
-        ({"warpgroups": 3}, "warpgroups is 3, expected a power of two from 1 to 8"),
-        ({"rows": 16}, "rows is 16, expected a power of two from 1 to 8"),
-        ({"splits": 0}, "splits is 0, expected a power of two from 1 to 64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Config(**options)
-    with pytest.raises(ValueError, match="splits is 2, but a block quantizes whole rows: expected 1 for int8"):
-        Config(splits=2).check(4096, "int8")
-    with pytest.raises(ValueError, match="F=128 cannot be split in 32 parts of whole vectors of 8"):
-        Config(warpgroups=4, splits=8).check(128, None)
+    with pytest.raises(ValueError, match="warpgroups is 3, expected 1, 2, 4 or 8"):
+        Config(warpgroups=3)
+    with pytest.raises(ValueError, match="F=1408 has no full piece of 1024 for each of 2 warpgroups to stream"):
+        Config(2, stream=True).check(1408)
+    with pytest.raises(ValueError, match="F=36 cannot be split among 1 warpgroups in whole vectors of 8"):
+        Config().check(36)
     for case in BENCH_CASES:
-        choose_config(case.rows, case.width, case.kind).check(case.width, case.kind)
+        choose_config(case.rows, case.width).check(case.width)
 
 
-CONFIGS = (Config(), Config(rows=2), Config(warpgroups=2), Config(warpgroups=4, rows=2), Config(warpgroups=8))
+CONFIGS = [Config(warpgroups) for warpgroups in (1, 2, 4, 8)]
 
 
 @pytest.mark.gpu
@@ -149,6 +145,16 @@ def test_gpu_matches_the_definition(case):
     assert case.kind is None or same_bits(rows, jax.jit(partial(quantize_rows, kind=case.kind))(plain))
     for config in CONFIGS:
         assert same_bits(mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, config=config), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(300, 11008, "bfloat16", "int8"), Case(33, 28672, "float16", "fp8")], ids=str)
+def test_gpu_streamed_rows_are_the_same(case):
+    gate_up = case.inputs()
+    for kind in (case.kind, None):
+        rows = mosaic_sm90.silu_mul_quant(gate_up, kind=kind)
+        for config in (Config(stream=True), Config(4, stream=True)):
+            assert same_bits(mosaic_sm90.silu_mul_quant(gate_up, kind=kind, config=config), rows)
 
 
 @pytest.mark.gpu
