@@ -118,15 +118,16 @@ def lower(function, *arguments) -> str:
 
 
 def test_every_case_lowers_for_cuda():
+    """Each configuration with each format at one row, and all of them with one format."""
     seen = set()
-    for case in (*SUPPORTED, *BENCH_CASES):
+    large = [case for case in BENCH_CASES if case.format == "w4a16-g128" or case.leading == (1,)]
+    for case in (*SUPPORTED, *large):
         x, w = shapes(case)
         key = case.format, case.dtype, supported_config(case)
-        if key in seen:
-            continue
-        seen.add(key)
-        text = lower(lambda x, w: mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype), x, w)
-        assert "mosaic_gpu" in text, case
+        if key not in seen:
+            seen.add(key)
+            text = lower(lambda x, w: mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype), x, w)
+            assert "mosaic_gpu" in text, case
 
 
 def test_layers_share_one_kernel():
