@@ -181,7 +181,7 @@ def test_dequantizing_again_changes_no_bit():
     outs = [
         mosaic_sm90.decode_attention(
             *arguments, case.scale, None, interpret=plgpu.InterpretGPUParams(),
-            config=Config(tile=64, computing=1, split=128, sms=1, stages=2, dequantize=times),
+            config=Config(computing=1, split=128, sms=1, stages=2, dequantize=times),
         )
         for times in (1, 3)
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import reference, xla
-from pallas_kernels.decode_attention.config import check_supported
+from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work
 from pallas_kernels.kv_pages import KVPages
 
@@ -50,7 +50,8 @@ def decode_attention(
     check_window(window)
     if debug:
         check_decode_values(page_table, lengths, window, pages)
-    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+    check = check_supported if backend == "mosaic" else check_proven
+    chosen = choose_backend(backend, lambda: check(q, pages))
     if chosen == "mosaic":
         from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 
@@ -93,7 +94,7 @@ def compute_item(
     state: tiles and heads so far, the slot of the next partial result, results so far, and the sum of the head's
     splits so far.
     """
-    tile, rows, columns = shape.config.tile, shape.config.rows, shape.columns
+    tile, columns = shape.config.tile, shape.columns
     tiles, heads, part, wholes, before = state
     q_s, p_s, part_s, of_query, reduced = (x.at[warpgroup] for x in (q_s, p_s, part_s, of_query, reduced))
 
@@ -109,11 +110,11 @@ def compute_item(
     log2_scale: Any = shape.scale * math.log2(math.e)
     if q_s.dtype != q_raw.dtype:
         factors = plgpu.load(of_query.at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * log2_scale
-        log2_scale = lax.broadcast_in_dim(factors, (rows, columns), [1])
+        log2_scale = lax.broadcast_in_dim(factors, (ROWS, columns), [1])
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
-        tokens = j * tile + warpgroup * rows  # the first of this warpgroup's
+        tokens = j * tile + warpgroup * ROWS  # the first of this warpgroup's
         plgpu.barrier_wait(full.at[slot])
         staged = partial(_staged, shape, item, tokens, (slot, warpgroup), others)
         k_tile = staged(shape.k, "k")
@@ -125,8 +126,8 @@ def compute_item(
             staged(shape.v, "v")  # meanwhile
             return ref[...]
 
-        logits = pl.run_scoped(logits_of, plgpu.ACC((rows, columns), jnp.float32)) * log2_scale
-        token = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA) + tokens
+        logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, columns), jnp.float32)) * log2_scale
+        token = plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 0, layout=plgpu.Layout.WGMMA) + tokens
         logits = jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
         top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
         top = jnp.maximum(carry.top, top)
@@ -146,7 +147,7 @@ def compute_item(
         weights = p.astype(jnp.float32)  # as they were multiplied: their rounding cancels
         return Sum(top, _scaled(carry.total, shrink) + weights, _scaled(carry.acc, shrink) + summed)
 
-    own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (rows,)))
+    own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
     own = Sum(own.top, reduce_rows(own.total, "add", reduced, shape), own.acc)
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
     before = jax.tree.map(lambda x, y: jnp.where(alone, x, y), empty_sum(shape), before)
@@ -271,7 +272,7 @@ def _staged(
 def _zero_hidden(item: Item, tokens: jax.Array, v_tile: Any) -> None:
     """Zeros in the values of masked tokens at a split's edges: they may hold anything, and 0 * NaN isn't 0."""
 
-    @pl.when(jnp.logical_or(tokens < item.low, tokens + v_tile.shape[0] > item.high))
+    @pl.when(jnp.logical_or(tokens < item.low, tokens + ROWS > item.high))
     def _edge() -> None:
         values = plgpu.load(v_tile, layout=plgpu.Layout.WGMMA, optimized=False)
         token = plgpu.broadcasted_iota(jnp.int32, v_tile.shape, 0, layout=plgpu.Layout.WGMMA) + tokens

@@ -6,15 +6,16 @@ import jax
 
 from pallas_kernels.kv_pages import KVPages
 
+ROWS = 64  # tokens of a tile that a warpgroup computes with: of one wgmma
+
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and resources of the kernel. `tile`, `computing`, `split` and `most_splits` change a result's bits."""
+    """Sizes and resources of the kernel. `computing`, `split` and `most_splits` change a result's bits."""
 
-    tile: int = 128  # tokens that are in shared memory, or not, together
-    computing: int = 2  # warpgroups that compute: each has its share of a tile's tokens, and a sum of its own
+    computing: int = 2  # warpgroups that compute: each has 64 tokens of a tile, and a sum of its own
     split: int = 256  # tokens of one work item: fixed, so that a result doesn't depend on its company,
-    most_splits: int = 64  # but doubled until so many are enough for a row
+    most_splits: int = 32  # but doubled until so many are enough for a row
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = 132  # multiprocessors: an H200's
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
@@ -23,10 +24,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.computing not in (1, 2):
             raise ValueError(f"computing is {self.computing}, expected 1 or 2")
-        if self.tile < 64 or self.tile % (64 * self.computing):
-            raise ValueError(f"tile is {self.tile}, expected a multiple of 64 for each of {self.computing} warpgroups")
-        if self.split < self.tile or self.split % self.tile or self.split.bit_count() > 1:
-            raise ValueError(f"split is {self.split}, expected a power of two, a multiple of tile={self.tile}")
+        if self.split < self.tile or self.split.bit_count() != 1:
+            raise ValueError(f"split is {self.split}, expected a power of two, at least a tile of {self.tile} tokens")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}, expected at least 2")
         for name in ("most_splits", "per_sm", "sms", "dequantize"):
@@ -34,9 +33,9 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
     @property
-    def rows(self) -> int:
-        """Tokens of a tile that one warpgroup computes with."""
-        return self.tile // self.computing
+    def tile(self) -> int:
+        """Tokens that are copied to shared memory, and freed there, together."""
+        return ROWS * self.computing
 
     @property
     def workers(self) -> int:
@@ -46,12 +45,10 @@ class Config:
 def choose_config(head_dim: int, queries: int) -> Config:
     """The configuration for a head dim and the query heads that share a KV head (up to 64 of them).
 
-    Measured on an H200 in bf16 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20): of the
-    configurations of one split, tiles of 128 tokens are the best in every cell. The others are what fits.
+    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20). One warpgroup is what
+    shared memory has room for.
     """
-    if head_dim <= 128 and queries <= 16:
-        return Config()
-    return Config(tile=64, computing=1)
+    return Config(computing=2 if head_dim <= 128 and queries <= 16 else 1)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:
@@ -68,3 +65,14 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
             raise NotImplementedError(
                 f"the mosaic kernel has no {part.format.dtype} {name}; supported: 16 bits and fewer"
             )
+
+
+def check_proven(q: jax.Array, pages: KVPages) -> None:
+    """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
+    arguments get it when it is named, not by default."""
+    check_supported(q, pages)
+    group = q.shape[1] // pages.k.values.shape[1]
+    if group > 16 and q.shape[-1] <= 128:
+        raise NotImplementedError(
+            f"the mosaic kernel was not yet run with {group} query heads a KV head, only up to 16"
+        )

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum
-from pallas_kernels.decode_attention.config import Config, check_supported
+from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, Item, Shape
@@ -96,7 +96,7 @@ def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, An
     return {
         "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
         "q_s": tiled((each, columns, head_dim), shape.k.dtype),
-        "p_s": tiled((each, columns, config.rows), shape.v.dtype),
+        "p_s": tiled((each, columns, ROWS), shape.v.dtype),
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((columns, head_dim), dtype),

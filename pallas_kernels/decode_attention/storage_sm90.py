@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.config import Config
+from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.unpack_sm90 import (
     BY_8_ROWS,
     BY_16_ROWS,
@@ -39,14 +39,13 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class Storage:
-    """K or V of a kernel: in a tile each warpgroup has `rows` tokens, copied in `parts` of up to a page."""
+    """K or V of a kernel: in a tile each warpgroup has 64 tokens, copied in `parts` of up to a page."""
 
     format: KVFormat
     dtype: Any  # of the product
     head_dim: int
     kv_heads: int
     page_size: int
-    rows: int
     computing: int  # warpgroups
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
@@ -59,11 +58,11 @@ class Storage:
     @property
     def tokens(self) -> int:
         """Of one part."""
-        return min(self.page_size, self.rows)
+        return min(self.page_size, ROWS)
 
     @property
     def parts(self) -> int:
-        return self.rows // self.tokens
+        return ROWS // self.tokens
 
     @property
     def row(self) -> int:
@@ -133,11 +132,11 @@ class Storage:
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
-        buffers = {name: tiled((*every, self.rows, self.row), self.format.storage_dtype)}
+        buffers = {name: tiled((*every, ROWS, self.row), self.format.storage_dtype)}
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token:
-                shape = (self.rows, self.groups)
+                shape = (ROWS, self.groups)
             elif self.packed:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
@@ -145,11 +144,11 @@ class Storage:
                 packed = (self.computing, self.parts, self.tokens * self.groups)
                 buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
         if not self.direct and not (name == "k" and self.in_registers):
-            buffers[f"{name}_tile"] = tiled((self.computing, self.rows, self.head_dim), self.dtype)
+            buffers[f"{name}_tile"] = tiled((self.computing, ROWS, self.head_dim), self.dtype)
         return buffers
 
     def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array, as_operand: bool = False) -> jax.Array:
-        """A warpgroup's tokens [rows, D] for the product, from where they are stored; `shift` is scale_slice's.
+        """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's.
         `as_operand`: in registers, its dims in operand_order."""
         layout = BY_8_ROWS if as_operand else BY_16_ROWS
         if self.interpreted and self.row // max(self.groups, 1) % 8:
@@ -182,9 +181,9 @@ class Storage:
         columns: list[list[jax.Array]] = [[] for _ in parts]
         for group in range(self.groups):
             scale = plgpu.load(scales.at[:, group], layout=layout.reduce(1), optimized=False)
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, (self.rows, width), [0]), layout)
+            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, (ROWS, width), [0]), layout)
             for part, column in zip(parts, columns):
-                column.append(lax.slice(part, (0, group * width), (self.rows, (group + 1) * width)) * spread)
+                column.append(lax.slice(part, (0, group * width), (ROWS, (group + 1) * width)) * spread)
         return [jnp.concatenate(column, axis=1) for column in columns]
 
     def _pack(self, scales: Any, packed: Any, shift: jax.Array) -> None:
@@ -209,7 +208,6 @@ def storage(pages: Pages, dtype: Any, head_dim: int, config: Config, interpreted
         head_dim=head_dim,
         kv_heads=kv_heads,
         page_size=page_size,
-        rows=config.rows,
         computing=config.computing,
         interpreted=interpreted,
         repeat=config.dequantize,
