@@ -29,8 +29,8 @@ def norm_quant(
     number, static under jit.
 
     The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends but
-    reference; so is summed. The rounded row itself differs between them by one unit in the last place in some values
-    of ten thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
+    reference; so is summed. The rounded row itself differs between them by one unit in the last place in at most five
+    values of a thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
     shapes or dtypes that don't fit, NotImplementedError for what a backend that was named doesn't do.
     """
     arrays = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})

@@ -19,10 +19,10 @@ def silu_mul_quant(
 
     Computed in promote_types(gate_up.dtype, float32) and rounded to gate_up's dtype, then quantized as quantize_rows
     does where `kind` is "int8" or "fp8". The codes and the scale of a row are a function of the rounded row, the same
-    to the last bit on all backends but reference; the rounded row itself differs between them by one unit in the last
-    place in some values of ten thousand, as mosaic's exponential and reciprocal are good to 2^-21. Raises ValueError
-    for an unknown kind and for shapes or dtypes that don't fit, NotImplementedError for what a backend that was named
-    doesn't do.
+    to the last bit on all backends but reference. The rounded row itself differs between them by one unit in the last
+    place in one value of ten thousand (f16; bf16: of four hundred thousand), as mosaic's exponential and reciprocal are
+    good to 2^-21. Raises ValueError for an unknown kind and for shapes or dtypes that don't fit, NotImplementedError
+    for what a backend that was named doesn't do.
     """
     sizes = bind_shapes(gate_up=(gate_up, "T X"))
     check_floats(gate_up=gate_up)
