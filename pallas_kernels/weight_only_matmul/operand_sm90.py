@@ -58,8 +58,12 @@ def operand(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int, r: i
         return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), tile.dtype, layout=plgpu.Layout.WGMMA),
     )
     def convert(_: Any, *arrays: ir.Value) -> mgpu.FragmentedArray:
-        pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(names, arrays)}
-        return _Converter(tile, pointers, j, r, row_tiles).fragments()
+        emit = Emitter(tile.dtype, {name: mgpu.utils.memref_ptr(array) for name, array in zip(names, arrays)})
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((ROWS, COLUMNS)), object)
+        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(tile.dtype))
+        registers.flat = [llvm.bitcast(pair, bits) for bits in Converter(tile, emit, j, r, row_tiles).pairs().flat]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return convert(*refs.values())
 
@@ -100,153 +104,122 @@ def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int,
     return values * spread("scales") if tile.format.group is not None else values
 
 
-class _Converter:
-    """Emits one thread's share of an operand."""
+class Converter:
+    """One thread's share of an operand, in 32-bit operations of `emit`: an Emitter, or a test's stand-in for one."""
 
-    def __init__(self, tile: Tile, pointers: dict[str, ir.Value], j: int, r: int, row_tiles: int) -> None:
-        self.tile, self.pointers, self.j = tile, pointers, j
-        self.i8, self.i16, self.i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
-        self.half = mgpu.utils.dtype_to_ir_type(tile.dtype)
-        self.pair = ir.VectorType.get((2,), self.half)
+    def __init__(self, tile: Tile, emit: Any, j: int, r: int, row_tiles: int) -> None:
+        self.tile, self.emit, self.j = tile, emit, j
         kept = ROWS // tile.fold
-        thread = mgpu.utils.thread_idx()
-        self.lane = self.bits_and(thread, 31)
-        above = self.shift_right(self.lane, 2)
-        self.quad = self.bits_and(self.lane, 3)
-        warp = self.bits_and(self.shift_right(thread, 5), 3)
-        warpgroup = self.shift_right(thread, 7)
-        in_operand = self.add(self.times(warp, 16), above)
-        self.part = self.shift_right(in_operand, kept.bit_length() - 1)  # of K
-        row = self.add(self.times(warpgroup, kept * row_tiles), self.bits_and(in_operand, kept - 1))
-        self.row = self.add(row, self.c(r * kept))  # in the tile of the weight's rows
-        block = self.add(self.times(self.shift_right(self.row, 3), tile.fold), self.part)  # of 8 rows
-        swizzled = above if tile.width == 128 else self.shift_right(above, 1)
-        start = self.add(self.times(block, 8 * tile.width), self.times(above, tile.width))
-        start = self.add(start, self.times(swizzled, 16))
+        thread = emit.thread()
+        self.lane = emit.bits_and(thread, 31)
+        above = emit.shift_right(self.lane, 2)
+        warp = emit.bits_and(emit.shift_right(thread, 5), 3)
+        in_operand = emit.add(emit.times(warp, 16), above)
+        self.part = emit.shift_right(in_operand, kept.bit_length() - 1)  # of K
+        row = emit.add(emit.times(emit.shift_right(thread, 7), kept * row_tiles), emit.bits_and(in_operand, kept - 1))
+        self.row = emit.add(row, emit.c(r * kept))  # in the tile of the weight's rows
+        block = emit.add(emit.times(emit.shift_right(self.row, 3), tile.fold), self.part)  # of 8 rows
+        swizzled = above if tile.width == 128 else emit.shift_right(above, 1)
+        start = emit.add(emit.times(block, 8 * tile.width), emit.times(above, tile.width))
+        start = emit.add(start, emit.times(swizzled, 16))
+        self.start = emit.add(start, emit.times(emit.bits_and(self.lane, 3), 4 if tile.format.packed else 2))
         self.below = 8 * tile.fold * tile.width  # from a row's codes to those of the row 8 further
-        self.start = self.add(start, self.times(self.quad, 4 if tile.format.packed else 2))
 
-    def fragments(self) -> mgpu.FragmentedArray:
-        layout = mgpu.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape((ROWS, COLUMNS)), object)
-        flat = registers.reshape(COLUMNS // 8, 2)  # groups of 8 columns, rows l and l + 8
-        width = COLUMNS // 2 if self.tile.format.packed else COLUMNS
-        group = self.tile.format.group
+    def pairs(self) -> np.ndarray:
+        """[8, 2] of 32 bits: by groups of 8 columns, rows l and l + 8."""
+        found = np.empty((COLUMNS // 8, 2), object)
+        blocks = (COLUMNS // 2 if self.tile.format.packed else COLUMNS) // 16  # of 16 bytes
+        count = len(found) // blocks  # groups of 8 columns of each
         for lower in range(2):
             finish: dict[int, Any] = {}
-            for block in range(width // 16):  # of 16 bytes
-                first = block * (8 // (width // 16))
-                count = 8 // (width // 16)  # groups of 8 columns
-                column = (self.j * COLUMNS + first * 8) // (group or 1) if group else 0
-                if column not in finish:
-                    finish[column] = self.finisher(lower, column)
-                words = self.words(lower, self.j * (width // 16) + block)
-                assert len(words) == count
-                for k, word in enumerate(words):
-                    value = finish[column](word)
-                    flat[first + k, lower] = llvm.bitcast(self.pair, value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+            for block in range(blocks):
+                group = (self.j * COLUMNS + block * count * 8) // (self.tile.format.group or self.tile.width * 2)
+                if group not in finish:
+                    finish[group] = self.finisher(lower, group)
+                words = self.words(lower, self.j * blocks + block)
+                for k in range(count):
+                    found[block * count + k, lower] = finish[group](words[k])
+        return found
 
-    def words(self, lower: int, block: int) -> list[ir.Value]:
+    def words(self, lower: int, block: int) -> list[Any]:
         """Pairs of a row's codes in a block of 16 bytes, before zeros and scales: 16-bit floats, by 8 columns."""
-        codes = self.tile.format.codes
-        start = self.bits_xor(self.start, block << 4)
+        codes, emit = self.tile.format.codes, self.emit
+        start = emit.bits_xor(self.start, block << 4)
         if codes in ("int4", "nf4"):
-            word = self.load("w", start, self.i32, lower * self.below)
+            word = emit.load("w", start, 32, lower * self.below)
             return self.int4_pairs(word) if codes == "int4" else self.nf4_pairs(word)
-        found = [self.load("w", start, self.i16, lower * self.below + 8 * h) for h in range(2)]
-        return [self.int8_pair(x) if codes == "int8" else self.fp8_pair(x) for x in found]
+        found = [emit.load("w", start, 16, lower * self.below + 8 * h) for h in range(2)]
+        return [self.int8_pair(x) if codes == "int8" else emit.from_fp8(x) for x in found]
 
-    def int4_pairs(self, word: ir.Value) -> list[ir.Value]:
+    def int4_pairs(self, word: Any) -> list[Any]:
         """magic + 8 + code."""
-        magic = _twice(_MAGIC[self.tile.dtype.name] | 8)
-        return [self.bits_xor(self.bits_and(self.shift_right(word, 4 * p), _twice(15)), magic) for p in range(4)]
+        emit, magic = self.emit, _twice(_MAGIC[self.tile.dtype.name] | 8)
+        return [emit.bits_xor(emit.bits_and(emit.shift_right(word, 4 * p), _twice(15)), magic) for p in range(4)]
 
-    def nf4_pairs(self, word: ir.Value) -> list[ir.Value]:
+    def nf4_pairs(self, word: Any) -> list[Any]:
         """Pairs (p, p + 1) of one i are looked up together, then sorted into pairs of i."""
-        lane = self.times(self.lane, 4)
+        emit = self.emit
+        lane = emit.times(self.lane, 4)
 
-        def look_up(byte: int) -> ir.Value:
-            shifted = self.shift_left(word, 7) if byte == 0 else self.shift_right(word, 8 * byte - 7)
-            at = self.bits_or(self.bits_and(shifted, 0xFF << 7), lane)
-            return self.load("table", at, self.i32)
+        def look_up(byte: int) -> Any:
+            shifted = emit.times(word, 1 << 7) if byte == 0 else emit.shift_right(word, 8 * byte - 7)
+            return emit.load("table", emit.add(emit.bits_and(shifted, 0xFF << 7), lane), 32)
 
         found = [look_up(byte) for byte in range(4)]
-        return [
-            self.asm("prmt.b32 $0, $1, $2, $3;", found[p // 2], found[2 + p // 2], self.c(0x7632 if p % 2 else 0x5410))
-            for p in range(4)
-        ]
+        return [emit.permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
 
-    def int8_pair(self, codes: ir.Value) -> ir.Value:
+    def int8_pair(self, codes: Any) -> Any:
         """The codes in bfloat16; in float16 magic + 128 + code."""
-        spread = self.asm("prmt.b32 $0, $1, $2, $3;", self.widen(codes), self.c(0), self.c(0x4140))
+        emit = self.emit
+        spread = emit.permute(codes, emit.c(0), 0x4140)
         if self.tile.dtype == jnp.float16:
-            return self.bits_xor(spread, _twice(0x6400 | 0x80))
+            return emit.bits_xor(spread, _twice(0x6400 | 0x80))
         magic = _twice(_MAGIC["bfloat16"])  # 2^7 + the low 7 bits, less 2^7, or 2^8 for a negative code
-        low = self.bits_or(self.bits_and(spread, _twice(0x7F)), magic)
-        return self.subtract(low, self.bits_or(self.bits_and(spread, _twice(0x80)), magic))
-
-    def fp8_pair(self, values: ir.Value) -> ir.Value:
-        both = llvm.inline_asm(self.i32, [values], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
-        if self.tile.dtype == jnp.float16:
-            return both
-        halves = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), both)
-        wide = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), halves)
-        return llvm.bitcast(self.i32, arith.truncf(self.pair, wide))
+        low = emit.bits_xor(emit.bits_and(spread, _twice(0x7F)), magic)
+        return emit.subtract(low, emit.bits_xor(emit.bits_and(spread, _twice(0x80)), magic))
 
     def finisher(self, lower: int, group: int) -> Any:
         """What turns a pair of words() into the pair of the operand: subtracts the zero, multiplies by the scale."""
-        fmt, offset, scale = self.tile.format, None, None
-        magic = _MAGIC[self.tile.dtype.name]
-        biased = {"int4": magic | 8, "int8": (magic | 0x80) if self.tile.dtype == jnp.float16 else 0}.get(fmt.codes, 0)
-        if "zeros" in self.pointers:
-            zero = arith.extsi(self.i32, self.load("zeros", self.vector_index("zeros", group), self.i8, lower * 8))
-            if biased:
-                offset = self.times(self.add(zero, self.c(biased)), 0x10001)
-            else:
-                offset = self.splat(arith.sitofp(ir.F32Type.get(), zero))
+        emit, fmt = self.emit, self.tile.format
+        offset = scale = None
+        magic, half = _MAGIC[self.tile.dtype.name], self.tile.dtype == jnp.float16
+        biased = {"int4": magic | 8, "int8": (magic | 0x80) if half else 0}.get(fmt.codes, 0)
+        if "zeros" in emit.names:
+            zero = emit.load("zeros", self.vector_index("zeros", group), 8, lower * 8)
+            offset = emit.times(emit.add(zero, emit.c(biased)), 0x10001) if biased else emit.both(emit.float_of(zero))
         elif biased:
-            offset = self.c(_twice(biased))
+            offset = emit.c(_twice(biased))
         if fmt.group is not None:
-            at = self.times(self.vector_index("scales", group), 2)
-            scale = self.load("scales", at, ir.F16Type.get(), lower * 16)
-            scale = self.splat(arith.extf(ir.F32Type.get(), scale))
+            at = emit.times(self.vector_index("scales", group), 2)
+            scale = emit.both(emit.load("scales", at, "f16", lower * 16))
 
-        def finish(pair: ir.Value) -> ir.Value:
-            if offset is not None:
-                pair = self.subtract(pair, offset)
-            return pair if scale is None else self.asm(f"mul.rn.{self.suffix} $0, $1, $2;", pair, scale)
+        def finish(pair: Any) -> Any:
+            pair = pair if offset is None else emit.subtract(pair, offset)
+            return pair if scale is None else emit.multiply(pair, scale)
 
         return finish
 
-    def vector_index(self, name: str, group: int) -> ir.Value:
+    def vector_index(self, name: str, group: int) -> Any:
+        """Where in scales or zeros a row's are."""
         if self.tile.format.group is None:
             return self.row
-        rows = self.tile.vector_rows[name]
-        at = self.add(self.times(self.part, self.tile.groups * rows), self.row)
-        return self.add(at, self.c(group * rows))
+        emit, rows = self.emit, self.tile.vector_rows[name]
+        at = emit.add(emit.times(self.part, self.tile.groups * rows), self.row)
+        return emit.add(at, emit.c(group * rows))
 
-    @property
-    def suffix(self) -> str:
-        return "bf16x2" if self.tile.dtype == jnp.bfloat16 else "f16x2"
 
-    def splat(self, x: ir.Value) -> ir.Value:
-        """A float32 rounded, in both halves."""
-        rounded = arith.truncf(self.half, x)
-        bits = arith.extui(self.i32, arith.bitcast(self.i16, rounded))
-        return self.times(bits, 0x10001)
+class Emitter:
+    """32-bit operations, emitted as MLIR and PTX; of a pair, two 16-bit floats at a time."""
 
-    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.asm(f"sub.rn.{self.suffix} $0, $1, $2;", a, b)
+    def __init__(self, dtype: jnp.dtype, pointers: dict[str, ir.Value]) -> None:
+        self.names, self.pointers = tuple(pointers), pointers
+        self.suffix = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        self.half = mgpu.utils.dtype_to_ir_type(dtype)
+        self.i8, self.i16, self.i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
+        self.f16, self.f32 = ir.F16Type.get(), ir.F32Type.get()
 
-    def asm(self, text: str, *arguments: ir.Value) -> ir.Value:
-        return llvm.inline_asm(self.i32, list(arguments), text, "=r" + ",r" * len(arguments))
-
-    def load(self, name: str, offset: ir.Value, kind: ir.Type, more: int = 0) -> ir.Value:
-        """Of shared memory, `offset` + `more` bytes from an array's begin."""
-        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
-        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
-        return llvm.load(kind, pointer)
+    def thread(self) -> ir.Value:
+        return mgpu.utils.thread_idx()
 
     def c(self, value: int) -> ir.Value:
         return mgpu.c(value if value < 2**31 else value - 2**32, self.i32)
@@ -257,23 +230,55 @@ class _Converter:
     def times(self, a: ir.Value, b: int) -> ir.Value:
         return arith.muli(a, self.c(b))
 
-    def widen(self, a: ir.Value) -> ir.Value:
-        return arith.extui(self.i32, a)
-
     def bits_and(self, a: ir.Value, b: int) -> ir.Value:
         return arith.andi(a, self.c(b))
 
     def bits_xor(self, a: ir.Value, b: int) -> ir.Value:
         return arith.xori(a, self.c(b)) if b else a
 
-    def bits_or(self, a: ir.Value, b: Any) -> ir.Value:
-        return arith.ori(a, self.c(b) if isinstance(b, int) else b)
-
     def shift_right(self, a: ir.Value, b: int) -> ir.Value:
         return arith.shrui(a, self.c(b)) if b else a
 
-    def shift_left(self, a: ir.Value, b: int) -> ir.Value:
-        return arith.shli(a, self.c(b))
+    def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
+        """`offset` + `more` bytes from an array's begin in shared memory: 32 bits, 16 of them zero-extended, 8
+        sign-extended, or a float16 as float32."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        if kind == "f16":
+            return arith.extf(self.f32, llvm.load(self.f16, pointer))
+        if kind == 8:
+            return arith.extsi(self.i32, llvm.load(self.i8, pointer))
+        return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
+
+    def float_of(self, a: ir.Value) -> ir.Value:
+        return arith.sitofp(self.f32, a)
+
+    def both(self, x: ir.Value) -> ir.Value:
+        """A float32 rounded, twice."""
+        bits = arith.extui(self.i32, arith.bitcast(self.i16, arith.truncf(self.half, x)))
+        return self.times(bits, 0x10001)
+
+    def from_fp8(self, values: ir.Value) -> ir.Value:
+        """Two e4m3 values as a pair."""
+        narrow = arith.trunci(self.i16, values)
+        halves = llvm.inline_asm(self.i32, [narrow], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        if self.half == self.f16:
+            return halves
+        wide = arith.extf(ir.VectorType.get((2,), self.f32), llvm.bitcast(ir.VectorType.get((2,), self.f16), halves))
+        return llvm.bitcast(self.i32, arith.truncf(ir.VectorType.get((2,), self.half), wide))
+
+    def permute(self, a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
+        """Bytes of a (0 to 3) and b (4 to 7), by the selector's nibbles."""
+        return self._asm("prmt.b32 $0, $1, $2, $3;", a, b, self.c(selector))
+
+    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self._asm(f"sub.rn.{self.suffix} $0, $1, $2;", a, b)
+
+    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self._asm(f"mul.rn.{self.suffix} $0, $1, $2;", a, b)
+
+    def _asm(self, text: str, *arguments: ir.Value) -> ir.Value:
+        return llvm.inline_asm(self.i32, list(arguments), text, "=r" + ",r" * len(arguments))
 
 
 def _twice(bits: int) -> int:
