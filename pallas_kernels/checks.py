@@ -4,8 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.kv_pages import KVPages, Pages
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def bind_shapes(**arrays: tuple[jax.Array, str]) -> dict[str, int]:
@@ -39,13 +43,20 @@ def check_int32(**arrays: jax.Array) -> None:
 
 def check_floats(**arrays: jax.Array) -> None:
     """Raises ValueError unless all arrays have one and the same dtype among bf16, f16, f32 and f64."""
-    allowed = ("bfloat16", "float16", "float32", "float64")
     (first, leader), *rest = arrays.items()
-    if str(leader.dtype) not in allowed:
-        raise ValueError(f"{first} has dtype {leader.dtype}, expected one of {', '.join(allowed)}")
+    if str(leader.dtype) not in FLOATS:
+        raise ValueError(f"{first} has dtype {leader.dtype}, expected one of {', '.join(FLOATS)}")
     for name, array in rest:
         if array.dtype != leader.dtype:
             raise ValueError(f"{name} has dtype {array.dtype}, expected {leader.dtype} as {first} has")
+
+
+def check_out_dtype(dtype: DTypeLike) -> np.dtype:
+    """`dtype` as one. Raises ValueError unless it is bf16, f16, f32 or f64."""
+    dtype = np.dtype(dtype)
+    if str(dtype) not in FLOATS:
+        raise ValueError(f"out_dtype is {dtype}, expected one of {', '.join(FLOATS)}")
+    return dtype
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -37,7 +37,7 @@ def gemm(
     config: Config,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have any float dtype."""
+    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too."""
     (m, k), n = x.shape, w.shape[0]
     if m == 0:
         return jnp.zeros((0, n), out_dtype)

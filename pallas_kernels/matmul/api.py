@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats
+from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype
 from pallas_kernels.matmul import reference, xla
 from pallas_kernels.matmul.config import check_faster, check_supported
 
@@ -22,20 +22,22 @@ def matmul(
     """x [..., K] times w [N, K] transposed, plus bias [N] and residual [..., N] -> [..., N].
 
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision; bias and residual are
-    added before the cast to `out_dtype` (default: x's). The mosaic backend takes up to 256 rows in 16 bits; unnamed, it
-    runs where it was measured to be the faster one. Raises ValueError where shapes or dtypes disagree.
+    added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
+    takes up to 256 rows in 16 bits, N and K in multiples of 16 and a residual of `out_dtype`; unnamed, it runs where
+    it was measured to be the faster one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
+    what a backend that was named doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [N, K]")
     check_floats(x=x, w=w)
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"bias has shape {bias.shape}, expected [N] with N={w.shape[0]}")
-    expected = (*x.shape[:-1], w.shape[0])
-    if residual is not None and residual.shape != expected:
-        raise ValueError(f"residual has shape {residual.shape}, expected {expected}")
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    for name, term, shape in (("bias", bias, w.shape[:1]), ("residual", residual, (*x.shape[:-1], w.shape[0]))):
+        if term is not None:
+            check_floats(**{name: term})
+            if term.shape != shape:
+                raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
+    out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     check = check_supported if backend == "mosaic" else check_faster
-    chosen = choose_backend(backend, lambda: check(x, w))
+    chosen = choose_backend(backend, lambda: check(x, w, residual, out_dtype))
     if chosen == "mosaic":
         from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
 

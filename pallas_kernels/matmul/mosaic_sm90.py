@@ -25,6 +25,8 @@ def matmul(
     if config is None:
         (n, k), out_itemsize = w.shape, jnp.dtype(out_dtype).itemsize
         config = choose_config(x.size // k, n, k, x.dtype.itemsize, out_itemsize)
+    if bias is not None and bias.dtype == jnp.float64:
+        bias = bias.astype(jnp.float32)  # as it is added
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, w.shape[0])
     out = _product(rows, w, bias, added, jnp.dtype(out_dtype), config, interpret)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def matmul(x: ArrayLike, w: ArrayLike, bias: ArrayLike | None, residual: ArrayLike | None = None) -> np.ndarray:
+def matmul(x: ArrayLike, w: ArrayLike, bias: ArrayLike | None = None, residual: ArrayLike | None = None) -> np.ndarray:
     """x [..., K], w [N, K], bias [N], residual [..., N] -> float64 [..., N]."""
     y = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
     for term in (bias, residual):

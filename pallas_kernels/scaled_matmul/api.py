@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
+from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_out_dtype
 from pallas_kernels.scaled_matmul import reference, xla
 from pallas_kernels.scaled_matmul.config import Config, check_faster, check_supported, choose_config, is_skinny
 
@@ -35,9 +35,7 @@ def scaled_matmul(
         if addend is not None:
             check_floats(**{name: addend})
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
-    out_dtype = jnp.dtype(out_dtype)
-    if str(out_dtype) not in ("bfloat16", "float16", "float32", "float64"):
-        raise ValueError(f"out_dtype is {out_dtype}, expected bfloat16, float16, float32 or float64")
+    out_dtype = check_out_dtype(out_dtype)
 
     def check() -> None:
         check_supported(sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gemm_sm90 import skinny_config, tall_config
+from pallas_kernels.gemm_sm90.support import check_result
 
 Config = tall_config.Config | skinny_config.Config
-OUT_DTYPES = ("bfloat16", "float16", "float32")
 MULTIPLE = 32  # of N and K
 
 
@@ -22,13 +22,7 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
             raise NotImplementedError(f"{name}={size} is not supported by backend mosaic, which does multiples of 32")
     if scale_dtype != jnp.float32:
         raise NotImplementedError(f"scales of {scale_dtype} are not supported by backend mosaic, which does float32")
-    if str(out_dtype) not in OUT_DTYPES:
-        names = ", ".join(OUT_DTYPES)
-        raise NotImplementedError(f"out_dtype {out_dtype} is not supported by backend mosaic, which does {names}")
-    if residual is not None and residual.dtype != out_dtype:
-        raise NotImplementedError(
-            f"a {residual.dtype} residual is not supported by backend mosaic, which adds one of out_dtype, {out_dtype}"
-        )
+    check_result(out_dtype, residual)
 
 
 def check_faster(operand: str, m: int, n: int, k: int) -> None:

@@ -15,10 +15,6 @@ def error(out, expected):
     return np.linalg.norm(np.asarray(out).astype(np.float64) - expected) / np.linalg.norm(expected)
 
 
-def formula(x, w, bias=None, residual=None):
-    return reference.matmul(x, w, bias, residual)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_formula(case):
     x, w, added = case.inputs()
@@ -26,11 +22,11 @@ def test_matches_the_formula(case):
     assert out.dtype == (case.out_dtype or case.dtype)
     assert out.shape == (*case.leading, case.n)
     # Accumulation and bias are in float32: a result kept in float32 is right to float32, from 16-bit inputs too.
-    assert error(out, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
+    assert error(out, reference.matmul(x, w, **added)) < TOLERANCE[str(out.dtype)]
     assert same_bits(out, matmul(x, w, **added, out_dtype=case.out_dtype))
     named = matmul(x, w, **added, out_dtype=case.out_dtype, backend="reference")
     assert named.dtype == out.dtype
-    assert error(named, formula(x, w, **added)) < TOLERANCE[str(out.dtype)]
+    assert error(named, reference.matmul(x, w, **added)) < TOLERANCE[str(out.dtype)]
 
 
 def test_float64():
@@ -38,7 +34,7 @@ def test_float64():
         x, w, added = Case((7,), 33, 65, "float64", bias=True, residual=True).inputs()
         out = matmul(x, w, **added)
         assert out.dtype == jnp.float64
-        assert error(out, formula(x, w, **added)) < TOLERANCE["float64"]
+        assert error(out, reference.matmul(x, w, **added)) < TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
@@ -55,14 +51,14 @@ def test_one_row_under_vmap_and_jit():
     x, w, _ = CASES[0].inputs()
     rows = jnp.concatenate([x, 2 * x, -x])
     out = jax.jit(jax.vmap(lambda row: matmul(row, w)))(rows)
-    assert error(out, reference.matmul(rows, w, None)) < TOLERANCE["bfloat16"]
+    assert error(out, reference.matmul(rows, w)) < TOLERANCE["bfloat16"]
 
 
 def test_seeded_faults_are_caught():
     case = CASES[2]
     x, w, added = case.inputs()
     bias, residual = added["bias"], added["residual"]
-    expected = formula(x, w, **added)
+    expected = reference.matmul(x, w, **added)
     run = partial(matmul, x, w, out_dtype="float32")
     faults = {
         "no bias": run(residual=residual),
@@ -77,14 +73,18 @@ def test_seeded_faults_are_caught():
 
 def test_bad_arguments_say_what_is_wrong():
     x, w, added = CASES[2].inputs()
-    bias = added["bias"]
+    bias, residual = added["bias"], jnp.zeros((5, 64), jnp.bfloat16)
+    mosaic = partial(matmul, out_dtype="float32", backend="mosaic")
     f32, many = (x.astype(jnp.float32), w.astype(jnp.float32)), jnp.zeros((257, 2048), jnp.bfloat16)
     for error_type, message, call in (
         (ValueError, r"x has shape \(5, 2048\) and w \(64, 2047\)", lambda: matmul(x, w[:, 1:])),
         (ValueError, r"x has shape \(5, 2048\) and w \(2048,\)", lambda: matmul(x, w[0])),
         (ValueError, "w has dtype float32, expected bfloat16 as x has", lambda: matmul(x, w.astype(jnp.float32))),
         (ValueError, "x has dtype int32", lambda: matmul(x.astype(jnp.int32), w)),
-        (ValueError, r"bias has shape \(63,\), expected \[N\] with N=64", lambda: matmul(x, w, bias=bias[1:])),
+        (ValueError, r"bias has shape \(63,\), expected \(64,\)", lambda: matmul(x, w, bias=bias[1:])),
+        (ValueError, "bias has dtype int32", lambda: matmul(x, w, bias=bias.astype(jnp.int32))),
+        (ValueError, "out_dtype is int32, expected one of bfloat16", lambda: matmul(x, w, out_dtype="int32")),
+        (NotImplementedError, "a bfloat16 residual .* out_dtype, float32", lambda: mosaic(x, w, residual=residual)),
         (ValueError, "unknown backend 'triton'", lambda: matmul(x, w, backend="triton")),
         (ValueError, r"residual has shape \(5, 63\), expected \(5, 64\)", lambda: matmul(x, w, residual=x[:, :63])),
         (NotImplementedError, "no float32 matmul; supported: bfloat16", lambda: matmul(*f32, backend="mosaic")),
