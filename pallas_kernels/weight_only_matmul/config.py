@@ -63,23 +63,27 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
     They follow from a count of tiles, which should fill 132 SMs evenly: of 32 rows, or of 128 over a quarter of K, for
-    a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums.
+    a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums. None was timed
+    yet (experiments/LOG.md, 2026-11-20).
     """
     wide = n >= 8192
     if m <= 8:
         one = m == 1 and k % (2048 if fmt.packed else 1024) == 0
-        base = Config(tokens=1 if one else 8, fold=4, stages=12, overlap=True)
-        return base, replace(base, overlap=False), *([replace(base, warpgroups=3)] if wide else [])
-    base = Config(tokens=min(-(-m // 16) * 16, 128), overlap=True)
+        base = Config(tokens=1 if one else 8, fold=4, stages=12)
+        overlapping = replace(base, overlap=True)
+        return base, overlapping, *([replace(overlapping, warpgroups=3)] if wide else [])
+    base = Config(tokens=min(-(-m // 16) * 16, 128))
     if m <= 16:
-        split = replace(base, split=4)
-        return (replace(base, fold=2, warpgroups=3), split, base) if wide else (split, replace(base, fold=4))
+        split, folded = replace(base, split=4), replace(base, fold=2, warpgroups=3)
+        return (folded, replace(folded, overlap=True), split) if wide else (split, replace(base, fold=4))
     if m <= 64:
-        return (base,) if wide else (replace(base, split=4),)
+        base = base if wide else replace(base, split=4)
+        return base, replace(base, overlap=True)
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
-    return (replace(base, warpgroups=3), base) if wide else (base, replace(base, overlap=False))
+    base = replace(base, warpgroups=3) if wide else base
+    return base, replace(base, overlap=True)
 
 
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
@@ -96,4 +100,4 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
 def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
     """Raises NotImplementedError where the kernel is not supported, or is not known to be faster than XLA."""
     check_supported(x_dtype, m, n, k, fmt)
-    raise NotImplementedError("the mosaic kernel was not yet measured")
+    raise NotImplementedError("the mosaic kernel was not yet measured; backend='mosaic' names it")
