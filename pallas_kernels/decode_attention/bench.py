@@ -10,7 +10,7 @@ The ceiling is the best rate of the run, cuDNN's included.
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.cases import random_tables
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import BENCH_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
+from pallas_kernels.decode_attention.config import choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 from pallas_kernels.measure import copy_bandwidth, device_us
 
@@ -78,8 +79,9 @@ class Run:
         return device_us(partial(self.attend, *self.make(jax.random.key(0)))) / self.layers
 
 
-def paged(case: Case, backend: str) -> Run:
-    """decode_attention over shuffled pages; the work list is made once, as in a step."""
+def paged(case: Case, backend: str, **changes: Any) -> Run:
+    """decode_attention over shuffled pages, with `changes` to its configuration; the work list is made once, as in a
+    step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
     tables = [random_tables(np.random.default_rng(i), num_pages, case.lengths, case.page_size) for i in range(layers)]
@@ -88,7 +90,8 @@ def paged(case: Case, backend: str) -> Run:
         keys = jax.random.split(key, layers + 1)
         q = jax.random.normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
         lengths = jnp.asarray(case.lengths, jnp.int32)
-        work = make_work(lengths, *case.heads, case.head_dim)
+        config = replace(choose_config(case.head_dim, case.heads[0] // case.heads[1]), **changes)
+        work = make_work(lengths, *case.heads, case.head_dim, config=config)
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 
@@ -119,7 +122,7 @@ def cudnn(case: Case) -> Run:
     return Run(make, attend, layers)
 
 
-def runs(parts: list[str], heads: list[str]) -> Iterator[tuple[Case, str, str | int, Run]]:
+def runs(parts: list[str], heads: list[str], **changes: Any) -> Iterator[tuple[Case, str, str | int, Run]]:
     """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA."""
     cases: dict[Case, str | int] = {}
     if "bf16" in parts:
@@ -131,7 +134,7 @@ def runs(parts: list[str], heads: list[str]) -> Iterator[tuple[Case, str, str | 
         cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
     cases = {case: length for case, length in cases.items() if "{}/{}".format(*case.heads) in heads}
     for case, length in cases.items():
-        yield case, "mosaic", length, paged(case, "mosaic")
+        yield case, "mosaic", length, paged(case, "mosaic", **changes)
     if "bf16" in parts:
         equal = {case: x for case, x in cases.items() if case.k_format == "bf16" and case in BENCH_CASES}
         for case, length in equal.items():
@@ -141,11 +144,11 @@ def runs(parts: list[str], heads: list[str]) -> Iterator[tuple[Case, str, str | 
                 yield case, "xla", length, paged(case, "xla")
 
 
-def table(parts: list[str], heads: list[str]) -> Iterator[dict[str, Any]]:
+def table(parts: list[str], heads: list[str], **changes: Any) -> Iterator[dict[str, Any]]:
     """One row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
         found: list[tuple[Case, str, str | int, Future[Run]]] = [
-            (case, who, length, pool.submit(run.compiled)) for case, who, length, run in runs(parts, heads)
+            (case, who, length, pool.submit(run.compiled)) for case, who, length, run in runs(parts, heads, **changes)
         ]
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     for case, who, length, future in found:
@@ -200,8 +203,10 @@ def main(argv: list[str] | None = None) -> int:
     parts = ["bf16", "formats", "skewed"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
+    parser.add_argument("--v-in-registers", action="store_true", help="V of 8 and 4 bits as K: not yet run on a GPU")
     args = parser.parse_args(argv)
-    return record("decode_attention", args, argv, table(args.parts, args.heads), summarize)
+    rows = table(args.parts, args.heads, v_in_registers=args.v_in_registers)
+    return record("decode_attention", args, argv, rows, summarize)
 
 
 if __name__ == "__main__":

@@ -121,24 +121,27 @@ def compute_item(
         if not (shape.k.direct or shape.k.in_registers):
             plgpu.commit_smem()
 
-        def logits_of(ref: Any) -> jax.Array:
+        def logits_of(ref: Any) -> tuple[jax.Array, jax.Array | None]:
             plgpu.wgmma(ref, k_tile, q_s.transpose((1, 0)))
-            staged(shape.v, "v")  # meanwhile
-            return ref[...]
+            v = staged(shape.v, "v")  # meanwhile
+            return ref[...], v if shape.v.in_registers else None
 
-        logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, columns), jnp.float32)) * log2_scale
+        logits, v = pl.run_scoped(logits_of, plgpu.ACC((ROWS, columns), jnp.float32))
+        logits = logits * log2_scale
         token = plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 0, layout=plgpu.Layout.WGMMA) + tokens
         logits = jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
         top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
         top = jnp.maximum(carry.top, top)
         p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
         p_s.transpose((1, 0))[...] = p
-        v_tile = others["v"].at[slot, warpgroup] if shape.v.direct else others["v_tile"].at[warpgroup]
-        _zero_hidden(item, tokens, v_tile)
+        if v is None:
+            v_tile = others["v"].at[slot, warpgroup] if shape.v.direct else others["v_tile"].at[warpgroup]
+            _zero_hidden(item, tokens, v_tile)
+            v = v_tile.transpose((1, 0))
         plgpu.commit_smem()
 
         def values_of(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, v_tile.transpose((1, 0)), p_s.transpose((1, 0)))
+            plgpu.wgmma(ref, v, p_s.transpose((1, 0)))
             return ref[...]
 
         summed = pl.run_scoped(values_of, plgpu.ACC((shape.head_dim, columns), jnp.float32))
@@ -262,8 +265,8 @@ def _staged(
         packed = None if stored.packed else tiles_of[f"{name}_packed"].at[at[1]]
         _, shift = stored.scale_slice(kv_head, lax.rem(tokens, jnp.int32(shape.page_size)))
     source = (tiles_of[name].at[at], scales, packed, shift)
-    if name == "k" and stored.in_registers:
-        return stored.read(*source, as_operand=True)
+    if stored.in_registers:
+        return stored.read_k(*source) if name == "k" else stored.read_v(*source, tokens, item.low, item.high)
     target = tiles_of[f"{name}_tile"].at[at[1]]
     target[...] = stored.read(*source)
     return target

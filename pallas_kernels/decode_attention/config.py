@@ -19,6 +19,7 @@ class Config:
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = 132  # multiprocessors: an H200's
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
+    v_in_registers: bool = False  # V of 8 and 4 bits goes to the product as K does: not yet run on a GPU
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

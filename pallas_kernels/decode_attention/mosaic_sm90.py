@@ -60,7 +60,10 @@ def decode_attention(
             f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
             f"the call has {num_rows}, {kv_heads * chunks} and {window}"
         )
-    stored = [storage(part, q.dtype, head_dim, config, interpret is not None) for part in (pages.k, pages.v)]
+    stored = [
+        storage(part, q.dtype, head_dim, config, through_registers, interpret is not None)
+        for part, through_registers in ((pages.k, True), (pages.v, config.v_in_registers))
+    ]
     splits, slots = max_slots(num_rows, page_table.shape[1] * page_size, kv_heads * chunks, window, config)
     shape = Shape(
         rows=num_rows,

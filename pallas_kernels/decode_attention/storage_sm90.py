@@ -1,6 +1,7 @@
 """How decode_attention's kernel holds K and V in shared memory, and turns what is stored into what wgmma multiplies."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +17,14 @@ from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.unpack_sm90 import (
     BY_8_ROWS,
     BY_16_ROWS,
+    BY_32_COLUMNS,
+    BY_COLUMNS,
     operand,
     operand_order,
     scaled,
     to_float16,
+    v_operand,
+    v_order,
 )
 from pallas_kernels.kv_pages import KVFormat, Pages
 
@@ -47,6 +52,7 @@ class Storage:
     kv_heads: int
     page_size: int
     computing: int  # warpgroups
+    through_registers: bool  # to the product, if it can
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
@@ -75,8 +81,8 @@ class Storage:
 
     @property
     def in_registers(self) -> bool:
-        """Whether K goes from its stored form to the product through registers: the interpreter's wgmma can't."""
-        return self.format.storage_dtype.itemsize == 1 and not self.interpreted
+        """Whether it goes from its stored form to the product through registers: the interpreter's wgmma can't."""
+        return self.format.storage_dtype.itemsize == 1 and not self.interpreted and self.through_registers
 
     def queries(self, q: jax.Array) -> jax.Array:
         """Queries [.., D], their dims in the order in which K's are multiplied."""
@@ -86,6 +92,8 @@ class Storage:
 
     def results(self, out: jax.Array) -> jax.Array:
         """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
+        if self.in_registers:
+            return v_order(out, self.format.dtype)
         return dims_in_order(out) if self.format.dtype == "int4" else out
 
     @property
@@ -143,37 +151,61 @@ class Storage:
             if not self.packed:
                 packed = (self.computing, self.parts, self.tokens * self.groups)
                 buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
-        if not self.direct and not (name == "k" and self.in_registers):
+        if not self.direct and not self.in_registers:
             buffers[f"{name}_tile"] = tiled((self.computing, ROWS, self.head_dim), self.dtype)
         return buffers
 
-    def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array, as_operand: bool = False) -> jax.Array:
-        """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's.
-        `as_operand`: in registers, its dims in operand_order."""
-        layout = BY_8_ROWS if as_operand else BY_16_ROWS
+    def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
+        """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's."""
+        layout = BY_16_ROWS
         if self.interpreted and self.row // max(self.groups, 1) % 8:
             layout = _RUNS_OF_2
+
+        def tile(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
+            if self.groups:
+                multiply = partial(self._interpreted_scaled, layout) if self.interpreted else partial(scaled, *grouping)
+                parts = multiply(parts, scales)
+            return jnp.concatenate(parts, axis=1)
+
+        return self._converted(tile, layout, stored, scales, packed, shift)
+
+    def read_k(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
+        """The same in registers, as the product's left operand, its dims in operand_order."""
+
+        def k(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
+            return operand(*grouping, parts, scales)
+
+        return self._converted(k, BY_8_ROWS, stored, scales, packed, shift)
+
+    def read_v(
+        self, stored: Any, scales: Any, packed: Any, shift: jax.Array, first: jax.Array, low: jax.Array, high: jax.Array
+    ) -> jax.Array:
+        """The same transposed [D, 64], from token `first` on, with zeros in those out of low .. high."""
+
+        def v(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
+            return v_operand(*grouping, parts, scales, first, low, high)
+
+        return self._converted(v, BY_32_COLUMNS if self.row == 32 else BY_COLUMNS, stored, scales, packed, shift)
+
+    def _converted(
+        self, convert: Callable[..., jax.Array], layout: Any, stored: Any, scales: Any, packed: Any, shift: jax.Array
+    ) -> jax.Array:
         values = plgpu.load(stored, layout=layout, optimized=False)
         if self.groups and not self.packed:
             self._pack(scales, packed, shift)
             scales = packed
-        tile = self._convert(values, scales, layout, as_operand)
+
+        def converted(values: jax.Array) -> jax.Array:
+            if self.format.storage_dtype.itemsize == 2:
+                return values.astype(jnp.float32).astype(self.dtype)
+            parts = to_float16(values, self.format.dtype, layout, self.interpreted)
+            return convert(parts, scales, (self.format.group or 0, self.groups))
+
+        tile = converted(values)
         for _ in range(self.repeat - 1):  # the barrier hides from the compiler that it is the same again
             values = lax.optimization_barrier(values)
-            tile = jnp.maximum(tile, self._convert(values, scales, layout, as_operand))
+            tile = jnp.maximum(tile, converted(values))
         return tile
-
-    def _convert(self, values: jax.Array, scales: Any, layout: Any, as_operand: bool) -> jax.Array:
-        if self.format.storage_dtype.itemsize == 2:
-            return values.astype(jnp.float32).astype(self.dtype)
-        parts = to_float16(values, self.format.dtype, layout, self.interpreted)
-        grouping = (self.format.group or 0, self.groups)
-        if as_operand:
-            return operand(*grouping, parts, scales)
-        if self.groups:
-            multiply = partial(self._interpreted_scaled, layout) if self.interpreted else partial(scaled, *grouping)
-            parts = multiply(parts, scales)
-        return jnp.concatenate(parts, axis=1)
 
     def _interpreted_scaled(self, layout: Any, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
         """What `scaled` does."""
@@ -196,7 +228,9 @@ class Storage:
         packed[...] = plgpu.load(scales.at[:, pl.ds(shift, size)], layout=layout, optimized=False)
 
 
-def storage(pages: Pages, dtype: Any, head_dim: int, config: Config, interpreted: bool) -> Storage:
+def storage(
+    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, interpreted: bool
+) -> Storage:
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
     if pages.format.dtype != "bfloat16":
@@ -209,6 +243,7 @@ def storage(pages: Pages, dtype: Any, head_dim: int, config: Config, interpreted
         kv_heads=kv_heads,
         page_size=page_size,
         computing=config.computing,
+        through_registers=through_registers,
         interpreted=interpreted,
         repeat=config.dequantize,
     )

@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_sm90, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.decode_attention.config import Config, check_proven, check_supported
+from pallas_kernels.decode_attention.config import Config, check_proven, check_supported, choose_config
+from pallas_kernels.decode_attention.unpack_sm90 import v_order
 from pallas_kernels.decode_attention.work import max_slots, row_splits
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
@@ -65,6 +66,7 @@ INTERPRETED = [
     (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
     (small(lengths=(100,), heads=(2, 1), v_format="int4-g8", k_format="int4-g64", head_dim=128), TINY),
+    (small(lengths=(100,), heads=(1, 1), dtype="float16"), NARROW),
 ]
 
 
@@ -208,6 +210,40 @@ DISTINCT = {dataclasses.replace(case, lengths=(100, 100)): None for case in BENC
 @pytest.mark.parametrize("case", [*filter(supported, CASES), *filter(supported, DISTINCT)], ids=str)
 def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lower(case)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g64", "int4-g8", "int4-g64"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_v_in_registers_lowers_for_cuda(kv, head_dim):
+    case = small(lengths=(100,), k_format=kv, v_format=kv, head_dim=head_dim)
+    config = dataclasses.replace(choose_config(head_dim, 2), v_in_registers=True)
+    f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
+    assert "movmatrix" in f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lanes_as_v_operand_has_them(codes: np.ndarray, nibbles: int) -> np.ndarray:
+    """v_operand [D, 64] of codes [64, D], lane by lane: what each holds of the stored bytes, 8 x 8 transposed in a
+    warp, and where wgmma's left operand is in registers."""
+    head_dim, stored = codes.shape[1], codes.reshape(64, -1, nibbles)
+    narrow, out = stored.shape[1] == 32, np.full(codes.T.shape, -1)
+    for block, m, run, warp in np.ndindex(8, max(1, stored.shape[1] // 64), 2, 4):
+        column = (16 * (warp % 2) if narrow else 64 * m + 16 * warp) + 2 * run
+        held = np.zeros((nibbles, 8, 8), int)
+        for lane, e in np.ndindex(32, 2):
+            held[:, lane // 4, 2 * (lane % 4) + e] = stored[8 * block + lane // 4, column + 4 * (lane % 4) + e]
+        for i in [warp // 2] if narrow else range(nibbles):
+            row = 64 * (m if narrow else m * nibbles + i) + 16 * warp + 8 * run
+            out[row : row + 8, 8 * block : 8 * block + 8] = held[i].T
+    assert out.shape == (head_dim, 64)
+    return out
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_results_from_registers_are_put_in_order(dtype, head_dim):
+    codes = np.random.default_rng(0).integers(0, 1 << 30, (64, head_dim))
+    operand = lanes_as_v_operand_has_them(codes, 2 if dtype == "int4" else 1)
+    assert np.array_equal(v_order(jnp.asarray(operand.T), dtype), codes)
 
 
 def test_unsupported_arguments_name_what_is_supported():
