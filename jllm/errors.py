@@ -24,6 +24,10 @@ class TokenizerError(JllmError, ValueError):
     """No tokenizer where one is needed, or one that cannot be read, or text that it cannot take."""
 
 
+class EvaluationError(JllmError, ValueError):
+    """A text, a protocol or a pair of models that perplexity or divergence can't be computed of."""
+
+
 class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 

@@ -1,0 +1,117 @@
+"""Protocols of perplexity as data: how a text is cut into windows, and which of their tokens are scored."""
+
+import math
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
+
+CHOICES = {"last": ("drop", "short", "full"), "bos": ("tokenizer", "always", "never"), "unit": ("token", "word")}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a text is cut, what of it is scored, and by what its loss is divided. Raises EvaluationError.
+
+    A window has `lead` + `context` tokens and begins `stride` after the one before; each token is scored once, in the
+    first window that has it with a token before it. With lead 0 a window that shares nothing with the one before thus
+    loses its first token; with lead 1 it begins with a token that is context only, and none is lost.
+    """
+
+    name: str
+    context: int | None = None  # None: as much as the model has
+    stride: int | None = None  # None: context, so that windows don't overlap
+    lead: int = 0
+    last: str = "drop"  # a last window that is not full: "drop" it, keep it "short", or begin it earlier: "full"
+    bos: str = "tokenizer"  # "always": BOS, or EOS for models without BOS; "tokenizer": what its files ask for, if any
+    joined: bool = True  # texts become one, with an empty line between them; else each is for itself
+    unit: str = "token"  # the loss is divided by the number of scored tokens, or of words between white space
+
+    def __post_init__(self) -> None:
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise self._error(f"{field} must be {' or '.join(choices)}, not {getattr(self, field)!r}")
+        if self.context is not None and self.context < 2:
+            raise self._error(f"context must be at least 2 tokens, not {self.context}")
+        if self.stride is not None and not 0 < self.stride <= (self.context or math.inf):
+            raise self._error(f"stride must be in 1 .. context = {self.context}, not {self.stride}")
+        if self.lead not in (0, 1):
+            raise self._error(f"lead must be 0 or 1, not {self.lead}")
+        if self.unit == "word" and (self.joined or self.last == "drop"):
+            raise self._error("words can be counted only of texts that are scored one by one and whole")
+
+    def _error(self, problem: str) -> EvaluationError:
+        return EvaluationError(f"protocol {self.name}: {problem}")
+
+    def resolve(self, config: LlamaConfig) -> "Protocol":
+        """With context and stride as numbers. Raises EvaluationError where the model's context is too short."""
+        context = config.context if self.context is None else self.context
+        if context > config.context:
+            raise self._error(f"windows of {context} tokens, but the model's context is {config.context}")
+        stride = context if self.stride is None else self.stride
+        return replace(self, context=context, stride=stride)
+
+
+# Whose protocols they are:
+# - wikitext2-2048: GPTQ (arXiv 2210.17323) and those after it: the test set joined, one BOS where the tokenizer
+#   adds one, full windows alone. wikitext2-4096 is the same at LLaMA-2's context, windows-512 for small models.
+# - strided-512: "Perplexity of fixed-length models" in transformers' documentation, the mean taken over tokens.
+# - document, document-word: lm-eval's loglikelihood_rolling: each text after BOS, no token lost; its word_perplexity.
+PROTOCOLS = {
+    protocol.name: protocol
+    for protocol in (
+        Protocol("wikitext2-2048", context=2048),
+        Protocol("wikitext2-4096", context=4096),
+        Protocol("windows-512", context=512),
+        Protocol("strided-512", stride=512, last="short"),
+        Protocol("document", lead=1, last="full", bos="always", joined=False),
+        Protocol("document-word", lead=1, last="full", bos="always", joined=False, unit="word"),
+    )
+}
+
+
+def find_protocol(protocol: str | Protocol) -> Protocol:
+    """A preset by name, or the protocol itself. Raises EvaluationError for an unknown name, with those near it."""
+    if isinstance(protocol, Protocol):
+        return protocol
+    if protocol not in PROTOCOLS:
+        close = get_close_matches(str(protocol), PROTOCOLS, 4, 0.5)
+        hint = f"near ones: {', '.join(close)}" if close else f"known are {', '.join(PROTOCOLS)}"
+        raise EvaluationError(f"unknown protocol {protocol!r}; {hint}")
+    return PROTOCOLS[protocol]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens start .. stop of a text go through the model from position 0; those from `scored` on are scored."""
+
+    text: int
+    start: int
+    scored: int
+    stop: int
+
+    @property
+    def inputs(self) -> int:
+        """What the model reads: all but the last token."""
+        return self.stop - self.start - 1
+
+
+def windows_of(length: int, protocol: Protocol, text: int = 0) -> list[Window]:
+    """Of a text of so many tokens; none where nothing can be scored. The protocol is a resolved one."""
+    assert protocol.context is not None
+    assert protocol.stride is not None
+    size = protocol.context + protocol.lead
+    windows = []
+    start, scored = 0, 1
+    while scored < length:
+        stop = min(start + size, length)
+        if stop - start < size:
+            if protocol.last == "drop":
+                break
+            if protocol.last == "full":
+                start = max(0, stop - size)
+        if max(scored, start + 1) < stop:
+            windows.append(Window(text, start, max(scored, start + 1), stop))
+        start, scored = start + protocol.stride, stop
+    return windows
