@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
+from pallas_kernels.gemm_sm90.smem import swizzled
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -112,14 +113,10 @@ class Plan:
         return self.config.rows // self.computing
 
     @property
-    def width(self) -> int:
-        """Bytes of K that are swizzled together."""
-        return next(width for width in (128, 64, 32) if self.k * self.dtype.itemsize % width == 0)
-
-    @property
     def step(self) -> int:
-        """Elements of K that a stage holds."""
-        return (self.config.step if self.width == 128 else self.width) // self.dtype.itemsize
+        """Elements of K that a stage holds: of fewer bytes than asked for where rows of K are no multiple of 128."""
+        size = self.dtype.itemsize
+        return next(width // size for width in (self.config.step, 64, 32) if self.k * size % min(width, 128) == 0)
 
     @property
     def steps(self) -> int:
@@ -159,8 +156,8 @@ class Plan:
         stages, config = self.stages(), self.config
         vectors = {"x_scale": config.rows, "w_scale": self.vector, "bias": self.vector}
         scratch = {
-            "x_s": swizzled((stages, config.rows, self.step), self.dtype, self.width),
-            "w_s": swizzled((stages, config.columns, self.step), self.dtype, self.width),
+            "x_s": swizzled((stages, config.rows, self.step), self.dtype),
+            "w_s": swizzled((stages, config.columns, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
             "out_s": plgpu.SMEM((self.computing, UNIT, config.columns), self.out_dtype),
@@ -173,12 +170,6 @@ class Plan:
         if "residual" in self.extra:
             scratch["residual_full"] = plgpu.Barrier(num_barriers=self.computing)
         return scratch
-
-
-def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
-    """Shared memory in which rows of `width` bytes are swizzled, as TMA and wgmma want it."""
-    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
-SMS = 132  # of an H200
+from pallas_kernels.gemm_sm90.support import H200_SMS, SHARED_MEMORY
+
 UNIT = 64  # rows of one wgmma
 MOST_ROWS = 256  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
@@ -27,7 +27,7 @@ class Config:
     columns: int
     step: int = STEP
     stages: int = 64
-    ctas: int = SMS
+    ctas: int = H200_SMS
 
     def __post_init__(self) -> None:
         if self.rows not in (64, 128, 256):

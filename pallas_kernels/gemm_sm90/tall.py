@@ -111,12 +111,10 @@ def fetch(plan: Plan, refs: Refs) -> None:
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     """A computing warpgroup: its half of every tile of this CTA."""
     steps = plan.steps
-    by_rows = plan.config.tile_m > ROWS
-    rows = pl.ds(wg * plan.rows, plan.rows) if by_rows else pl.ds(0, plan.rows)
-    columns = pl.ds(0, plan.columns) if by_rows else pl.ds(wg * plan.columns, plan.columns)
+    rows = pl.ds(wg * plan.rows, plan.rows)
 
     def compute_tile(tile: Tile, n: jax.Array) -> None:
-        place = Place(wg, tile.row, rows.start, tile.column, columns.start)
+        place = Place(wg, tile.row, rows.start, tile.column)
         if plan.adds_residual:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for c in range(plan.buffers):
@@ -127,13 +125,13 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
             def _(s: jax.Array) -> None:
                 slot = plan.slot(n * steps + s)
                 plgpu.barrier_wait(refs.full.at[slot])
-                plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot, columns].transpose((1, 0)))
+                plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 pl.when(s > 0)(lambda: plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + s - 1)]))
 
             return lax.optimization_barrier(acc[...])  # LLVM doesn't know that accumulators change until the wait
 
-        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.columns), plan.accumulator))
+        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.tile_n), plan.accumulator))
         plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + steps - 1)])
         finish(plan, refs, place, sums)
 
@@ -165,9 +163,9 @@ def finish(plan: Plan, refs: Refs, place: Place, sums: jax.Array) -> None:
         if "x_scale" in plan.optional:
             part = part * spread("x_scale", place.row_in_tile + i, 0)
         if "w_scale" in plan.optional:
-            part = part * spread("w_scale", place.column_in_tile + j, 1)
+            part = part * spread("w_scale", j, 1)
         if "bias" in plan.optional:
-            part = part + spread("bias", place.column_in_tile + j, 1)
+            part = part + spread("bias", j, 1)
         if plan.adds_residual:
             plgpu.barrier_wait(refs.residual_full.at[place.wg * plan.buffers + c % plan.buffers])
             part = part + plgpu.load(buffer, layout=plgpu.Layout.WGMMA).astype(jnp.float32)

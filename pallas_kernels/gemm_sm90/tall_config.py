@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
-H200_SMS = 132
+from pallas_kernels.gemm_sm90.support import H200_SMS
 
 
 @dataclass(frozen=True)
 class Config:
     """A tile of the result is computed by two warpgroups of one CTA; CTAs are persistent.
 
-    tile_m, tile_n: rows and columns of a tile; each warpgroup has half of its rows (or of its columns, where there are
-    64 rows). stages: K steps of 128 bytes in flight, or as many as shared memory holds. group: tiles along M that are
-    done before the next ones along N (L2 locality). ctas: the most CTAs that run.
+    tile_m, tile_n: rows and columns of a tile; each warpgroup has half of its rows. stages: K steps of 128 bytes in
+    flight, or as many as shared memory holds. group: tiles along M that are done before the next ones along N (L2
+    locality). ctas: the most CTAs that run.
     """
 
     tile_m: int = 128
@@ -22,11 +21,10 @@ class Config:
     ctas: int = H200_SMS
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128, 256):
-            raise ValueError(f"tile_m is {self.tile_m}, expected 64, 128 or 256")
-        multiple = 32 if self.tile_m == 64 else 16
-        if not multiple <= self.tile_n <= 256 or self.tile_n % multiple:
-            raise ValueError(f"tile_n is {self.tile_n}, expected a multiple of {multiple} up to 256")
+        if self.tile_m not in (128, 256):
+            raise ValueError(f"tile_m is {self.tile_m}, expected 128 or 256")
+        if not 16 <= self.tile_n <= 256 or self.tile_n % 16:
+            raise ValueError(f"tile_n is {self.tile_n}, expected a multiple of 16 up to 256")
         if self.tile_m * self.tile_n > 256 * 192:
             raise ValueError(f"a tile of {self.tile_m}x{self.tile_n} is more than registers hold, at most 256x192")
         if self.stages < 2 or self.ctas < 1 or self.group < 1:

@@ -11,7 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90.tall_config import SHARED_MEMORY, Config
+from pallas_kernels.gemm_sm90.smem import swizzled
+from pallas_kernels.gemm_sm90.support import SHARED_MEMORY
+from pallas_kernels.gemm_sm90.tall_config import Config
 
 ROWS = 64  # of one wgmma
 STEP = 128  # bytes along K of a stage, at most: the widest swizzle
@@ -70,24 +72,19 @@ class Plan:
     @property
     def rows(self) -> int:
         """Of a warpgroup."""
-        return max(self.config.tile_m // 2, ROWS)
-
-    @property
-    def columns(self) -> int:
-        """Of a warpgroup."""
-        return self.tile_n if self.config.tile_m > ROWS else self.tile_n // 2
+        return self.config.tile_m // 2
 
     @property
     def chunk(self) -> int:
         """Columns that go out at a time."""
         size = self.out_dtype.itemsize
-        both = math.gcd(self.columns, self.n)
+        both = math.gcd(self.tile_n, self.n)
         return next(width // size for width in (128, 64, 32, 16) if both % (width // size) == 0)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """First row and column of each chunk of a warpgroup."""
-        return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.columns, self.chunk)]
+        return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.tile_n, self.chunk)]
 
     @property
     def adds_residual(self) -> bool:
@@ -145,24 +142,16 @@ class Plan:
     def scratch(self) -> dict[str, Any]:
         stages, vectors = self.stages, self.vectors.values()
         return {
-            "x_s": tiled((stages, self.config.tile_m, self.step), self.dtype),
-            "w_s": tiled((stages, self.tile_n, self.step), self.dtype),
+            "x_s": swizzled((stages, self.config.tile_m, self.step), self.dtype),
+            "w_s": swizzled((stages, self.tile_n, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "out_s": tiled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
+            "out_s": swizzled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
             "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
             "vectors_full": plgpu.Barrier(num_arrivals=len(vectors)) if vectors else None,
             "vectors_free": plgpu.Barrier(num_arrivals=2) if vectors else None,
             "residual_full": plgpu.Barrier(num_barriers=2 * self.buffers) if self.adds_residual else None,
         }
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as TMA and wgmma want it: rows of at most 128 bytes, swizzled."""
-    size = jnp.dtype(dtype).itemsize
-    width = next(width for width in (128, 64, 32, 16) if shape[-1] * size % width == 0)
-    transforms = (plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 class Tile(NamedTuple):
@@ -173,19 +162,17 @@ class Tile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a warpgroup finishes of a tile: where the tile begins, and where in it the warpgroup's part does."""
+    """What a warpgroup finishes of a tile: where the tile begins, and where in it the warpgroup's rows do."""
 
     wg: jax.Array
     row: jax.Array
     row_in_tile: Any
     column: jax.Array
-    column_in_tile: Any
 
     def chunk(self, plan: Plan, c: int) -> tuple[pl.Slice, pl.Slice]:
         """The c-th chunk's rows and columns of the result."""
         i, j = plan.chunks[c]
-        row, column = self.row + self.row_in_tile + i, self.column + self.column_in_tile + j
-        return pl.ds(row, ROWS), pl.ds(column, plan.chunk)
+        return pl.ds(self.row + self.row_in_tile + i, ROWS), pl.ds(self.column + j, plan.chunk)
 
 
 def for_each_tile(plan: Plan, body: Callable[[Tile, jax.Array], None]) -> jax.Array:

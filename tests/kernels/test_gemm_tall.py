@@ -40,11 +40,10 @@ def case_of(m: int, n: int, k: int, operand: str = "int8", **options) -> Case:
 
 INTERPRETED = [
     (case_of(200, 160, 96, bias=True), Config(128, 128, 2, ctas=2)),  # tails of all three axes, two tiles a CTA
-    (case_of(5, 96, 160, residual=True, out_dtype="float16"), Config(64, 96, 2, ctas=2)),
+    (case_of(5, 96, 160, residual=True, out_dtype="float16"), Config(128, 96, 2, ctas=2)),
     (case_of(300, 96, 160, "float8_e4m3fn", residual=True, out_dtype="float32"), Config(256, 96, 2, ctas=1)),
     (case_of(130, 192, 128, "float8_e4m3fn", out_dtype="float32", bias=True), Config(128, 64, 3, ctas=2)),
-    (case_of(256, 128, 256, residual=True, bias=True, out_dtype="float32"), Config(128, 64, 3, group=1, ctas=2)),
-    (case_of(128, 256, 256, zero_rows=True, bias=True), Config(128, 64, 3, ctas=2)),
+    (case_of(256, 128, 256, zero_rows=True, residual=True, bias=True), Config(128, 64, 3, group=1, ctas=2)),
     (case_of(136, 96, 640), Config(128, 96, 2, ctas=1)),
 ]
 
@@ -60,7 +59,7 @@ def test_matches_the_formula_without_races(case, config):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_takes_16_bits_without_scales(dtype):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in ((130, 96), (64, 96)))
+    x, w = (jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in ((128, 96), (64, 96)))
     options = {"out_dtype": jnp.dtype("float32"), "config": Config(128, 64, 2, ctas=1)}
     out = tall.gemm(x, w, **options, interpret=plgpu.InterpretGPUParams())
     assert error(out, reference.product(x, w)) < TOLERANCE["float32"]
@@ -104,7 +103,7 @@ def test_seeded_faults_are_caught(monkeypatch, target, name, change):
     assert not error(out, reference.scaled_matmul(*inputs)) < 2 * TOLERANCE["float32"]
 
 
-CONFIGS = (*TILES, Config(256, 176), Config(64, 64, 8))
+CONFIGS = (*TILES, Config(256, 176))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -133,17 +132,14 @@ def test_gpu_every_tile_matches_the_formula(config, operand):
 
 def test_configurations_are_checked():
     for options, message in (
-        ({"tile_m": 96}, "tile_m is 96, expected 64, 128 or 256"),
+        ({"tile_m": 64}, "tile_m is 64, expected 128 or 256"),
         ({"tile_n": 100}, "tile_n is 100, expected a multiple of 16 up to 256"),
         ({"tile_m": 256, "tile_n": 256}, "a tile of 256x256 is more than registers hold"),
-        ({"tile_m": 64, "tile_n": 48}, "tile_n is 48, expected a multiple of 32 up to 256"),
         ({"stages": 1}, "stages=1, ctas=132 and group=8, expected at least 2, 1 and 1"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)
     x, w = (jnp.zeros((256, 256), jnp.bfloat16) for _ in range(2))
-    options = {"out_dtype": jnp.dtype("bfloat16"), "config": Config(128, 128, 99)}
-    assert jax.eval_shape(partial(tall.gemm, **options), x, w).shape == (
-        256,
-        256,
-    )  # as many stages as there is room for
+    as_many_as_fit = Config(128, 128, stages=99)
+    gemm = partial(tall.gemm, out_dtype=jnp.dtype("bfloat16"), config=as_many_as_fit)
+    assert jax.eval_shape(gemm, x, w).shape == (256, 256)
