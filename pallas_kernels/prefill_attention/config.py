@@ -19,7 +19,9 @@ class Config:
     block_kv: keys a step, aligned to absolute positions: it decides the order of sums. stages: K and V blocks in
     flight.  warpgroups: computing warpgroups, 64 rows each. heads: query heads of one
     KV head that a tile holds; the rows of a tile are 64 * warpgroups / heads. alternate: whether two warpgroups take
-    turns at the tensor cores, one's softmax under the other's products. ctas: persistent CTAs.
+    turns at the tensor cores, one's softmax under the other's products. ctas: persistent CTAs. converters: warpgroups
+    that convert pages of another format: one for K and V in turn, or 2, one each, with 128 columns at a time and
+    integers by way of mantissas; not timed yet, and right on a device for int8 alone, so no default.
     interpretable: P through shared memory and no inline instructions, which is what the interpreter can run.
     """
 
@@ -29,6 +31,7 @@ class Config:
     heads: int = 1
     alternate: bool = True
     ctas: int = H200_SMS
+    converters: int = 1
     interpretable: bool = False
 
     def __post_init__(self) -> None:
@@ -38,6 +41,8 @@ class Config:
             raise ValueError(f"{self.warpgroups} warpgroups cannot share {self.heads} heads: expected a divisor")
         if self.alternate and self.warpgroups != 2:
             raise ValueError(f"alternate needs 2 warpgroups, got {self.warpgroups}")
+        if self.converters not in (1, 2):
+            raise ValueError(f"converters is {self.converters}, expected 1 or 2")
         if self.stages < 1 or self.ctas < 1:
             raise ValueError(f"stages={self.stages} and ctas={self.ctas} must be positive")
 

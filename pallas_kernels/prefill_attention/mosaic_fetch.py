@@ -1,7 +1,7 @@
 """The warpgroups of the Hopper kernel of prefill_attention that feed the computing ones.
 
 One issues all copies from global memory, in the order in which they are consumed, and runs ahead across tiles. Pages of
-another format than the queries' go through a second one, which converts them on their way to wgmma's operands.
+another format than the queries' go through others, which convert them on their way to wgmma's operands.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted
+from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted, width
 from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, Tile, for_each_tile
 
 
@@ -52,9 +52,9 @@ def _wait_until_free(plan: Plan, n: jax.Array, barrier: Any) -> None:
     pl.when(n >= plan.config.stages)(lambda: plgpu.barrier_wait(barrier.at[plan.slot(n)]))
 
 
-def _seen(tile: Tile, first: jax.Array, layout: Any) -> jax.Array:
-    """bool [SIDE, SIDE]: whether tokens from `first` on, one a row, are among those that the tile's chunk sees."""
-    token = first + plgpu.broadcasted_iota(jnp.int32, (SIDE, SIDE), 0, layout=layout)
+def _seen(tile: Tile, first: jax.Array, columns: int, layout: Any) -> jax.Array:
+    """bool [SIDE, columns]: whether tokens from `first` on, one a row, are among those that the tile's chunk sees."""
+    token = first + plgpu.broadcasted_iota(jnp.int32, (SIDE, columns), 0, layout=layout)
     return (token >= tile.low) & (token < tile.keys)
 
 
@@ -99,7 +99,7 @@ def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.
     copy(pool.blocks, refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
     for row in range(0, block, SIDE):
-        seen = _seen(tile, j * block + row, plgpu.Layout.WGMMA)
+        seen = _seen(tile, j * block + row, SIDE, plgpu.Layout.WGMMA)
         for column in range(0, plan.head_dim, SIDE):
             part = pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)]
             part[...] = jnp.where(seen, plgpu.load(part, layout=plgpu.Layout.WGMMA), jnp.zeros((), plan.dtype))
@@ -108,10 +108,8 @@ def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.
         plgpu.barrier_arrive(pool.ready.at[slot])
 
 
-def convert(plan: Plan, refs: Refs) -> None:
-    """Converts the KV blocks of every tile of this CTA; slots of V that nobody sees become zero."""
-    pools = [(refs.k, plan.k_format), (refs.v, plan.v_format)]
-    pools = [(pool, fmt) for pool, fmt in pools if pool.raw is not None]
+def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> None:
+    """Converts K, V or both of every tile of this CTA; slots of V that nobody sees become zero."""
 
     def convert_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         del n
@@ -131,18 +129,18 @@ def convert(plan: Plan, refs: Refs) -> None:
 def _convert_block(
     plan: Plan, tile: Tile, pool: Pool, fmt: KVFormat, j: jax.Array, slot: jax.Array, clear: bool
 ) -> None:
-    layout = layout_of(plan.dtype)
+    columns = width(plan)
     scales = None
     if pool.raw_scales is not None:
         _, shift = plan.scale_start(fmt, tile.head, 0)
         scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.groups(plan.head_dim))]
     for row in range(0, plan.config.block_kv, SIDE):
-        seen = _seen(tile, j * plan.config.block_kv + row, layout)
-        for column in range(0, plan.head_dim, SIDE):
+        seen = _seen(tile, j * plan.config.block_kv + row, columns, layout_of(plan))
+        for column in range(0, plan.head_dim, columns):
             x = load_converted(pool.raw.at[slot], scales, fmt, plan, row, column)
             if clear:
                 x = jnp.where(seen, x, jnp.zeros((), x.dtype))
-            pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)][...] = x.astype(plan.dtype)
+            pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, columns)][...] = x.astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(pool.ready.at[slot])
     plgpu.barrier_arrive(pool.raw_free.at[slot])

@@ -1,9 +1,9 @@
 """prefill_attention for Hopper, in Pallas Mosaic GPU: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) over pages.
 
 Persistent CTAs walk the work list. One warpgroup fetches query tiles and KV blocks, a TMA copy per page and head, and
-runs ahead across tiles; pages of another format are converted by one of their own. Each computing warpgroup holds 64
-query rows of one head; it issues the next block's Q K^T, then this block's P V, and does the next block's softmax while
-P V runs. Two of them take turns at the tensor cores.
+runs ahead across tiles; pages of another format are converted by one or two of their own. Each computing warpgroup
+holds 64 query rows of one head; it issues the next block's Q K^T, then this block's P V, and does the next block's
+softmax while P V runs. Two of them take turns at the tensor cores.
 """
 
 from functools import partial
@@ -15,17 +15,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import KVFormat, KVPages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
 from pallas_kernels.prefill_attention.mosaic_attend import compute
 from pallas_kernels.prefill_attention.mosaic_fetch import convert, fetch
 from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, flat_scales
 from pallas_kernels.prefill_attention.work import Work, make_work
 
-# Registers of each thread that computes, converts and fetches: the CTA's 64 Ki, moved to where they are needed. By
-# computing warpgroups and all of them.
+# Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them: moved to where
+# they are needed, out of what the launch took (64 Ki over the threads, rounded down to a multiple of 8; to ask for more
+# is to wait forever).
 REGISTERS = {
-    (1, 2): None, (1, 3): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40), (3, 4): (160, 32, 32),
+    (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
+    (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
 }  # fmt: skip
 
 
@@ -99,10 +101,13 @@ def _kernel(plan: Plan, q: Any, table: Any, tiles: Any, count: Any, *arrays: Any
             plgpu.set_max_registers(registers[2], action="decrease")
         fetch(plan, refs)
 
-    if plan.warpgroups > computing + 1:
+    pools = [(refs.k, plan.k_format), (refs.v, plan.v_format)]
+    pools = [(pool, fmt) for pool, fmt in pools if pool.raw is not None]
+    for i in range(plan.warpgroups - computing - 1):
+        share = pools if plan.config.converters == 1 else [pools[i]]
 
-        @pl.when(warpgroup == computing + 1)
-        def _() -> None:
+        @pl.when(warpgroup == computing + 1 + i)
+        def _(share: list[tuple[Pool, KVFormat]] = share) -> None:
             if registers is not None:
                 plgpu.set_max_registers(registers[1], action="decrease")
-            convert(plan, refs)
+            convert(plan, refs, share)

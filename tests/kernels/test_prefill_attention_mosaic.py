@@ -72,7 +72,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(STAGED, block_kv=64, heads=2),
+            dataclasses.replace(STAGED, block_kv=64, heads=2, converters=2),
         ),
         (
             dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
@@ -80,7 +80,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=128, k_format="int4-g64", v_format="f16", **SHORT),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False),
+            dataclasses.replace(STAGED, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False, converters=2),
         ),
         (  # few scales a page and head: copied with those of the next KV heads
             dataclasses.replace(SMALL, heads=(4, 4), page_size=16, k_format="int8-g32", v_format="int4-g64", **SHORT),
@@ -190,6 +190,24 @@ def test_every_case_lowers_for_cuda():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.parametrize("case", MOSAIC_CASES[7:10], ids=str)
+def test_two_converters_lower_for_cuda(case):
+    assert case.k_format in ("int4-g32", "int8-g64", "fp8")
+    config = dataclasses.replace(choose_config(*shapes(case)[:2]), converters=2)
+    attend = partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, config=config)
+    text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_registers_that_are_asked_for_are_there():
+    for (computing, warpgroups), registers in mosaic_sm90.REGISTERS.items():
+        launched = (1 << 16) // (128 * warpgroups) // 8 * 8
+        if registers is not None:
+            more, converting, fetching = registers
+            assert max(converting, fetching) <= launched <= more
+            assert computing * more + (warpgroups - computing - 1) * converting + fetching <= warpgroups * launched
+
+
 def test_one_work_list_and_one_lowering_serve_32_layers():
     case = SUPPORTED[-1]
 
@@ -221,6 +239,7 @@ def test_what_is_not_supported_says_what_is():
         ({"heads": 3}, "2 warpgroups cannot share 3 heads"),
         ({"warpgroups": 3}, "alternate needs 2 warpgroups, got 3"),
         ({"stages": 0}, "stages=0 and ctas=132 must be positive"),
+        ({"converters": 3}, "converters is 3, expected 1 or 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)
