@@ -78,9 +78,7 @@ class QuantizedWeight:
     values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte
     scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8)
     zeros: jax.Array | None  # int8, shaped as scales are
-    scale_steps: (
-        jax.Array | None
-    )  # double_quant: float32 [1 + blocks of 256 scales]: their mean, then each block's step
+    scale_steps: jax.Array | None  # double_quant: float32 [1 + blocks of 256 scales]: their mean, each block's step
     columns: jax.Array | None  # int32 [K]: stored column i multiplies input columns[i]; None: in order
     shape: tuple[int, int] = field(metadata={"static": True})  # (N, K)
     format: WeightFormat = field(metadata={"static": True})
@@ -128,7 +126,8 @@ def check_shape(shape: tuple[int, int], fmt: WeightFormat) -> None:
 
 
 def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
-    """Rounds w [N, K] to the nearest of what the format holds.
+    """Rounds w [N, K], finite, to the nearest of what the format holds: no format holds NaN or infinity, which callers
+    refuse.
 
     Symmetric int8 steps are absmax / 127 and symmetric int4 ones absmax / 7.5 (all 16 codes: -absmax and absmax are
     half a step away); with a zero point, the range of w and 0 is cut into 255 or 15 steps. fp8: absmax / 448. Scales of
@@ -176,7 +175,6 @@ def decode_padded(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
 
 def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows of the weight, as of an embedding: i32[...] -> [..., K]. Indices out of range are clipped."""
-
     flat = jnp.clip(rows.reshape(-1), 0, w.shape[0] - 1)  # never the padding
 
     def take(x: jax.Array, axis: int) -> jax.Array:

@@ -57,11 +57,12 @@ def test_zero_rows_and_tiny_rows(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_stays_visible_and_in_its_row(kind):
-    x = jnp.asarray([[1.0, jnp.nan], [1.0, 2.0]])
+def test_nan_and_infinity_stay_visible_and_in_their_rows(kind):
+    x = jnp.asarray([[1.0, jnp.nan], [1.0, 2.0], [1.0, -jnp.inf]])
     back = np.asarray(dequantize_rows(quantize_rows(x, kind)))
     assert np.isnan(back[0]).all()
     assert np.isfinite(back[1]).all()
+    assert not np.isfinite(back[2]).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

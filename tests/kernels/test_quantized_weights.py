@@ -25,6 +25,9 @@ FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
     "nf4-g32", "nf4-dq", "fp8", "fp8-weight", "uint8-zp",
 )  # fmt: skip
+ENCODED = (  # one of those whose codes and scales are made alike
+    "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp8",
+)  # fmt: skip
 
 
 def weight(shape, seed=0, dtype=np.float32):
@@ -55,25 +58,25 @@ def test_unknown_names_are_refused(name):
         parse_weight_format(name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("scale", [1.0, 1e-4, 30.0])
-def test_error_is_half_a_step(name, scale):
-    x = weight((40, 128)) * scale
-    w = encode(x, parse_weight_format(name))
-    got = np.asarray(decode(w, jnp.float32), np.float64)
-    slack = 1.06 if w.format.double_quant else 1.0  # its scales are rounded either way
-    # The largest e4m3 step above a value is that of the next binade.
-    assert (np.abs(got - np.asarray(x, np.float64)) <= slack * steps(w) * (0.5 + 1e-4) + 1e-9 * scale).all()
+@pytest.mark.parametrize("name", ENCODED)
+def test_error_is_half_a_step(name):
+    for scale in (1.0, 1e-4, 30.0):
+        x = weight((40, 128)) * scale
+        w = encode(x, parse_weight_format(name))
+        got = np.asarray(decode(w, jnp.float32), np.float64)
+        slack = 1.06 if w.format.double_quant else 1.0  # its scales are rounded either way
+        # The largest e4m3 step above a value is that of the next binade.
+        assert (np.abs(got - np.asarray(x, np.float64)) <= slack * steps(w) * (0.5 + 1e-4) + 1e-9 * scale).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ENCODED)
 def test_zero_rows_and_groups_stay_zero(name):
-    x = weight((32, 128)).at[3].set(0).at[5, :64].set(0)
+    x = weight((40, 128)).at[3].set(0).at[5, :64].set(0)
     got = np.asarray(decode(encode(x, parse_weight_format(name))))
-    tolerance = 0 if name != "nf4-dq" else 1
     assert np.isfinite(got).all()
-    assert np.abs(got[3]).max() <= tolerance * np.abs(got).max()
-    assert np.abs(got[5, :64]).max() <= tolerance * np.abs(got).max()
+    assert got[4].any()
+    assert not got[3].any()
+    assert not got[5, :64].any()
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8-weight", "uint8-zp"])
@@ -87,7 +90,7 @@ def test_sizes_are_padded_once(name):
     assert error < 0.03
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ENCODED)
 def test_taken_rows_are_decoded_rows(name):
     w = encode(weight((40, 128)), parse_weight_format(name))
     rows = jnp.asarray([[0, 39], [7, 7], [45, -3]], jnp.int32)
@@ -112,10 +115,10 @@ def test_scales_are_never_rounded_down():
     assert (scales <= absmax * (1 + 2.0**-9)).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["w8a8", "w4a16-g64-zp", "nf4-dq", "fp8"])
 def test_float64_and_bfloat16(name):
     fmt = parse_weight_format(name)
-    x = weight((32, 128))
+    x = weight((40, 128))
     with jax.enable_x64():
         wide = encode(jnp.asarray(np.asarray(x, np.float64)), fmt)
         assert decode(wide, jnp.float64).dtype == jnp.float64
