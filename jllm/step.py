@@ -15,7 +15,16 @@ from jllm.batch import STOP_IDS, Layout, RaggedBatch
 from jllm.config import LlamaConfig
 from jllm.model import Cache, Paged, backbone, head
 from jllm.params import Params
-from jllm.sampling import Penalties, RowParams, count_tokens, penalize, sample, token_logprobs, top_logprobs
+from jllm.sampling import (
+    Penalties,
+    RowParams,
+    count_tokens,
+    penalize,
+    sample,
+    sample_reference,
+    token_logprobs,
+    top_logprobs,
+)
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 TOP_LOGPROBS = 20
@@ -29,6 +38,7 @@ class Variant:
     penalties: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    sort: bool = False  # sample by sorting, as a baseline
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +156,7 @@ def step(
     picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
     raw = head(params, config, picked, backend=backend)
     row_params = _row_params(slots, rows.slot, raw.dtype)
+    draw = sample_reference if variant.sort else sample
     penalties = state.penalties
     if variant.penalties:
         assert penalties is not None, "the penalties variant needs State.penalties"
@@ -153,11 +164,11 @@ def step(
             _apply_penalties(penalties, batch), batch, rows.chunk, paged.positions[rung.decodes :]
         )
         logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
-        tokens = sample(logits, row_params, rows.length)
+        tokens = draw(logits, row_params, rows.length)
         seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
         penalties = replace(penalties, seen=seen, counts=counts)
     else:
-        tokens = sample(raw, row_params, rows.length)
+        tokens = draw(raw, row_params, rows.length)
     finite = jnp.isfinite(raw).all(axis=1)
     outputs = Outputs(
         tokens=jnp.where(rows.valid, jnp.where(finite, tokens, NOT_FINITE), -1),

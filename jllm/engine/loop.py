@@ -6,7 +6,7 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from jllm.batch import Rung, choose_rung
 from jllm.engine.checks import check_request, token_ids
 from jllm.engine.device import Device
-from jllm.engine.options import make_options
+from jllm.engine.metrics import Counts, Metrics, Times
+from jllm.engine.options import Sizes, make_options
 from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
@@ -38,6 +39,7 @@ class _Live:
     stop_ids: frozenset[int]
     submitted: float
     first_token: float | None = None
+    last_token: float = 0.0  # when the newest token was read, once there is one
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the prompt token
 
@@ -63,19 +65,23 @@ class Engine:
     """Serves requests by continuous batching.
 
     submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
-    nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions.
+    nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
+    runs the steps: another than Device measures the host alone.
     """
 
-    def __init__(self, model: "Model", **options: Any):
+    def __init__(self, model: "Model", *, device: Callable[..., Device] = Device, **options: Any):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._device = Device(model.config, model.params, make_options(options))
-        self._scheduler = Scheduler(self._device.sizes.limits)
+        self._options = make_options(options)
+        self._device = device(model.config, model.params, self._options)
+        sizes = self._device.sizes
+        self._scheduler = Scheduler(sizes.limits, sizes.prompt_sizes, static=self._options.batching == "static")
         self._live: dict[tuple[int, int], _Live] = {}
         self._requests: dict[int, _Request] = {}  # the unfinished ones
         self._penalized = 0  # unfinished sequences that ask for penalties or a bias
         self._in_flight: _InFlight | None = None
         self._next_id = 0
-        self._counts: Counter[str] = Counter()
+        self._counts, self._times = Counts(), Times()
+        self._newest: Counter[float] = Counter()  # when the tokens before those of the step being read had been read
         self._events: list[Event] = []
         self._failures = 0  # device errors since the last step that was read
         self._closed: str | None = None
@@ -84,6 +90,15 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() still has something to do or to report."""
         return bool(self._live or self._in_flight or self._events)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The options made definite: limits, and the ladder of compiled sizes."""
+        return self._device.sizes
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = ()) -> int:
         """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
@@ -96,6 +111,7 @@ class Engine:
             penalties=any(p.penalizes for p in samplings),
             logprobs=any(p.logprobs is not None for p in samplings),
             prompt_logprobs=any(p.prompt_logprobs for p in samplings),
+            sort=self._options.sampling == "sort",
         )
         return self._device.compile_ahead(variant)
 
@@ -106,6 +122,8 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         for sample in range(sampling.n):
             self._add(Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling)))
+        self._counts.requests += 1
+        self._counts.prompt_tokens += len(ids)
         return request_id
 
     def check(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> list[int]:
@@ -131,6 +149,7 @@ class Engine:
         for token in seq.output:
             new.output.push(token)
         new.submitted, new.first_token, new.logprobs = live.submitted, live.first_token, list(live.logprobs)
+        new.last_token = live.last_token
         return index
 
     def abort(self, request_id: int) -> None:
@@ -153,6 +172,9 @@ class Engine:
                 self._in_flight = self._dispatch(plan)
             if before is not None:
                 self._read(before)
+            if self._in_flight is not None and self._options.host == "wait":
+                before, self._in_flight = self._in_flight, None
+                self._read(before)
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
         except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
@@ -169,25 +191,27 @@ class Engine:
             yield from self.step()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters and gauges as plain data."""
-        s, c = self._scheduler, self._counts
-        rows = c["rows"]
-        return {
-            "running": len(s.running),
-            "waiting": len(s.waiting),
-            "pages_free": s.pool.num_free,
-            "pages_total": s.pool.num_pages,
-            "steps": c["steps"],
-            "requests_finished": self._next_id - len(self._requests),
-            "prefill_tokens": c["prefill_tokens"],  # recomputed ones counted again
-            "output_tokens": c["output_tokens"],
-            "preemptions": s.counts.preempted,
-            "drains": s.counts.drains,
-            "recomputed_tokens": s.counts.recomputed,
-            "device_errors": c["device_errors"],
-            "compiled_steps": len(self._device.used),
-            "slack": (rows - c["tokens"]) / rows if rows else 0.0,  # share of rows that only fill up the ladder
-        }
+        """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
+        s = self._scheduler
+        now = Metrics(
+            running=len(s.running),
+            waiting=len(s.waiting),
+            pages_free=s.pool.num_free,
+            pages_used=s.pool.num_pages - s.pool.num_free,
+            pages_total=s.pool.num_pages,
+            preemptions=s.counts.preempted,
+            drains=s.counts.drains,
+            recomputed_tokens=s.counts.recomputed,
+            compiled_steps=len(self._device.used),
+            counts=self._counts,
+            times=self._times,
+        )
+        return now.as_dict()
+
+    def reset_metrics(self) -> None:
+        """Counters and times begin anew, after a warm-up say; what runs goes on."""
+        self._counts, self._times = Counts(), Times()
+        self._scheduler.reset_counts()
 
     def close(self, reason: str = "it was closed") -> None:
         """Drops the device state; later calls raise EngineClosed, but to close again is no mistake."""
@@ -228,13 +252,20 @@ class Engine:
             penalties=self._penalized > 0,
             logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
+            sort=self._options.sampling == "sort",
         )
         tokens = sum(len(c.tokens) for c in plan.chunks)
-        rung = choose_rung(self._device.sizes.ladder, len(plan.decodes), tokens, len(plan.chunks))
+        decodes = max(len(plan.decodes), plan.decode_rows)
+        rung = choose_rung(self._device.sizes.ladder, decodes, tokens, len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         outputs = self._device.run(buffer, layout, variant)
-        self._counts.update(steps=1, tokens=len(plan.decodes) + tokens, rows=rung.size, prefill_tokens=tokens)
+        counts, pool = self._counts, self._scheduler.pool
+        counts.steps += 1
+        counts.tokens += len(plan.decodes) + tokens
+        counts.rows += rung.size
+        counts.prefill_tokens += tokens
+        counts.pages_peak = max(counts.pages_peak, pool.num_pages - pool.num_free)
         return _InFlight(plan, rung, outputs)
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
@@ -245,27 +276,34 @@ class Engine:
         self._failures = 0
         if outputs.prompt_logprobs is not None:
             self._read_prompt_logprobs(step.plan, outputs.prompt_logprobs)
-        tokens = outputs.tokens.tolist()
+        tokens, now = outputs.tokens.tolist(), time.perf_counter()
         rows = list(enumerate(step.plan.decodes))
         rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
         for row, seq in rows:
             live = self._live.get((seq.request_id, seq.sample))
             if live is not None:  # else: ended by an earlier token or an abort; the surplus is dropped
-                self._take(live, tokens[row], outputs, row)
+                self._take(live, tokens[row], outputs, row, now)
+        for last, times in self._newest.items():  # few: most sequences had their last token in the step before
+            self._times.inter_token.add(now - last, times)
+        self._newest.clear()
         self._scheduler.step_read(step.plan.step)
 
-    def _take(self, live: _Live, token: int, outputs: Outputs, row: int) -> None:
-        """One new token of an unfinished sequence."""
-        seq, now = live.seq, time.perf_counter()
+    def _take(self, live: _Live, token: int, outputs: Outputs, row: int, now: float) -> None:
+        """One new token of an unfinished sequence, read at `now`."""
+        seq = live.seq
         if token == NOT_FINITE:
             self._finish(live, "error")
             return
         if token < 0:
             raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
         self._scheduler.on_token(seq, token)
-        self._counts["output_tokens"] += 1
+        self._counts.output_tokens += 1
         if live.first_token is None:
             live.first_token = now - live.submitted
+            self._times.first_token.add(live.first_token)
+        else:
+            self._newest[live.last_token] += 1
+        live.last_token = now
         if token in live.stop_ids:
             self._finish(live, "stop")
             return
@@ -302,6 +340,7 @@ class Engine:
         self._requests[seq.request_id].unfinished -= 1
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
+            self._counts.requests_finished += 1
         text, tokens = live.output.take(final=True)
         completion = self._completion(live, reason)
         self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))
@@ -312,6 +351,8 @@ class Engine:
         if seq.params.prompt_logprobs:
             prompt_logprobs = tuple(lp for _, lp in sorted(live.prompt_logprobs.items()))
         total = time.perf_counter() - live.submitted
+        if reason != "abort":
+            self._times.end_to_end.add(total)
         return Completion(
             token_ids=tokens,
             text=None if self._tokenizer is None else live.output.text,
@@ -324,7 +365,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""
-        self._counts["device_errors"] += 1
+        self._counts.device_errors += 1
         self._failures += 1
         self._in_flight = None
         if self._failures > 1:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
-from jllm.batch import Rung, make_ladder
+from jllm.batch import FEW_SLOTS, Rung, make_ladder
 from jllm.config import LlamaConfig
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 BACKENDS = ("xla", "mosaic")
+POLICIES = {"batching": ("merge", "static"), "sampling": ("threshold", "sort"), "host": ("late", "wait")}
 MAX_SLOTS = 16  # by default
 
 
@@ -26,6 +27,10 @@ class EngineOptions:
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
     ladder: tuple[Rung, ...] | None = None  # compiled sizes; default: at most 15 of them
     backend: str | None = None  # of the kernels: one of BACKENDS; default: chosen for the device
+    # What an engine would do without one of its ideas, for experiments that measure what the idea is worth:
+    batching: str = "merge"  # or "static": nobody joins before the longest of a batch has ended
+    sampling: str = "threshold"  # or "sort": each row's logits sorted
+    host: str = "late"  # or "wait": a step's tokens are read before the next step is planned
 
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):
@@ -41,6 +46,9 @@ class EngineOptions:
             raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+        for name, choices in POLICIES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:
@@ -72,6 +80,14 @@ class Sizes:
     limits: Limits
     max_pages: int  # M
     ladder: tuple[Rung, ...]
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Numbers of prompt tokens, ascending, that fill a rung on which every slot may decode; none where rows that
+        only fill up cost nothing."""
+        if self.limits.max_slots <= FEW_SLOTS:
+            return ()
+        return tuple(sorted({r.tokens for r in self.ladder if r.tokens and r.decodes >= self.limits.max_slots}))
 
 
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> Sizes:

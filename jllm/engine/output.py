@@ -21,6 +21,7 @@ class OutputText:
     def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
         self.decoder = decoder
         self.stops = tuple(stops)
+        self._longest = max((len(s) - 1 for s in self.stops), default=0)  # text that may have to be held back
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = False  # a stop string was found; text and tokens are cut before it
@@ -44,7 +45,8 @@ class OutputText:
 
     def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
         """Text and tokens that are certain by now and were not taken before."""
-        upto = len(self.text) if final or self.stopped else len(self.text) - self._held_back()
+        held = 0 if final or self.stopped or not self._longest else self._held_back()
+        upto = len(self.text) - held
         upto = max(upto, self._shown_text)
         text = self.text[self._shown_text : upto]
         last = self._shown_tokens
@@ -73,8 +75,7 @@ class OutputText:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(s) - 1 for s in self.stops), default=0)
-        for n in range(min(longest, len(self.text)), 0, -1):
+        for n in range(min(self._longest, len(self.text)), 0, -1):
             if any(s.startswith(self.text[-n:]) for s in self.stops):
                 return n
         return 0

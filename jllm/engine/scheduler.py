@@ -18,6 +18,7 @@ sequence admitted last gives up its own. So the oldest always progresses, and ev
 
 from collections import deque
 from dataclasses import dataclass, fields
+from itertools import islice
 
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
@@ -68,6 +69,7 @@ class Plan:
     decodes: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
+    decode_rows: int = 0  # compute at least so many, though fewer decode
 
 
 @dataclass
@@ -83,8 +85,22 @@ class Counts:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits):
+    """prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without waste. While at least half
+    of the slots decode, a step takes the largest of these that prompts can fill, or waits up to PATIENCE steps for
+    prompts that fill the smallest; otherwise, and without sizes, it takes what there is.
+
+    static: sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has
+    members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
+    """
+
+    PATIENCE = 4
+
+    def __init__(self, limits: Limits, prompt_sizes: tuple[int, ...] = (), *, static: bool = False):
         self.limits = limits
+        self.prompt_sizes, self.static = prompt_sizes, static
+        self.held = 0  # steps since prompts first waited for others to fill a step with
+        self.joining = 0  # static: members of the batch that are still to be admitted
+        self.members = 0  # static: of the batch
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in admission order
@@ -125,8 +141,13 @@ class Scheduler:
         self.waiting.append(seq)
         self.counts.added += 1
 
+    def reset_counts(self) -> None:
+        self.counts = Counts()
+
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
+        if self.static:
+            self._form_batch()
         room = self._make_room()
         if room is None:
             self.counts.drains += 1
@@ -136,8 +157,11 @@ class Scheduler:
         for seq in short:
             self._grow(seq, 1, deltas)
         budget = min(self.limits.max_step_tokens - len(decodes), self.limits.max_prompt_tokens)
-        chunks = self._prefill(prefills, budget, deltas)
+        chunks = self._prefill(prefills, self._fill(prefills, budget, len(decodes)), deltas)
         if not decodes and not chunks:
+            if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
+                self.joining = 0
+                return self.schedule()
             if self.running and not self.unread:
                 raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
             return None
@@ -150,7 +174,13 @@ class Scheduler:
             chunk.seq.computed += len(chunk.tokens)
             chunk.seq.in_flight += chunk.final
             chunk.seq.last_step = self.dispatched
-        return Plan(self.dispatched, tuple(decodes), tuple(chunks), tuple(deltas))
+        rows = self.members if self.static and decodes else 0
+        return Plan(self.dispatched, tuple(decodes), tuple(chunks), tuple(deltas), rows)
+
+    def _form_batch(self) -> None:
+        if not self.running and not self.draining:
+            self.members = self.joining = min(len(self.waiting), len(self.free_slots))
+        self.joining = min(self.joining, len(self.waiting))
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
         """(decodes, short, prefills): the sequences that decode now, those that prefill, and those among the decodes
@@ -162,6 +192,8 @@ class Scheduler:
             prefills = [s for s in self.running if s.computed < s.prefill_end]
             # A decode whose sampled tokens already reach max_length waits for its read.
             decodes = [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
+            if self.static and (prefills or self.joining):
+                decodes = []
             short = [s for s in decodes + prefills[:1] if s.computed == len(s.pages) * size]
             if len(short) <= self.pool.num_free:
                 return decodes, short, prefills
@@ -169,12 +201,30 @@ class Scheduler:
                 return None
             self._preempt(self.running[-1])
 
+    def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
+        """How many prompt tokens to take of at most budget, so that a step of so many decodes has little waste."""
+        if not self.prompt_sizes or 2 * decodes < self.limits.max_slots:
+            return budget
+        ready = sum(s.prefill_end - s.computed for s in prefills)
+        for seq in islice(self.waiting, len(self.free_slots)):
+            if ready >= budget:
+                break
+            ready += seq.length
+        full = [n for n in self.prompt_sizes if n <= min(ready, budget)]
+        self.held = self.held + 1 if ready and not full else 0
+        if 0 < self.held <= self.PATIENCE:
+            return 0
+        self.held = 0
+        return full[-1] if full else budget
+
     def _prefill(self, running: list[Sequence], budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
         """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
         chunks: list[Chunk] = []
         for seq in running:
             budget -= self._chunk(seq, budget, chunks, deltas)
         while self.waiting and self.free_slots and budget and len(chunks) < self.limits.max_chunks:
+            if self.static and not self.joining:
+                break
             if len(deltas) == self.limits.max_deltas or not self._admissible(self.waiting[0]):
                 break
             seq = self.waiting.popleft()
@@ -182,6 +232,7 @@ class Scheduler:
             seq.prefill_end = seq.length
             self.running.append(seq)
             self.counts.admitted += 1
+            self.joining -= self.static
             budget -= self._chunk(seq, budget, chunks, deltas)
         return chunks
 

@@ -1,0 +1,404 @@
+"""Requests a second on a workload of conversations, and how long each of them waited.
+
+    python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
+    python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
+    python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
+
+1,024 prompts of random tokens, of the lengths that the workload says, each continued to its given length whatever is
+sampled: the work is the same for everyone. All are sent at once, or at --rate by a Poisson process of a fixed seed.
+Everything is compiled and --warmup requests are served before the clock starts; then the workload runs --repeats times.
+
+Times count from a request's arrival: what a busy host adds before it takes one in is part of them. A percentile is
+that of the nearest rank, exact for first tokens and whole requests, within 0.5 % between tokens. Goodput counts
+requests with the first token within 2 s and at most 50 ms a token from there on average; the first --cut requests to
+arrive, which find the engine empty, count for neither. Intervals are Student's t at 95 % over the repeats.
+
+The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
+--batching static, --sampling sort and --host wait each take one idea away.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.decode_step import HBM
+from experiments.floors import Floor, make_floor, tree_bytes
+from experiments.result_file import ResultFile
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.checkpoint import init_params
+from jllm.config import load_config
+from jllm.engine.device import Device
+from jllm.engine.loop import Engine
+from jllm.engine.metrics import nearest_rank
+from jllm.engine.options import POLICIES
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Limits, Scheduler
+from jllm.engine.sequence import Sequence as Sample
+from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.params import Params
+from jllm.pretrained import Model, load
+from jllm.quant.quantize import quantize
+from jllm.step import Outputs
+from pallas_kernels.backends import on_hopper
+
+Row = dict[str, Any]
+WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
+FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: what goodput allows
+PERCENTILES = (50, 90, 99)
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
+DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
+
+
+@dataclass(frozen=True)
+class Request:
+    """One of the workload."""
+
+    prompt: int  # tokens
+    output: int
+    arrival: float  # seconds from the start
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a request fared: seconds from its arrival."""
+
+    request: Request
+    first_token: float
+    total: float
+
+    @property
+    def good(self) -> bool:
+        each = (self.total - self.first_token) / max(1, self.request.output - 1)
+        return self.first_token <= FIRST_TOKEN and each <= EACH_TOKEN
+
+
+class HostOnly(Device):
+    """Takes no time and has no memory: what an Engine does on it is the host's work alone."""
+
+    def renew(self) -> None:
+        self._state = None
+
+    def run(self, buffer, layout, variant) -> Outputs:
+        self.used.add((layout.rung, variant))
+        tokens: Any = np.ones(layout.rung.decodes + layout.rung.chunks, np.int32)
+        return Outputs(tokens, None, None, None, None)
+
+    def compile_ahead(self, variant) -> int:
+        return 0
+
+
+def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
+    """The first `count` requests of a file, with arrivals. Raises InputFileError where it is not a workload."""
+    try:
+        lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8"))["requests"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
+    lengths = lengths[:count]
+    if not lengths or min(min(pair) for pair in lengths) < 1:
+        raise InputFileError(f"{path}: a workload needs requests, each of at least 1 prompt and 1 output token")
+    gaps = np.zeros(len(lengths)) if rate is None else np.random.default_rng(seed).exponential(1 / rate, len(lengths))
+    return [Request(p, o, float(at)) for (p, o), at in zip(lengths, np.cumsum(gaps) - gaps[0])]
+
+
+def serve(
+    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int
+) -> tuple[list[Served], float]:
+    """Sends requests as they arrive; how each fared, and the seconds until the last had ended."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, engine.vocab_size, r.prompt).tolist() for r in requests]
+    params = [
+        SamplingParams(**{**vars(sampling), "max_new_tokens": r.output, "seed": i}) for i, r in enumerate(requests)
+    ]
+    coming, known, served = deque(range(len(requests))), {}, []
+    start = time.perf_counter()
+    while coming or engine.has_work:
+        now = time.perf_counter() - start
+        while coming and requests[coming[0]].arrival <= now:
+            i = coming.popleft()
+            delay = time.perf_counter() - start - requests[i].arrival
+            known[engine.submit(prompts[i], params[i])] = (requests[i], delay)
+        if not engine.has_work:
+            time.sleep(max(0.0, requests[coming[0]].arrival - (time.perf_counter() - start)))
+            continue
+        for event in engine.step():
+            if event.completion is not None:
+                request, delay = known.pop(event.id)
+                t = event.completion.timings
+                if t.output_tokens != request.output or t.first_token is None:
+                    reason = event.completion.finish_reason
+                    raise RuntimeError(f"a request made {t.output_tokens} of {request.output} tokens ({reason})")
+                served.append(Served(request, t.first_token + delay, t.total + delay))
+    return served, time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of the schedule does."""
+
+    decodes: int
+    tokens: int  # of prompts
+    rows: int  # that the head runs on
+    keys: int  # of which K and V are read
+    pairs: float  # prompt queries times the keys that each sees
+
+
+def schedule(requests: Sequence[Request], limits: Limits) -> Iterator[Work]:
+    """The merge schedule of requests that are all there from the start, in which tokens are read one step late."""
+    scheduler = Scheduler(limits)
+    for i, r in enumerate(requests):
+        scheduler.add(Sample(i, 0, (1,) * r.prompt, SamplingParams(), 0, r.prompt + r.output))
+    before = None
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        if plan is not None:
+            spans = [(c.start, len(c.tokens)) for c in plan.chunks]
+            yield Work(
+                len(plan.decodes),
+                sum(n for _, n in spans),
+                len(plan.decodes) + sum(c.final for c in plan.chunks),
+                sum(seq.computed for seq in plan.decodes) + sum(at + n for at, n in spans),
+                sum(n * (at + (n + 1) / 2) for at, n in spans),
+            )
+        if before is not None:
+            for seq in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
+                scheduler.on_token(seq, 1)
+                if not seq.finished and seq.length == seq.max_length:
+                    scheduler.finish(seq, "length")
+            scheduler.step_read(before.step)
+        before = plan
+
+
+def floor_seconds(requests: Sequence[Request], limits: Limits, floor: Floor, token_bytes: float) -> float:
+    """Of a workload sent at once, KV at so many bytes a token."""
+    return sum(
+        floor.seconds(w.decodes + w.tokens, w.rows, w.keys * token_bytes, w.pairs) for w in schedule(requests, limits)
+    )
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """That of the nearest rank, exactly."""
+    return sorted(values)[nearest_rank(p, len(values)) - 1]
+
+
+def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cut: int) -> Row:
+    """The figures of one run of the workload."""
+    everything = [s.request for s in served]
+    counted = sorted(served, key=lambda s: s.request.arrival)[cut:]
+    row: Row = {
+        "requests": len(served), "seconds": seconds, "qps": len(served) / seconds,
+        "input_tokens_s": sum(r.prompt for r in everything) / seconds,
+        "output_tokens_s": sum(r.output for r in everything) / seconds,
+    }  # fmt: skip
+    for p in PERCENTILES:
+        row[f"ttft_ms_p{p}"] = 1e3 * percentile([s.first_token for s in counted], p)
+    for p in PERCENTILES:
+        between = metrics["inter_token_s"][f"p{p}"]
+        row[f"itl_ms_p{p}"] = None if between is None else 1e3 * between
+    for p in PERCENTILES:
+        row[f"e2e_ms_p{p}"] = 1e3 * percentile([s.total for s in counted], p)
+    good = sum(s.good for s in counted)
+    row |= {"good_share": good / len(counted), "goodput": good / len(counted) * row["qps"]}
+    names = ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "compiled_steps")
+    return row | {name: metrics[name] for name in names}
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """Means over the repeats; `<name>_ci` is half of the 95 % interval, None for a single repeat."""
+    found: Row = {"repeats": len(rows)}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        found[name] = None if None in values else statistics.fmean(values)
+        if name in ("qps", "output_tokens_s", "ttft_ms_p50", "itl_ms_p99", "e2e_ms_p50", "goodput"):
+            found[f"{name}_ci"] = None if None in values else half_interval(values)
+    return found
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Student's t at 95 %; None for fewer than two values. Beyond ten, the t of nine degrees, a little too wide."""
+    n = len(values)
+    if n < 2:
+        return None
+    return T_95[min(n - 1, len(T_95)) - 1] * statistics.stdev(values) / math.sqrt(n)
+
+
+def rounded(row: Row) -> Row:
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def make_model(args: argparse.Namespace) -> Model:
+    if args.model:
+        return load(args.model, quantize=args.quantize)
+    config = load_config(args.config)
+
+    def make() -> Params:
+        return init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+
+    params = jax.eval_shape(make) if args.host_only else make()  # shapes are enough for the host
+    return Model(config, quantize(params, args.quantize) if args.quantize else params, None)
+
+
+def token_bytes(model: Model, kv_cache: str | None) -> float:
+    """Bytes of one token's K and V, all layers."""
+    formats = parse_kv_cache(kv_cache, model.config, model.params.norm.dtype)
+    return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
+
+
+def make_engine(model: Model, args: argparse.Namespace) -> Engine:
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *POLICIES)
+    options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
+    if not args.host_only:
+        return Engine(model, **options)
+    if args.num_pages is None:  # those that an H200 has room for
+        free = 0.9 * (DEVICE_BYTES - tree_bytes(model.params))
+        options["num_pages"] = max(args.slots, int(free / (args.page_size * token_bytes(model, args.kv_cache))))
+    return Engine(model, device=HostOnly, **options)
+
+
+def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each repeat and then their summary."""
+    sampling = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, ignore_eos=True
+    )
+    about = {
+        "model": Path(args.model or args.config).stem, "scheme": args.quantize or args.dtype,
+        "kv": args.kv_cache or str(model.params.norm.dtype), "slots": args.slots, "rate": args.rate,
+        **{name: getattr(args, name) for name in POLICIES},
+    }  # fmt: skip
+    engine = make_engine(model, args)
+    start = time.perf_counter()
+    compiled = engine.compile_ahead([sampling])
+    warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
+    if warm:
+        serve(engine, warm, sampling, args.seed)
+    about |= {"compiled": compiled, "start_s": round(time.perf_counter() - start, 2)}
+    least = None
+    if args.rate is None:
+        floor = make_floor(model.params, model.config, args.bandwidth)
+        least = floor_seconds(requests, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
+    rows, busy_s = [], math.inf
+    for repeat in range(args.repeats):
+        engine.reset_metrics()
+        busy = time.thread_time()
+        served, seconds = serve(engine, requests, sampling, args.seed)
+        busy_s = min(busy_s, time.thread_time() - busy)
+        rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
+        yield {**about, "repeat": repeat, **rounded(rows[-1])}
+    total = summary(rows)
+    if args.host_only:
+        total = {key: total[key] for key in ("repeats", "requests", "seconds", "slack", "steps", "preemptions")}
+        total["host_us"] = 1e6 * busy_s / sum(r.output for r in requests)
+    if least is not None:
+        total |= (
+            {"floor_s": least} if args.host_only else {"floor_s": least, "floor_fraction": least / total["seconds"]}
+        )
+    yield {**about, "repeat": "host only" if args.host_only else "mean", **rounded(total)}
+    engine.close()
+
+
+def bars(row: Row, args: argparse.Namespace) -> Iterator[Row]:
+    """The whole workload on the device that the bars are for, or its schedule alone."""
+    whole = row["requests"] == 1024 and args.workload == WORKLOAD and args.rate is None and args.slots == 512
+    merged = all(getattr(args, name) == choices[0] for name, choices in POLICIES.items())
+    if not (whole and merged):
+        return
+    where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
+    if args.host_only:
+        yield bar(f"{where}, host work a running request a step", row["host_us"], "us", 5.0, most=True)
+    elif on_hopper():
+        yield bar(f"{where}, share of the floor", row["floor_fraction"], "1", 0.70, most=False)
+    yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
+
+
+def bar(name: str, value: float, unit: str, bar: float, *, most: bool) -> Row:
+    return {"name": name, "value": value, "unit": unit, "bar": bar, "met": value <= bar if most else value >= bar}
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="model shape (a config.json), random weights"
+    )
+    parser.add_argument("--model", help="a model's directory or id, instead of random weights")
+    parser.add_argument("--dtype", default="bfloat16", help="of random weights")
+    parser.add_argument("--quantize", help="scheme of the weights")
+    parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
+    parser.add_argument("--requests", type=positive, help="only the first so many")
+    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
+    parser.add_argument(
+        "--warmup", type=int, default=32, help="requests served before the clock starts, 16 tokens each"
+    )
+    parser.add_argument("--cut", type=int, default=0, help="first arrivals left out of percentiles and goodput")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
+    parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
+    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
+    parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
+    for name, choices in POLICIES.items():
+        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
+    parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
+    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    args = parser.parse_args(argv)
+    if args.rate is not None and not args.rate > 0:
+        parser.error(f"--rate must be > 0, not {args.rate}")
+    return args
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """Of the result: what the run was about, policies that are not the default included."""
+    parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
+    parts += [args.quantize or args.dtype, f"kv-{args.kv_cache}" if args.kv_cache else ""]
+    parts += [getattr(args, name) for name, choices in POLICIES.items() if getattr(args, name) != choices[0]]
+    parts += ["" if args.rate is None else f"rate{args.rate:g}"]
+    return "_".join(part.replace(",", "-").replace("=", "-") for part in parts if part)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.qps", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        requests = read_workload(args.workload, args.requests, args.rate, args.seed)
+        if not 0 <= args.cut < len(requests):
+            raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
+        model = make_model(args)
+        result = ResultFile(args.results, name_of(args), command)
+        for row in measure(model, requests, args):
+            result.add(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        result.finish(bars=list(bars(row, args)), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What an engine has done, as plain data: counters, and histograms of times from which percentiles are read."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def nearest_rank(p: float, count: int) -> int:
+    """Which of `count` values in ascending order, from 1, is the p-th percentile: the least that at least p % of all
+    do not exceed."""
+    return max(1, math.ceil(p * count / 100 - 1e-9 * count))  # 99.9 % of 5000 are 4995, but 4995.000000000001 in floats
+
+
+@dataclass
+class Histogram:
+    """Non-negative values in buckets each a given ratio wide, so that its size is bounded however many come.
+
+    Count, sum, least and largest are exact. A percentile is that of the nearest rank, off by at most half a bucket:
+    0.5 % of itself.
+    """
+
+    WIDTH = math.log(1.01)
+    LEAST = 1e-7  # what is less is counted as this: a tenth of a microsecond
+
+    count: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    largest: float = 0.0
+    _buckets: Counter[int] = field(default_factory=Counter)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.count += times
+        self.total += value * times
+        self.least, self.largest = min(self.least, value), max(self.largest, value)
+        self._buckets[math.floor(math.log(max(value, self.LEAST)) / self.WIDTH)] += times
+
+    def percentile(self, p: float) -> float | None:
+        """The value at the p-th percentile, 0 < p <= 100; None while there is none."""
+        if not 0 < p <= 100:
+            raise ValueError(f"a percentile must be in (0, 100], not {p}")
+        rank, seen = nearest_rank(p, self.count), 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= rank:
+                middle = math.exp((bucket + 0.5) * self.WIDTH)
+                return min(max(middle, self.least), self.largest)
+        return None
+
+    def summary(self) -> dict[str, float | int | None]:
+        """count, mean, p50 .. p99 and max; None for what no value has come to say."""
+        some = self.count > 0
+        found: dict[str, float | int | None] = {"count": self.count, "mean": self.total / self.count if some else None}
+        found |= {f"p{p}": self.percentile(p) for p in PERCENTILES}
+        return found | {"max": self.largest if some else None}
+
+
+@dataclass
+class Counts:
+    """Since the engine was made, or its metrics were reset."""
+
+    requests: int = 0  # submitted
+    requests_finished: int = 0
+    prompt_tokens: int = 0  # of submitted requests, once a request however many samples it has
+    prefill_tokens: int = 0  # prompt tokens computed: recomputed ones again, and for each sample
+    output_tokens: int = 0
+    steps: int = 0
+    tokens: int = 0  # that steps were asked for: decodes and prompt tokens
+    rows: int = 0  # that steps computed: the sizes of their rungs
+    device_errors: int = 0
+    pages_peak: int = 0  # most pages in use at once
+
+
+@dataclass
+class Times:
+    """Seconds, of each sample that has come so far."""
+
+    first_token: Histogram = field(default_factory=Histogram)  # from submission
+    inter_token: Histogram = field(default_factory=Histogram)  # from a token of a sample to its next, as they were read
+    end_to_end: Histogram = field(default_factory=Histogram)  # from submission to the end, aborted ones left out
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All that Engine.metrics() tells, at one moment."""
+
+    running: int
+    waiting: int
+    pages_free: int
+    pages_used: int
+    pages_total: int
+    preemptions: int
+    drains: int  # steps that waited for a read because pages were short
+    recomputed_tokens: int
+    compiled_steps: int  # different ones that this engine needed
+    counts: Counts
+    times: Times
+
+    @property
+    def slack(self) -> float:
+        """The share of computed rows that only fill up a rung of the ladder."""
+        return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
+        gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in ("counts", "times")}
+        times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
+        return {**gauges, **vars(self.counts), "slack": self.slack, **times}

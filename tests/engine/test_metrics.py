@@ -1,0 +1,212 @@
+"""What the engine counts, and the policies that experiments switch."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jllm.batch import Rung
+from jllm.engine.loop import Engine
+from jllm.engine.metrics import Histogram
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Limits, Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.errors import ConfigError
+from jllm.step import Variant, undonated_step
+from tests.engine.scheduler_harness import Loop
+from tests.tiny import CONFIG, greedy, tiny_model
+
+OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "ladder": (Rung(2, 0, 0), Rung(2, 16, 2))}
+PROMPTS = [[5, 6, 7], [8] * 10, [9, 10]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def test_percentiles_are_those_of_the_nearest_rank():
+    values = np.random.default_rng(0).lognormal(-4, 2, 5000)
+    histogram = Histogram()
+    for value in values:
+        histogram.add(value)
+    for p, rank in ((1, 50), (50, 2500), (90, 4500), (99, 4950), (99.9, 4995), (99.91, 4996), (100, 5000)):
+        assert histogram.percentile(p) == pytest.approx(np.sort(values)[rank - 1], rel=0.0051)
+    assert len(histogram._buckets) < 2500
+    found = histogram.summary()
+    assert (found["count"], found["max"]) == (5000, values.max())
+    assert found["mean"] == pytest.approx(values.mean())
+
+
+def test_few_values():
+    nothing = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))
+    assert Histogram().summary() == {"count": 0, **nothing}
+    histogram = Histogram()
+    histogram.add(0.25, times=3)
+    histogram.add(0.0)
+    assert histogram.percentile(25) == pytest.approx(1e-7, rel=0.01)
+    for p in (26, 99):
+        assert histogram.percentile(p) == pytest.approx(0.25, rel=0.0051)
+    for p in (0, 101):
+        with pytest.raises(ValueError, match="percentile must be in"):
+            histogram.percentile(p)
+
+
+def test_counts_and_times_add_up(model):
+    engine = Engine(model, **OPTIONS)
+    for prompt in PROMPTS:
+        engine.submit(prompt, greedy(5))
+    events = list(engine.run())
+    m = json.loads(json.dumps(engine.metrics()))
+    assert (m["requests"], m["requests_finished"]) == (3, 3)
+    assert m["prompt_tokens"] == m["prefill_tokens"] == 15
+    assert m["first_token_s"]["count"] == m["end_to_end_s"]["count"] == 3
+    assert m["inter_token_s"]["count"] == m["output_tokens"] - 3 == 12
+    assert m["tokens"] == 15 + 12
+    assert m["slack"] == pytest.approx(1 - m["tokens"] / m["rows"])
+    assert (m["pages_used"], m["pages_peak"]) == (0, 3)  # 3 + 5 - 1 tokens in one page of 8, 10 + 5 - 1 in two
+    timings = [e.completion.timings for e in events if e.completion]
+    assert m["first_token_s"]["max"] == max(t.first_token for t in timings)
+    assert m["end_to_end_s"]["max"] == max(t.total for t in timings)
+    between = sum(t.total - t.first_token for t in timings)
+    assert m["inter_token_s"]["mean"] * 12 == pytest.approx(between, rel=0.2)
+
+
+def test_a_reset_begins_anew_and_what_runs_goes_on(model):
+    engine = Engine(model, **OPTIONS)
+    engine.submit(PROMPTS[0], greedy(5))
+    while not engine.metrics()["output_tokens"]:
+        engine.step()
+    before = engine.metrics()["output_tokens"]
+    engine.reset_metrics()
+    assert engine.metrics()["requests"] == engine.metrics()["steps"] == engine.metrics()["slack"] == 0
+    list(engine.run())
+    m = engine.metrics()
+    assert m["output_tokens"] == 5 - before
+    assert m["requests_finished"] == m["end_to_end_s"]["count"] == 1
+    assert m["first_token_s"]["count"] == 0
+
+
+def test_an_aborted_request_has_no_end_to_end_time_and_preemptions_are_counted(model):
+    engine = Engine(model, **OPTIONS)
+    aborted = engine.submit(PROMPTS[0], greedy(12))
+    engine.step()
+    engine.abort(aborted)
+    list(engine.run())
+    assert engine.metrics()["end_to_end_s"]["count"] == 0
+    for prompt in ([3] * 7, [4] * 7):
+        engine.submit(prompt, greedy(18))
+    list(engine.run())
+    m = engine.metrics()
+    assert m["preemptions"] == 1
+    assert m["recomputed_tokens"] > 7
+    assert m["prefill_tokens"] == 3 + 7 + 7 + m["recomputed_tokens"] + 1  # and the newest token, which had no KV yet
+    assert m["output_tokens"] == 36
+
+
+@pytest.mark.parametrize("policy", [{"host": "wait"}, {"sampling": "sort"}, {"batching": "static"}])
+def test_a_policy_changes_no_token(model, policy):
+    sampling = [SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=i, max_new_tokens=6) for i in range(3)]
+
+    def tokens(**options):
+        engine = Engine(model, **{**OPTIONS, **options})
+        ids = [engine.submit(p, s) for p, s in zip(PROMPTS, sampling)]
+        done = {e.id: e.completion.token_ids for e in engine.run() if e.completion}
+        return [done[i] for i in ids]
+
+    assert tokens(**policy) == tokens()
+
+
+def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, monkeypatch):
+    order = []
+    dispatch, read = Engine._dispatch, Engine._read
+    monkeypatch.setattr(Engine, "_dispatch", lambda self, plan: order.append(plan.step) or dispatch(self, plan))
+    monkeypatch.setattr(Engine, "_read", lambda self, step: order.append(-step.plan.step) or read(self, step))
+    engine = Engine(model, **OPTIONS, host="wait")
+    engine.submit(PROMPTS[0], greedy(4))
+    list(engine.run())
+    assert order == [0, 0, 1, -1, 2, -2, 3, -3]
+
+
+def test_sorting_sorts_and_thresholds_do_not(model):
+    engine = Engine(model, **OPTIONS)
+    layout = engine._device.layout(OPTIONS["ladder"][0], Variant())
+    for sort in (False, True):
+        text = undonated_step.lower(
+            model.params, engine._device._state, np.zeros(layout.size, np.int32), config=CONFIG, layout=layout,
+            variant=Variant(sort=sort),
+        ).as_text()  # fmt: skip
+        assert ("stablehlo.sort" in text) == sort
+
+
+def static_loop(pages: int = 64) -> Loop:
+    return Loop(Limits(3, 12, 12, 3, 4, pages, 16), scheduler=lambda limits: Scheduler(limits, static=True))
+
+
+def test_a_static_batch_waits_for_its_longest_member():
+    loop = static_loop()
+    seqs = [loop.add(9, n) for n in (2, 12, 3, 4, 4)]
+    first, second, began = set(seqs[:3]), set(seqs[3:]), False
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.schedule()
+        if plan is not None:
+            loop.unread.append((plan, loop.device.run(plan), []))
+            members = {*plan.decodes, *(c.seq for c in plan.chunks)}
+            began |= bool(members & second)
+            assert members <= (second if began else first)
+            assert not began or all(seq.finished for seq in first)
+            assert not (plan.decodes and plan.chunks), "a batch prefills before it decodes"
+            assert plan.decode_rows == (len(second if began else first) if plan.decodes else 0)
+        while loop.unread and (plan is None or len(loop.unread) > 1):
+            loop.read()
+    loop.check_end()
+    assert began
+
+
+def test_a_static_batch_that_the_pool_cannot_hold_still_ends():
+    loop = static_loop(pages=7)
+    for n in (9, 12, 10, 3):
+        loop.add(9, n)
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.schedule()
+        if plan is not None:
+            loop.unread.append((plan, loop.device.run(plan), []))
+        while loop.unread and (plan is None or len(loop.unread) > 1):
+            loop.read()
+        assert loop.scheduler.dispatched < 200, "no progress"
+    loop.check_end()
+
+
+def fill(scheduler: Scheduler, prompts, tokens: int = 40) -> None:
+    for i, n in enumerate(prompts):
+        scheduler.add(Sequence(i, 0, (1,) * n, SamplingParams(), 0, n + tokens))
+
+
+def prompt_tokens(scheduler: Scheduler) -> int:
+    """Of the next step, which is read at once."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    for seq in [*plan.decodes, *(c.seq for c in plan.chunks if c.final)]:
+        scheduler.on_token(seq, 1)
+    scheduler.step_read(plan.step)
+    return sum(len(c.tokens) for c in plan.chunks)
+
+
+def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
+    scheduler = Scheduler(Limits(4, 36, 32, 4, 4, 200, 40), (8, 32))
+    fill(scheduler, [5, 5])
+    assert prompt_tokens(scheduler) == 10  # too few decode for rows to cost anything: all that there is
+    fill(scheduler, [21])
+    assert prompt_tokens(scheduler) == 8
+    assert prompt_tokens(scheduler) == 8
+    assert [prompt_tokens(scheduler) for _ in range(Scheduler.PATIENCE + 1)] == [0] * Scheduler.PATIENCE + [5]
+    fill(scheduler, [6])
+    assert prompt_tokens(scheduler) == 0
+    assert scheduler.held == 1
+
+
+@pytest.mark.parametrize("name", ["batching", "sampling", "host"])
+def test_an_unknown_policy_is_named(model, name):
+    with pytest.raises(ConfigError, match=f"{name} must be .* or .*, not 'none'"):
+        Engine(model, **{**OPTIONS, name: "none"})

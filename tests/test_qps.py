@@ -1,0 +1,135 @@
+"""Requests a second: figures of hand-made runs, the schedule's slack, and a run at toy size."""
+
+import json
+from typing import Any
+
+import pytest
+
+from experiments.qps import (
+    WORKLOAD,
+    Request,
+    Served,
+    half_interval,
+    main,
+    parse_args,
+    percentile,
+    read_workload,
+    repeat_row,
+    schedule,
+    serve,
+)
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Limits
+from jllm.errors import InputFileError
+from tests.test_throughput import TINY
+from tests.tiny import tiny_model
+
+METRICS: dict[str, Any] = dict.fromkeys(
+    ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "compiled_steps"), 0
+)
+METRICS |= {"inter_token_s": {"p50": 0.01, "p90": 0.02, "p99": 0.03}}
+
+
+def test_percentiles_and_intervals():
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, p) for p in (1, 20, 21, 50, 99, 100)] == [1, 1, 2, 3, 5, 5]
+    assert half_interval([1.0]) is None
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_goodput_wants_both_a_first_token_and_a_pace():
+    request = Request(prompt=4, output=11, arrival=0.0)
+    served = [
+        Served(request, 2.0, 2.5),
+        Served(request, 2.1, 2.2),
+        Served(request, 0.1, 0.61),
+        Served(request, 0.1, 0.2),
+    ]
+    row = repeat_row(served, 2.0, METRICS, cut=0)
+    assert row["good_share"] == 0.5
+    assert row["goodput"] == 1.0
+    assert (row["qps"], row["input_tokens_s"], row["output_tokens_s"]) == (2.0, 8.0, 22.0)
+    assert (row["ttft_ms_p50"], row["ttft_ms_p99"]) == (100.0, 2100.0)
+    assert row["itl_ms_p99"] == 30.0
+    late = [Served(Request(4, 11, 1.0), 5.0, 6.0), *served[3:]]
+    assert repeat_row(late, 2.0, METRICS, cut=1)["good_share"] == 0.0  # the first to arrive is left out
+
+
+def test_arrivals_are_those_of_the_seed():
+    at_once = read_workload(WORKLOAD, None, None, 0)
+    assert len(at_once) == 1024
+    assert sum(r.output for r in at_once) == 328_942
+    assert not any(r.arrival for r in at_once)
+    poisson = read_workload(WORKLOAD, None, 20.0, 3)
+    assert poisson == read_workload(WORKLOAD, None, 20.0, 3) != read_workload(WORKLOAD, None, 20.0, 4)
+    assert poisson[0].arrival == 0
+    assert 1023 / poisson[-1].arrival == pytest.approx(20, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"requests": [[1]]}', '{"requests": []}', '{"requests": [[0, 4]]}'])
+def test_what_is_no_workload_is_refused(tmp_path, text):
+    (tmp_path / "w.json").write_text(text)
+    with pytest.raises(InputFileError, match=r"w\.json"):
+        read_workload(tmp_path / "w.json", None, None, 0)
+
+
+def test_the_schedule_computes_every_token_once():
+    requests = [Request(5, 3, 0), Request(9, 2, 0), Request(2, 1, 0)]
+    steps = list(schedule(requests, Limits(2, 8, 6, 2, 4, 20, 8)))
+    assert sum(w.tokens for w in steps) == 16
+    assert sum(w.rows for w in steps) == 6
+    assert sum(w.decodes for w in steps) == 3
+    assert sum(w.pairs for w in steps) == 15 + 45 + 3
+    assert sum(w.keys for w in steps if w.decodes and not w.tokens) > 0
+
+
+def test_times_count_from_the_arrival(monkeypatch):
+    engine = Engine(tiny_model(), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8)
+    requests = [Request(4, 3, 0.0), Request(4, 3, 0.3)]
+    served, seconds = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0)
+    assert [s.request for s in served] == requests
+    assert seconds >= 0.3 + served[1].total - 1e-3
+    assert all(0 < s.first_token <= s.total for s in served)
+    assert served[0].total < seconds
+
+
+def test_the_whole_workload_without_a_device(tmp_path, capsys):
+    """512 slots at 7B shapes: the share of rows that the ladder wastes; the floor, worked out elsewhere as 23.8 s."""
+    command = ["--host-only", "--repeats", "1", "--warmup", "0", "--results", str(tmp_path), "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    last = document["rows"][-1]
+    assert last["requests"] == 1024
+    assert last["slack"] < 0.065
+    assert last["floor_s"] == pytest.approx(23.8, rel=0.01)
+    assert {bar["name"].split(", ")[-1] for bar in document["bars"]} >= {"ladder slack"}
+
+
+def test_a_run_at_toy_size(tmp_path, capsys):
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "work.json").write_text(json.dumps({"requests": [[5, 6], [3, 4], [9, 3], [2, 5]]}))
+    command = ["--config", str(tmp_path / "tiny.json"), "--workload", str(tmp_path / "work.json"), "--slots", "1"]
+    command += ["--step-tokens", "8", "--pages", "8", "--dtype", "float32", "--warmup", "1", "--repeats", "2"]
+    command += ["--rate", "200", "--host", "wait", "--results", str(tmp_path), "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["complete"]
+    assert document["experiment"] == "qps_tiny_float32_wait_rate200"
+    assert [row["repeat"] for row in document["rows"]] == [0, 1, "mean"]
+    mean = document["rows"][-1]
+    assert (mean["requests"], mean["host"], mean["batching"]) == (4, "wait", "merge")
+    assert mean["qps_ci"] > 0
+    assert mean["output_tokens_s"] / mean["qps"] == pytest.approx(18 / 4, rel=1e-3)
+    assert mean["ttft_ms_p50"] <= mean["e2e_ms_p50"]
+    assert not document["bars"]
+
+
+def test_bad_arguments_are_named(capsys):
+    assert main(["--requests", "4", "--cut", "4", "--host-only"]) == 2
+    assert "--cut must leave some of 4 requests" in capsys.readouterr().err
+    assert main(["--requests", "4", "--quantize", "w9", "--host-only"]) == 2
+    assert "w9" in capsys.readouterr().err
+    for bad in (["--rate", "0"], ["--prefill", "padded"], ["--batching", "none"]):
+        with pytest.raises(SystemExit):
+            parse_args(bad)

@@ -1,0 +1,133 @@
+"""The table of whole batches: its floors, its steps, and a run at toy size."""
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.floors import make_floor
+from experiments.throughput import Case, bars, main, page_bytes, parse_case, read_table
+from jllm.checkpoint import init_params
+from jllm.config import load_config
+from jllm.quant.quantize import quantize
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "torch_dtype": "float32", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def abstract(scheme: str):
+    config = load_config("configs/llama-2-7b.json")
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.bfloat16))
+    return params if scheme == "bf16" else quantize(params, scheme), config
+
+
+# (batch, input, output): decode floors with a bf16 and an int8-g8 cache, prefill floor, in ms: figures worked out
+# elsewhere, with the same limits.
+FLOORS = {
+    (1, 8, 256): (3.01, 3.01, 3.0),
+    (64, 8, 256): (4.09, 3.70, 8.5),
+    (512, 8, 256): (16.89, 13.78, 67.7),
+    (1, 1024, 1024): (3.18, 3.11, 17.4),
+    (80, 1024, 1024): (17.68, 12.20, 1386.6),
+}
+
+
+def test_floors_of_7b_in_16_bits():
+    params, config = abstract("bf16")
+    floor = make_floor(params, config)
+    for key, (bf16, int8, prefill) in FLOORS.items():
+        case = Case(*key)
+        for kv, ms in (("bf16", bf16), ("int8-g8", int8)):
+            each = page_bytes(config, params, argparse.Namespace(kv_cache=kv, page_size=16)) / 16
+            found = floor.seconds(case.batch, case.batch, case.batch * case.context * each)
+            assert 1e3 * found == pytest.approx(ms, rel=0.005)
+        tokens, pairs = case.batch * case.input, case.batch * case.input * (case.input + 1) / 2
+        assert 1e3 * floor.seconds(tokens, case.batch, 0, pairs) == pytest.approx(prefill, rel=0.01)
+
+
+def test_floors_of_7b_in_8_bits():
+    params, config = abstract("w8a8-all")
+    floor = make_floor(params, config)
+    each = page_bytes(config, params, argparse.Namespace(kv_cache="int8-g8", page_size=16)) / 16
+    for (batch, context), ms in {(1, 136): 1.54, (128, 136): 2.94, (512, 136): 9.92}.items():
+        assert 1e3 * floor.seconds(batch, batch, batch * context * each) == pytest.approx(ms, rel=0.02)
+
+
+def test_the_published_table_agrees_with_itself():
+    table = read_table()
+    assert len(table) == len({(r["batch"], r["input"], r["output"]) for r in table}) == 20
+    for row in table:
+        ms = row["prefill_ms"] + row["output"] * row["decode_ms"]
+        assert 1e3 * row["batch"] * row["output"] / ms == pytest.approx(row["tokens_s"], rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("case", "prompts", "tokens", "steps"),
+    [
+        (Case(1, 8, 256), 1, 8, 1),
+        (Case(512, 8, 256), 512, 8, 1),
+        (Case(768, 8, 256), 384, 8, 2),
+        (Case(80, 1024, 1024), 4, 1024, 20),
+        (Case(3, 9000, 16), 1, 3000, 9),
+        (Case(7, 1500, 16), 2, 1500, 4),
+    ],
+)
+def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
+    size = case.prefill(4096)
+    assert (size.prompts, size.tokens) == (prompts, tokens)
+    assert size.rung.tokens <= 4096
+    spans = size.spans(case)
+    assert len(spans) == steps
+    seen = [(slot, at + i) for chunks in spans for slot, at, n in chunks for i in range(n)]
+    assert len(seen) == len(set(seen)) == case.batch * case.input
+    assert {slot for slot, _ in seen} == set(range(case.batch))
+
+
+def test_a_run_writes_the_table(tiny, tmp_path, capsys):
+    command = ["--config", str(tiny), "--dtype", "float32", "--rows", "1x8x100", "2x40x8", "--step-tokens", "32"]
+    status = main([*command, "--steps", "2", "--repeats", "1", "--results", str(tmp_path), "--json"])
+    assert status == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["complete"]
+    assert "PPL.LLM" in document["h800"]
+    assert document["experiment"] == "throughput_tiny_bf16_kv-float32"
+    assert [(r["batch"], r["input"], r["output"], r["prefill_steps"]) for r in document["rows"]] == [
+        (1, 8, 100, 1),
+        (2, 40, 8, 4),
+    ]
+    for row in document["rows"]:
+        assert 0 < row["floor_fraction"] < 1
+        assert 0 < row["prefill_floor_fraction"] < 1
+        ms = row["prefill_ms"] + row["output"] * row["decode_ms"]
+        assert row["tokens_s"] == pytest.approx(1e3 * row["batch"] * row["output"] / ms, rel=0.01)
+    assert not document["bars"], "toy sizes decide nothing"
+    assert json.loads((tmp_path / next(p.name for p in tmp_path.glob("throughput_*"))).read_text()) == document
+
+
+def test_bad_arguments_are_named(tiny, tmp_path, capsys):
+    assert main(["--config", str(tiny), "--rows", "1x100x100", "--results", str(tmp_path)]) == 2
+    assert "the model's context is 128" in capsys.readouterr().err
+    for text in ("1x2", "0x8x8", "axbxc"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not BATCHxINPUTxOUTPUT"):
+            parse_case(text)
+
+
+def test_bars_by_scheme_and_batch():
+    row = {"model": "m", "kv": "int8-g8", "batch": 256, "input": 8, "output": 256, "floor_fraction": 0.78}
+    row |= {"prefill_floor_fraction": 0.7}
+    found = list(bars([{"scheme": "bf16", **row}, {"scheme": "w8a8", **row}, {"scheme": "nf4", **row}]))
+    assert [(b["bar"], b["met"]) for b in found] == [(0.80, False), (0.75, False), (0.75, True)]
+    assert not list(bars([{"scheme": "bf16", "error": "lost"}]))
