@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.cases import BENCH_CASES, BENCH_ROWS, Case
-from pallas_kernels.measure import copy_bandwidth
-from pallas_kernels.scaled_matmul.bench import device_us_of_each
+from pallas_kernels.measure import copy_bandwidth, device_us_of_each
 
 BACKENDS = ("mosaic", "xla")
 FEW_ROWS, BANDWIDTH = 64, 0.85  # up to which rows, at least this share of the run's best bandwidth

@@ -5,7 +5,6 @@ profiler's, of the kernels alone; torch's are a CUDA graph's by CUDA events, whi
 """
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import numpy as np
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
-from pallas_kernels.measure import copy_bandwidth, timeline
+from pallas_kernels.measure import copy_bandwidth, device_us_of_each
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
 # torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt), us on an H200, at M of BENCH_ROWS: (K, N).
@@ -44,7 +43,7 @@ PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operatio
     "xla fp8": (partial(fp8_matmul, backend="xla"), "float8_e4m3fn"),
     "xla bf16": (lambda x, w, *_: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))), "bfloat16"),
 }
-
+TORCH = {"torch int8": "int8", "torch fp8": "float8_e4m3fn"}  # their operands
 OPERATIONS = ("int8_matmul", "fp8_matmul")
 
 
@@ -79,9 +78,8 @@ def compile_layers(case: Case, name: str) -> Any:
 def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[tuple[Case, float | Exception]]:
     """Microseconds of one layer of each case, all of one (K, N)."""
     (n, k), layers, operand = (cases[0].n, cases[0].k), layers_for(cases[0]), PRODUCTS[name][1]
-    pending = [
-        pool.submit(compile_layers, case, name) for case in cases
-    ]  # all before any is timed: XLA tunes as it does
+    # all before any is timed: XLA tries its own candidates on the device
+    pending = [pool.submit(compile_layers, case, name) for case in cases]
     rng = np.random.default_rng(0)
     most = codes(rng, (max(case.m for case in cases), k), operand)
     ws = [jax.device_put(w) for w in [codes(rng, (n, k), operand)] * layers]  # where they lie counts, not what they are
@@ -91,43 +89,23 @@ def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[
         row, x = (jax.device_put(array[: case.m]) for array in (rng.random(len(most), np.float32), most))
         try:
             runs[case] = partial(compiled.result(), x, ws, row, column)
-        except Exception as error:  # costs its own row only
+        except Exception as error:  # costs its own row
             found[case] = error
-    times = dict(zip(runs, device_us_of_each(list(runs.values()))))
-    return [(case, found[case] if case in found else times[case] / layers) for case in cases]
+    try:
+        found |= {case: us / layers for case, us in zip(runs, device_us_of_each(list(runs.values())))}
+    except Exception as error:  # costs this shape's rows only
+        found |= dict.fromkeys(runs, error)
+    return [(case, found[case]) for case in cases]
 
 
-def device_us_of_each(runs: Sequence[Callable[[], Any]], repeats: int = 3, pause_s: float = 0.01) -> list[float]:
-    """device_us of several at once, one recording for all: they are told apart by the pauses between them."""
-
-    def run_all() -> list[Any]:
-        for run in runs:
-            time.sleep(pause_s)
-            jax.block_until_ready([run() for _ in range(repeats)])
-        return []
-
-    run_all()
-    events, times = timeline(run_all), list[float]()
-    end = -math.inf
-    for event in events:
-        if event.start_us - end > pause_s / 2 * 1e6:
-            times.append(0.0)
-        times[-1] += event.us / repeats
-        end = event.start_us + event.us
-    if len(times) != len(runs):
-        raise RuntimeError(f"{len(runs)} runs left {len(times)} separate marks in the recording")
-    return times
-
-
-def measure_torch(case: Case, kind: str) -> float:
-    """Microseconds of torch's own product with one scale a tensor ("fp8") or none ("int8")."""
+def measure_torch(case: Case, dtype: str) -> float:
+    """Microseconds of torch's own product with one scale a tensor (of float8) or none (of int8)."""
     import torch
 
     layers, rng = layers_for(case), np.random.default_rng(0)
-    numpy_type, torch_type = {"int8": ("int8", torch.int8), "fp8": ("float8_e4m3fn", torch.float8_e4m3fn)}[kind]
 
     def operand(rows: int) -> Any:
-        return torch.from_numpy(codes(rng, (rows, case.k), numpy_type).view(np.int8)).cuda().view(torch_type)
+        return torch.from_numpy(codes(rng, (rows, case.k), dtype).view(np.int8)).cuda().view(getattr(torch, dtype))
 
     x, w = operand(case.m), operand(case.n)
     ws, one = [w.clone() for _ in range(layers)], torch.ones((), device="cuda")
@@ -135,7 +113,7 @@ def measure_torch(case: Case, kind: str) -> float:
 
     def run() -> None:
         for w in ws:
-            if kind == "int8":
+            if dtype == "int8":
                 torch._int_mm(x, w.t())
             else:
                 torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
@@ -177,8 +155,8 @@ def table(cases: Sequence[Case], names: Sequence[str], peer_rows: Sequence[int],
                 found: list[tuple[Case, float | Exception]]
                 if time.monotonic() > deadline:
                     found = [(case, RuntimeError(f"not measured within {seconds:.0f} s")) for case in alike]
-                elif name.startswith("torch"):
-                    found = [(case, attempt(partial(measure_torch, case, name.split()[1]))) for case in alike]
+                elif name in TORCH:
+                    found = [(case, attempt(partial(measure_torch, case, TORCH[name]))) for case in alike]
                 else:
                     found = measure(alike, name, pool)
                 yield from (row_of(case, name, us) for case, us in found)
@@ -194,8 +172,8 @@ def attempt(run: Callable[[], float]) -> float | Exception:
 def row_of(case: Case, name: str, us: float | Exception) -> Row:
     row: Row = {"kernel": "scaled_matmul", "peer": name, "M": case.m, "K": case.k, "N": case.n}
     if isinstance(us, Exception):
-        return row | {"error": str(us).splitlines()[0][:200]}
-    operand = PRODUCTS[name][1] if name in PRODUCTS else "int8"
+        return row | {"error": (str(us) or repr(us)).splitlines()[0][:200]}
+    operand = PRODUCTS[name][1] if name in PRODUCTS else TORCH[name]
     tflop_s, gb_s = 2 * case.m * case.k * case.n / us / 1e6, moved_bytes(case, operand) / us / 1e3
     return row | {"dtype": operand, "us": round(us, 2), "tflop_s": round(tflop_s), "gb_s": round(gb_s)}
 

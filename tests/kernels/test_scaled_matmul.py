@@ -78,6 +78,14 @@ def test_a_row_does_not_depend_on_its_company(case):
             assert error(part, np.asarray(whole[rows])) < TOLERANCE["float32"]
 
 
+def test_a_nan_code_stays_in_its_row():
+    case = FP8_CASES[3]
+    x, *rest = case.inputs()
+    out, whole = (np.asarray(call(case, values, *rest)) for values in (x.at[2, 5].set(jnp.nan), x))
+    assert np.isnan(out[2]).all()
+    assert same_bits(np.delete(out, 2, axis=0), np.delete(whole, 2, axis=0))
+
+
 @pytest.mark.parametrize("case", [INT8_CASES[3], FP8_CASES[3]], ids=str)
 def test_seeded_faults_are_caught(case):
     x, w, x_scale, w_scale, bias, residual = inputs = case.inputs()

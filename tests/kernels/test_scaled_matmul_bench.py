@@ -5,9 +5,9 @@ import json
 import jax
 import pytest
 
+from pallas_kernels import measure
 from pallas_kernels.fp8_matmul import bench as fp8_bench
 from pallas_kernels.int8_matmul import bench as int8_bench
-from pallas_kernels.measure import Event
 from pallas_kernels.scaled_matmul import bench
 from pallas_kernels.scaled_matmul.cases import Case
 
@@ -46,12 +46,24 @@ def test_bars_are_read_off_the_rows():
 def test_runs_are_told_apart_by_the_pauses_between_them(monkeypatch):
     def timeline(run):
         run()
-        return [Event("kernel", at, us) for at, us in ((0, 3), (4, 3), (10_005, 6), (10_012, 9), (20_030, 30))]
+        return [measure.Event("kernel", at, us) for at, us in ((0, 3), (4, 3), (10_005, 6), (10_012, 9), (20_030, 30))]
 
-    monkeypatch.setattr(bench, "timeline", timeline)
-    assert bench.device_us_of_each([list] * 3) == [2, 5, 10]
+    monkeypatch.setattr(measure, "timeline", timeline)
+    assert measure.device_us_of_each([list] * 3) == [2, 5, 10]
     with pytest.raises(RuntimeError, match="2 runs left 3 separate marks"):
-        bench.device_us_of_each([list] * 2)
+        measure.device_us_of_each([list] * 2)
+
+
+def test_a_product_that_fails_costs_its_own_rows(monkeypatch):
+    def fail(runs):
+        raise RuntimeError("nothing was recorded")
+
+    monkeypatch.setattr(bench, "device_us_of_each", fail)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(bench, "layers_for", lambda case: 2)
+    monkeypatch.setattr(bench, "PRODUCTS", {"xla int8": bench.PRODUCTS["xla int8"], "none": (None, "int8")})
+    _, *rows = bench.table([Case(5, 32, 64, "int8")], ("xla int8", "none"), (5,), seconds=60.0)
+    assert [row["error"] for row in rows] == ["nothing was recorded", "'NoneType' object is not callable"]
 
 
 def test_bytes_are_those_that_must_move():
