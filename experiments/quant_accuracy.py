@@ -1,69 +1,54 @@
 """What each quantization scheme costs in accuracy: perplexity, divergence from the wide model, agreement of top tokens.
 
     python -m experiments.quant_accuracy --text valid.txt --tokens 8192
+    python -m experiments.quant_accuracy --text valid.txt --schemes w8a8-all nf4 --kv int8-g8 int4-g8 --grid
 
-The first tokens of a text, in windows of --window tokens that start without context; all positions of a window but
-the first are scored. Divergence is Kullback-Leibler's, from the model as loaded (float32 on a CPU) to the quantized
-one, in nats a token; top1 is how often both find the same token most likely. Bytes are those of linear layers, scales
-included; what is not quantized counts with two.
+Schemes with KV in the model's dtype, KV formats with weights as loaded, or with --grid each with each; on the first
+tokens of a text, by a protocol of jllm.protocols, through the paged cache and the kernels that serve. `added` is the
+growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely;
+each against the model as loaded (float32 on a CPU), and its `_95` the interval by bootstrap over windows with a fixed
+seed. Bytes are those of linear layers, scales included; what is not quantized counts with two. Rows are written as they
+come, and a run that was interrupted goes on where it stopped.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 import jllm
 from experiments.result_file import ResultFile
-from jllm.config import LlamaConfig
+from jllm.cache import parse_kv_cache
 from jllm.errors import InputFileError, JllmError
-from jllm.model import Packed, forward
+from jllm.evaluate import Evaluation, evaluate
 from jllm.params import Params, map_linears
-from jllm.pretrained import BUNDLED
+from jllm.pretrained import BUNDLED, Model
+from jllm.protocols import encode, find_protocol
 from jllm.quant.quantize import quantize
-from jllm.quant.schemes import PRESETS
+from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.result_file import portable
 
 Row = dict[str, Any]
+PLAIN_KV = "model"  # K and V in the model's own dtype
+KV = ("fp8", "int8-g8", "int8-g32", "int8-g64", "int4-g8", "k=int8-g8,v=int4-g8", "k=int4-g8,v=int8-g8")
 
 
-@partial(jax.jit, static_argnames="config")
-def logprobs(params: Params, config: LlamaConfig, tokens: jax.Array) -> jax.Array:
-    """Of every next token [W, V] in a window i32[W]."""
-    batch = Packed(tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.zeros_like(tokens))
-    return jax.nn.log_softmax(forward(params, config, batch, None)[0])
-
-
-@jax.jit
-def compare(plain: jax.Array, other: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over a window's scored positions: nats of the text, divergence, and equal top tokens."""
-    nats = -jnp.take_along_axis(other[:-1], tokens[1:, None], axis=1).sum()
-    divergence = (jnp.exp(plain[:-1]) * (plain[:-1] - other[:-1])).sum()
-    same = (plain[:-1].argmax(axis=1) == other[:-1].argmax(axis=1)).sum()
-    return nats, divergence, same
-
-
-def read_windows(model: jllm.Model, args: argparse.Namespace) -> np.ndarray:
+def read_text(args: argparse.Namespace) -> str:
     try:
-        text = args.text.read_text(encoding="utf-8")
+        return args.text.read_text(encoding="utf-8")
     except OSError as error:
         raise InputFileError(f"{args.text}: cannot be read: {error.strerror}") from None
-    if model.tokenizer is None:
-        raise JllmError("the model has no tokenizer to read a text with")
-    ids = model.tokenizer.encode(text)
-    window = min(args.window, model.config.context)
-    count = min(len(ids), args.tokens) // window
-    if count < 1:
-        raise InputFileError(f"{args.text}: {len(ids)} tokens, but a window takes {window}")
-    return np.asarray(ids[: count * window], np.int32).reshape(count, window)
+    except UnicodeDecodeError as error:
+        raise InputFileError(f"{args.text}: is not UTF-8: byte {error.start}") from None
 
 
 def bytes_per_weight(params: Params) -> float:
@@ -82,26 +67,54 @@ def bytes_per_weight(params: Params) -> float:
     return stored / weights
 
 
-def rows(args: argparse.Namespace) -> Iterator[Row]:
-    model = jllm.load(args.model, dtype=args.dtype)
-    windows = read_windows(model, args)
-    protocol = f"{windows.size} tokens of {args.text.name} in windows of {windows.shape[1]}"
-    scored = windows.size - len(windows)
-    for scheme in tqdm(args.schemes, delay=2, disable=None):
-        params = quantize(model.params, scheme)
-        totals = np.zeros(3)
-        for tokens in map(jnp.asarray, windows):
-            plain, other = (logprobs(p, model.config, tokens) for p in (model.params, params))
-            totals += [float(x) for x in compare(plain, other, tokens)]
-        nats, divergence, same = totals / scored
-        yield {
-            "scheme": scheme,
-            "protocol": protocol,
-            "perplexity": round(float(np.exp(nats)), 4),
-            "kl": float(f"{divergence:.4g}"),
-            "top1": round(float(same), 4),
-            "bytes_per_weight": round(bytes_per_weight(params), 4),
-        }
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def as_row(scheme: str, kv: str, params: Params, found: Evaluation) -> Row:
+    row = {"scheme": scheme, "kv": kv} | found.as_row()
+    row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
+    row |= {name: rounded(row[name]) for name in ("added", "kl")}
+    if len(found.parts) > 1:
+        row |= {f"{name}_95": [rounded(x) for x in found.interval(name)] for name in ("added", "kl")}
+    return row | {"bytes_per_weight": round(bytes_per_weight(params), 4)}
+
+
+def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Scheme and KV format of each row."""
+    if args.grid:
+        return list(product(args.schemes, args.kv))
+    return [(scheme, PLAIN_KV) for scheme in args.schemes] + [(PLAIN, kv) for kv in args.kv]
+
+
+def rows(model: Model, text: str, args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
+    """Those that are not done yet. What doesn't fit the model raises before the first one."""
+    protocol = find_protocol(args.protocol)
+    ids = encode(model.tokenizer, text, protocol)[: args.tokens]
+    formats = {kv: None if kv == PLAIN_KV else kv for _, kv in pairs(args)}
+    for kv in formats.values():
+        parse_kv_cache(kv, model.config, model.params.norm.dtype)
+    shapes = jax.eval_shape(lambda params: params, model.params)
+    for scheme in dict.fromkeys(scheme for scheme, _ in pairs(args)):
+        quantize(shapes, scheme)
+    have = {(row["scheme"], row["kv"]) for row in done}
+    left = [pair for pair in pairs(args) if pair not in have]
+    for scheme, kv in tqdm(left, delay=2, disable=None):
+        quantized = replace(model, params=quantize(model.params, scheme))
+        found = evaluate(quantized, ids, protocol, reference=model, kv_cache=formats[kv])
+        yield as_row(scheme, kv, quantized.params, found)
+
+
+def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:
+    """Of a run with the same setup that was interrupted."""
+    for file in sorted(args.results.glob("quant_accuracy-*.json"), reverse=True):
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if not document["complete"] and all(document.get(key) == value for key, value in setup.items()):
+                return document["rows"]
+        except (OSError, ValueError, KeyError):
+            continue  # no result of ours, or one that nobody can go on with
+    return []
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -110,8 +123,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--schemes", nargs="+", default=[name for name in PRESETS if name != "w8a8"])
+    parser.add_argument("--kv", nargs="*", default=KV, help=f'KV formats ("{PLAIN_KV}": the model\'s dtype)')
+    parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
+    parser.add_argument("--protocol", default="windows-512", help="of jllm.protocols (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     return parser.parse_args(argv)
@@ -121,8 +136,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.quant_accuracy", *(sys.argv[1:] if argv is None else argv)]
     try:
-        result = ResultFile(args.results, "quant_accuracy", command)
-        for row in rows(args):
+        text = read_text(args)
+        setup = {"command": " ".join(portable(command)), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        setup["device"] = jax.devices()[0].device_kind
+        done = rows_before(args, setup)
+        fresh = rows(jllm.load(args.model, dtype=args.dtype), text, args, done)
+        first = [row for row in [next(fresh, None)] if row]  # before it replaces a file, it has proved to run
+        result = ResultFile(args.results, "quant_accuracy", command, sha256=setup["sha256"])
+        for row in chain(done, first, fresh):
             result.add(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     except JllmError as error:

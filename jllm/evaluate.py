@@ -24,16 +24,20 @@ from tqdm import tqdm
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
-from jllm.errors import EvaluationError, TokenizerError
+from jllm.errors import EvaluationError
 from jllm.model import Cache, Paged, backbone, head
 from jllm.params import Params
 from jllm.pretrained import Model
-from jllm.protocols import Protocol, Window, find_protocol, windows_of
+from jllm.protocols import Protocol, Window, encode, find_protocol, windows_of
 from jllm.sampling import token_logprobs
 from jllm.step import PROMPT_LOGPROB_ROWS
-from jllm.tokenizer import Tokenizer
 
 Text = str | Sequence[int]
+Scores = dict[str, np.ndarray]  # by name, of tokens in order
+
+
+MEASURES = {"perplexity": "nats", "added": "nats", "kl": "kl", "top1": "same"}  # and the sum that each is made of
+SCALES = {"perplexity": math.exp, "added": math.expm1}  # of those that are means of nats
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Part:
     tokens: int  # scored
     words: int | None  # None where nobody counted them
     nats: float
-    kl: float | None = None  # in nats; None without a reference
+    reference_nats: float | None = None  # this and what follows: None without a reference
+    kl: float | None = None  # in nats
     same: int | None = None  # tokens before which both models find the same next token most likely
 
 
@@ -63,6 +68,11 @@ class Evaluation:
         return self.measure("perplexity")
 
     @property
+    def added(self) -> float:
+        """By how much of itself the reference's perplexity grows."""
+        return self.measure("added")
+
+    @property
     def kl(self) -> float:
         """Divergence of the model from the reference, in nats a token."""
         return self.measure("kl")
@@ -74,8 +84,7 @@ class Evaluation:
 
     def measure(self, name: str) -> float:
         above, below = self._terms(name)
-        value = math.fsum(above) / math.fsum(below)
-        return math.exp(value) if name == "perplexity" else value
+        return SCALES.get(name, float)(math.fsum(above) / math.fsum(below))
 
     def interval(self, name: str, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """Of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError for one part
@@ -87,26 +96,27 @@ class Evaluation:
         drawn = np.random.default_rng(seed).integers(n, size=(samples, n))
         values = above[drawn].sum(axis=1) / below[drawn].sum(axis=1)
         low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist()
-        return (math.exp(low), math.exp(high)) if name == "perplexity" else (low, high)
+        scale = SCALES.get(name, float)
+        return scale(low), scale(high)
 
     def as_row(self) -> dict[str, Any]:
         """Plain data: the protocol with its numbers, and the figures."""
         p = self.protocol
         row: dict[str, Any] = {"protocol": p.name, "context": p.context, "stride": p.stride, "unit": p.unit}
         row |= {"tokens": self.tokens, "parts": len(self.parts), "perplexity": self.perplexity}
-        return row if self.parts[0].kl is None else row | {"kl": self.kl, "top1": self.top1}
+        return row if self.parts[0].kl is None else row | {"added": self.added, "kl": self.kl, "top1": self.top1}
 
     def _terms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Sums of the parts and what they are divided by."""
-        fields = {"perplexity": "nats", "kl": "kl", "top1": "same"}
-        if name not in fields:
-            raise EvaluationError(f"unknown measure {name!r}; known are {', '.join(fields)}")
+        if name not in MEASURES:
+            raise EvaluationError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
         if name != "perplexity" and self.parts[0].kl is None:
             raise EvaluationError(f"{name} takes a reference model, and there was none")
-        by_word = name == "perplexity" and self.protocol.unit == "word"
-        above = [getattr(part, fields[name]) for part in self.parts]
+        by_word = name in SCALES and self.protocol.unit == "word"
+        above = [getattr(part, MEASURES[name]) for part in self.parts]
         below = [part.words if by_word else part.tokens for part in self.parts]
-        return np.asarray(above, np.float64), np.asarray(below, np.float64)
+        more = [part.reference_nats for part in self.parts] if name == "added" else 0
+        return np.asarray(above, np.float64) - np.asarray(more, np.float64), np.asarray(below, np.float64)
 
 
 def evaluate(
@@ -127,7 +137,9 @@ def evaluate(
     up to max_slots windows. The reference keeps K and V in its own dtype. Raises EvaluationError for what can't be
     scored, ConfigError for options.
     """
-    EngineOptions(max_slots, page_size, None, max_step_tokens, kv_cache, backend=backend)  # checks them
+    EngineOptions(  # checks them
+        max_slots, page_size, max_step_tokens=max_step_tokens, kv_cache=kv_cache, backend=backend
+    )
     protocol = find_protocol(protocol).resolve(model.config)
     models = (model,) if reference is None else (model, reference)
     for other in models[1:]:
@@ -143,23 +155,6 @@ def evaluate(
         return Evaluation(protocol, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
     groups = [[s for s, w in zip(scores, windows, strict=True) if w.text == i] for i in range(len(ids))]
     return Evaluation(protocol, tuple(_part(g, _words(t)) for g, t in zip(groups, texts, strict=True)))
-
-
-def encode(tokenizer: Tokenizer | None, text: str, protocol: Protocol) -> list[int]:
-    """Token ids of a text, begun as the protocol has it. Raises EvaluationError where there is no tokenizer, or neither
-    BOS nor EOS for a protocol that begins with one."""
-    if tokenizer is None:
-        raise EvaluationError("a text needs a tokenizer, and this model has none: give token ids")
-    try:
-        ids = tokenizer.encode(text, add_bos=protocol.bos == "tokenizer")
-    except TokenizerError as error:
-        raise EvaluationError(str(error)) from None
-    if protocol.bos != "always":
-        return ids
-    first = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
-    if first is None:
-        raise EvaluationError(f"protocol {protocol.name} begins with BOS or EOS, and the tokenizer has neither")
-    return [first, *ids]
 
 
 # From texts to windows
@@ -246,23 +241,16 @@ class _Chunk:
     stop: int
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Of a window's scored tokens, in order."""
-
-    nats: np.ndarray
-    kl: np.ndarray | None
-    same: np.ndarray | None
-
-
-def _part(scores: list[_Scores], words: int | None) -> Part:
+def _part(scores: list[Scores], words: int | None) -> Part:
     """Exact sums, whatever the order."""
-    nats = math.fsum(x for s in scores for x in s.nats)
-    tokens = sum(len(s.nats) for s in scores)
-    if scores[0].kl is None:
-        return Part(tokens, words, nats)
-    kl = math.fsum(x for s in scores if s.kl is not None for x in s.kl)
-    return Part(tokens, words, nats, kl, sum(int(s.same.sum()) for s in scores if s.same is not None))
+
+    def total(name: str) -> float:
+        return math.fsum(x for s in scores for x in s[name])
+
+    tokens = sum(len(s["nats"]) for s in scores)
+    if "kl" not in scores[0]:
+        return Part(tokens, words, total("nats"))
+    return Part(tokens, words, total("nats"), total("reference_nats"), total("kl"), int(total("same")))
 
 
 def _plan(windows: list[Window], sizes: _Sizes) -> Iterator[list[_Chunk]]:
@@ -318,7 +306,7 @@ def score_step(
     backend: str | None,
 ) -> tuple[tuple[Cache, ...], dict[str, jax.Array]]:
     """A step of prompt chunks through one model, or through it and its reference: the caches, and of each row f[C]
-    "nats" (-log p of its target), and with a reference "kl" and bool "same"."""
+    "nats" (-log p of its target), and with a reference also "reference_nats", "kl" and bool "same"."""
     states = [backbone(p, c, batch, cache, backend=backend) for p, c, cache in zip(params, configs, caches)]
     C = targets.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
@@ -327,8 +315,10 @@ def score_step(
 
     def one(x):
         logits = [head(p, c, h, backend=backend) for p, c, h in zip(params, configs, x[0])]
-        out = {"nats": -token_logprobs(logits[0], x[1])}
-        return out | (_difference(logits[1], logits[0]) if len(logits) == 2 else {})
+        nats = [-token_logprobs(rows, x[1]) for rows in logits]
+        if len(logits) == 1:
+            return {"nats": nats[0]}
+        return {"nats": nats[0], "reference_nats": nats[1]} | _difference(logits[1], logits[0])
 
     out = jax.lax.map(one, (rows, jnp.pad(targets, (0, pad)).reshape(-1, block)))
     return tuple(cache for _, cache in states if cache is not None), {key: x.reshape(-1)[:C] for key, x in out.items()}
@@ -354,13 +344,13 @@ def _score_windows(
     windows: list[Window],
     sizes: _Sizes,
     backend: str | None,
-) -> list[_Scores]:
+) -> list[Scores]:
     """Of each window. The next step is dispatched before the scores of one are read."""
     params, configs = tuple(m.params for m in models), tuple(m.config for m in models)
     formats = [parse_kv_cache(kv, m.config, m.params.norm.dtype) for kv, m in zip(kv_caches, models)]
     num_pages = sizes.slots * sizes.max_pages
     caches = tuple(make_cache(c, num_pages, sizes.page_size, f) for c, f in zip(configs, formats))
-    scores: list[list[dict[str, np.ndarray]]] = [[] for _ in windows]
+    scores: list[list[Scores]] = [[] for _ in windows]
 
     def read(chunks: list[_Chunk], out: dict[str, jax.Array]) -> None:
         host, at = jax.device_get(out), 0
@@ -384,11 +374,11 @@ def _score_windows(
     return [_scored(window, pieces) for window, pieces in zip(windows, scores, strict=True)]
 
 
-def _scored(window: Window, pieces: list[dict[str, np.ndarray]]) -> _Scores:
-    """A window's scores from its chunks. Input i predicts token start + i + 1."""
+def _scored(window: Window, pieces: list[Scores]) -> Scores:
+    """Of a window's scored tokens, from its chunks. Input i predicts token start + i + 1."""
     first = window.scored - window.start - 1
     joined = {key: np.concatenate([piece[key] for piece in pieces])[first:] for key in pieces[0]}
     if not np.isfinite(joined["nats"]).all():
         where = f"tokens {window.start} .. {window.stop} of text {window.text}"
         raise EvaluationError(f"the model's logits are not finite within {where}")
-    return _Scores(joined["nats"], joined.get("kl"), joined.get("same"))
+    return joined

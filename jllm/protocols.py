@@ -3,9 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from jllm.config import LlamaConfig
-from jllm.errors import EvaluationError
+from jllm.errors import EvaluationError, TokenizerError
+
+if TYPE_CHECKING:
+    from jllm.tokenizer import Tokenizer
 
 CHOICES = {"last": ("drop", "short", "full"), "bos": ("tokenizer", "always", "never"), "unit": ("token", "word")}
 
@@ -80,6 +84,23 @@ def find_protocol(protocol: str | Protocol) -> Protocol:
         hint = f"near ones: {', '.join(close)}" if close else f"known are {', '.join(PROTOCOLS)}"
         raise EvaluationError(f"unknown protocol {protocol!r}; {hint}")
     return PROTOCOLS[protocol]
+
+
+def encode(tokenizer: "Tokenizer | None", text: str, protocol: Protocol) -> list[int]:
+    """Token ids of a text, begun as the protocol has it. Raises EvaluationError where there is no tokenizer, or neither
+    BOS nor EOS for a protocol that begins with one."""
+    if tokenizer is None:
+        raise EvaluationError("a text needs a tokenizer, and this model has none: give token ids")
+    try:
+        ids = tokenizer.encode(text, add_bos=protocol.bos == "tokenizer")
+    except TokenizerError as error:
+        raise EvaluationError(str(error)) from None
+    if protocol.bos != "always":
+        return ids
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids), None)
+    if first is None:
+        raise EvaluationError(f"protocol {protocol.name} begins with BOS or EOS, and the tokenizer has neither")
+    return [first, *ids]
 
 
 @dataclass(frozen=True)

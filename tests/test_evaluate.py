@@ -221,13 +221,15 @@ def test_divergence_and_agreement(x64):
             same += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
     assert got.kl == pytest.approx(np.mean(kl), rel=1e-9)
     assert got.top1 == np.mean(same)
-    assert got.perplexity == pytest.approx(evaluate(model, TEXTS[:2], small("document"), **SMALL).perplexity, rel=1e-14)
+    alone = [evaluate(m, TEXTS[:2], small("document"), **SMALL).perplexity for m in (model, other)]
+    assert got.perplexity == pytest.approx(alone[0], rel=1e-13)
+    assert got.added == pytest.approx(alone[0] / alone[1] - 1, rel=1e-12)
 
 
 def test_a_model_does_not_differ_from_itself():
     model = tiny_model(tokenizer=Letters())
     got = evaluate(model, TEXTS, small("document"), reference=model, **SMALL)
-    assert (got.kl, got.top1) == (0.0, 1.0)
+    assert (got.added, got.kl, got.top1) == (0.0, 0.0, 1.0)
 
 
 def test_small_divergences_survive_float32():
@@ -254,12 +256,13 @@ def test_no_logits_of_all_rows_at_once():
 
 def test_intervals():
     protocol = small("document")
-    parts = tuple(Part(10, 4, 10.0 + i, 0.1 * i, i) for i in range(8))
+    parts = tuple(Part(10, 4, 10.0 + i, 9.0, 0.1 * i, i) for i in range(8))
     result = Evaluation(protocol, parts)
     low, high = result.interval("perplexity")
     assert low < result.perplexity < high
     assert (low, high) == result.interval("perplexity") != result.interval("perplexity", seed=1)
     assert result.interval("kl")[0] < result.kl < result.interval("kl")[1]
+    assert result.added == pytest.approx(np.expm1(0.45))
     same = Evaluation(protocol, parts[:1] * 5)
     assert same.interval("top1") == (0.0, 0.0)
     with pytest.raises(EvaluationError, match="at least 2 parts, not 1$"):
