@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.linear import embed, linear, norm, silu_mul
+from jllm import linear as module
+from jllm.linear import embed, norm, silu_mul
+from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, parse_weight_format
+from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
 
 FORMATS = [
     "w8a8",
@@ -22,6 +24,10 @@ FORMATS = [
     "nf4-dq",
 ]
 EPS = 1e-5
+# Compiled whole, as the model compiles them: op by op they take ten times as long.
+encode = jax.jit(quantized_weights.encode, static_argnums=1)
+decode = jax.jit(quantized_weights.decode, static_argnums=1)
+linear = jax.jit(module.linear, static_argnames=("out_dtype", "backend"))
 
 
 def normal(seed, *shape, dtype="float64"):

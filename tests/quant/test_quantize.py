@@ -34,7 +34,7 @@ def model():
     return tiny_model(**WIDE)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["bf16", "w8a8-talk", "w4a16-g128", "nf4-dq"])
 def test_named_weights_are_encoded_and_others_are_the_same_arrays(model, name):
     params = quantize(model.params, name)
     formats = PRESETS[name].formats(2)
@@ -46,7 +46,7 @@ def test_named_weights_are_encoded_and_others_are_the_same_arrays(model, name):
         if wanted := formats.get(weight):
             fmt = next(f for f in wanted if f.group is None or before[weight].shape[1] % f.group == 0)
             assert leaf.format == fmt
-            assert_same_bits(leaf, encode(before[weight], fmt))
+            assert_same_bits(leaf, jax.jit(encode, static_argnums=1)(before[weight], fmt))
         else:
             assert leaf is before[weight]
     assert params.layers[1].mlp_norm is model.params.layers[1].mlp_norm
