@@ -7,6 +7,7 @@ from pallas_kernels.gemm_sm90.support import H200_SMS, SHARED_MEMORY
 UNIT = 64  # rows of one wgmma
 MOST_ROWS = 256  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
+MOST_STAGES = 32  # barriers of an array
 
 # What an H200 was seen to do in a microsecond: bytes from memory, bytes into one SM, operations of an SM on operands of
 # one and two bytes; and microseconds from a tile's last operation to the next tile's first.
@@ -26,7 +27,7 @@ class Config:
     rows: int
     columns: int
     step: int = STEP
-    stages: int = 64
+    stages: int = MOST_STAGES
     ctas: int = H200_SMS
 
     def __post_init__(self) -> None:
@@ -38,8 +39,8 @@ class Config:
             raise ValueError(f"{self.rows} x {self.columns} sums are more than registers hold, which is 256 x 192")
         if self.step < STEP or self.step % STEP:
             raise ValueError(f"step is {self.step} bytes, expected a multiple of {STEP}")
-        if self.stages < 2 or self.ctas < 1:
-            raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected at least 2 and 1")
+        if not 2 <= self.stages <= MOST_STAGES or self.ctas < 1:
+            raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected 2 to {MOST_STAGES}, and at least 1")
 
 
 # Measured on an H200 (experiments/LOG.md), by N, K and bytes of an element: from M, to M, and the best of those tried.

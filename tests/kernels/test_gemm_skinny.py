@@ -133,6 +133,7 @@ def lowered(case: Case) -> str:
 LARGER = [
     Case(24, 256, 1024, "int8", "bfloat16", Config(64, 48, 256), EXTRA),
     Case(128, 256, 1088, "bfloat16", "bfloat16", Config(64, 64, 256), ("residual",)),
+    Case(9, 96, 4128, "int8", "float32", Config(64, 16, 256), EXTRA),  # 129 steps of 32 bytes, 32 in flight
     Case(200, 512, 512, "float16", "float32", Config(128, 128), ("bias",)),
     Case(256, 352, 1024, "bfloat16", "bfloat16", Config(256, 176), ("residual",)),
     Case(250, 384, 1024, "bfloat16", "bfloat16", Config(128, 192), ("bias", "residual"), "bfloat16"),
@@ -187,6 +188,7 @@ def test_the_estimate_balances_tiles_among_sms():
         ({"rows": 256, "columns": 208}, "256 x 208 sums are more than registers hold"),
         ({"rows": 64, "columns": 32, "step": 64}, "step is 64 bytes, expected a multiple of 128"),
         ({"rows": 64, "columns": 32, "stages": 1}, "stages=1"),
+        ({"rows": 64, "columns": 32, "stages": 33}, "stages=33 .* expected 2 to 32"),
     ],
 )
 def test_bad_configurations_say_what_is_wrong(options, message):
