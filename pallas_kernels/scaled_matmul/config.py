@@ -58,10 +58,11 @@ TILES = tuple(
     _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
 )
 
-# By dtype, K and N: the largest M at which XLA's product was faster on an H200.
+# By dtype, K and N: the largest M at which XLA's product was faster on an H200. float8 was not compared yet.
 XLA_FASTER = {("int8", 4096, 12288): 1, ("int8", 4096, 4096): 1, ("int8", 4096, 22016): 1}
 
-# By (K, N): the largest M, and what was measured best on an H200 (experiments/LOG.md). As wide as one wave allows.
+# By (K, N): the largest M, and what was measured best with int8 on an H200 (experiments/LOG.md): as wide as one wave
+# allows. float8 takes the same.
 TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
     (4096, 12288): (
         (128, _tall(128, 96, 7)), (256, _tall(128, 192, 5)), (512, _tall(256, 192, 3)), (1024, _tall(256, 128)),
