@@ -28,24 +28,25 @@ class Rung:
         return self.decodes + self.tokens
 
 
-FINE = (64, 56, 48, 40, 32, 24, 18, 13, 8, 4, 1)  # of 64 parts of the slots: see make_ladder
+FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # of 128 parts of the slots: see make_ladder
 FEW_SLOTS = 64  # so few rows cost a GPU no more than one: reading the weights takes longer
 
 
 def make_ladder(max_slots: int, max_step_tokens: int) -> tuple[Rung, ...]:
     """At most 16 rungs, so that what they round up is little where it costs.
 
-    Many slots: eleven numbers of decode rows, and one, without prompt tokens, since rows are computed for nothing
-    while a full batch runs out; with prompt tokens four, since the scheduler fills those: a quarter and all of what
-    fits a step in which every slot decodes, there, and with fewer decodes (few of them, and as a batch begins).
+    Many slots: eleven numbers of decode rows without prompt tokens, since a full batch runs out row by row, spaced for
+    the least waste on conversations (experiments.qps) by a scheduler that lets a few rows too many sit out; with prompt
+    tokens five, since the scheduler fills those: a quarter and all of what fits a step in which every slot decodes,
+    there, all of it while a batch begins, and a quarter where few decode.
     Few slots: four numbers of decode rows (all slots, fewer by factors of 2 and 4, and one) times three of tokens.
     """
     most = max(1, max_step_tokens - max_slots)
     quarter = -(-most // 4)
     if max_slots > FEW_SLOTS:
-        alone = {-(-max_slots * part // 64) for part in FINE} | {1}
-        sizes = {(r, 0) for r in alone}
-        sizes |= {(max_slots, quarter), (max_slots, most), (-(-max_slots // 4), most), (-(-max_slots // 16), quarter)}
+        sizes = {(-(-max_slots * part // 128), 0) for part in FINE}
+        sizes |= {(-(-max_slots * eighths // 8), most) for eighths in (2, 5, 8)}
+        sizes |= {(max_slots, quarter), (-(-max_slots // 16), quarter)}
     else:
         sizes = {(max(1, -(-max_slots // n)), c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
     return tuple(Rung(r, c, min(max_slots, c)) for r, c in sorted(sizes))

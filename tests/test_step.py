@@ -84,10 +84,11 @@ def test_the_ladder_holds_every_step():
         assert rung.tokens >= tokens
         assert rung.chunks >= chunks
     assert choose_rung(LADDER, 512, 1536, 512).size == 2048  # a full step has no slack
-    assert choose_rung(LADDER, 1, 0, 0) == Rung(1, 0, 0)
-    assert choose_rung(LADDER, 130, 1, 1) == Rung(512, 384, 384)
+    assert choose_rung(make_ladder(16, 256), 1, 0, 0) == Rung(1, 0, 0)
+    assert choose_rung(LADDER, 1, 0, 0) == Rung(8, 0, 0)
+    assert choose_rung(LADDER, 330, 1, 1) == Rung(512, 384, 384)
     assert choose_rung(LADDER, 9, 1, 1) == Rung(32, 384, 384)
-    assert choose_rung(LADDER, 450, 0, 0) == Rung(512, 0, 0)
+    assert choose_rung(LADDER, 460, 0, 0) == Rung(512, 0, 0)
     assert choose_rung(LADDER, 300, 0, 0) == Rung(320, 0, 0)
 
 

@@ -74,7 +74,9 @@ class Engine:
         self._options = make_options(options)
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
-        self._scheduler = Scheduler(sizes.limits, sizes.prompt_sizes, static=self._options.batching == "static")
+        self._scheduler = Scheduler(
+            sizes.limits, sizes.prompt_sizes, sizes.decode_sizes, static=self._options.batching == "static"
+        )
         self._live: dict[tuple[int, int], _Live] = {}
         self._requests: dict[int, _Request] = {}  # the unfinished ones
         self._penalized = 0  # unfinished sequences that ask for penalties or a bias

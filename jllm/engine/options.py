@@ -89,6 +89,11 @@ class Sizes:
             return ()
         return tuple(sorted({r.tokens for r in self.ladder if r.tokens and r.decodes >= self.limits.max_slots}))
 
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Numbers of decode rows of rungs without prompt tokens, as far as rows cost anything."""
+        return tuple(sorted({r.decodes for r in self.ladder if not r.tokens and r.decodes > FEW_SLOTS}))
+
 
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> Sizes:
     """Fills in defaults; affordable_pages is what the device's memory can hold."""

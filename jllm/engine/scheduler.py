@@ -89,15 +89,27 @@ class Scheduler:
     of the slots decode, a step takes the largest of these that prompts can fill, or waits up to PATIENCE steps for
     prompts that fill the smallest; otherwise, and without sizes, it takes what there is.
 
+    decode_sizes are numbers of rows that a step without prompts can compute. Where a few decodes too many would take it
+    to the next, at most one in EXCESS, these sit out the step, in turn: fewer rows for nothing are worth the delay.
+
     static: sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has
     members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
     """
 
-    PATIENCE = 4
+    PATIENCE = 8
+    EXCESS = 8
 
-    def __init__(self, limits: Limits, prompt_sizes: tuple[int, ...] = (), *, static: bool = False):
+    def __init__(
+        self,
+        limits: Limits,
+        prompt_sizes: tuple[int, ...] = (),
+        decode_sizes: tuple[int, ...] = (),
+        *,
+        static: bool = False,
+    ):
         self.limits = limits
-        self.prompt_sizes, self.static = prompt_sizes, static
+        self.prompt_sizes, self.decode_sizes, self.static = prompt_sizes, decode_sizes, static
+        self.turn = 0  # where among the decodes the next to sit out begin
         self.held = 0  # steps since prompts first waited for others to fill a step with
         self.joining = 0  # static: members of the batch that are still to be admitted
         self.members = 0  # static: of the batch
@@ -153,11 +165,16 @@ class Scheduler:
             self.counts.drains += 1
             return None
         decodes, short, prefills = room
-        deltas: list[tuple[int, int, int]] = []
-        for seq in short:
-            self._grow(seq, 1, deltas)
         budget = min(self.limits.max_step_tokens - len(decodes), self.limits.max_prompt_tokens)
-        chunks = self._prefill(prefills, self._fill(prefills, budget, len(decodes)), deltas)
+        budget = self._fill(prefills, budget, len(decodes))
+        if not budget or not (prefills or (self.waiting and self.free_slots)):
+            decodes = self._trim(decodes)
+        deltas: list[tuple[int, int, int]] = []
+        taking_part = {*decodes, *prefills}
+        for seq in short:
+            if seq in taking_part:
+                self._grow(seq, 1, deltas)
+        chunks = self._prefill(prefills, budget, deltas)
         if not decodes and not chunks:
             if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
                 self.joining = 0
@@ -216,6 +233,16 @@ class Scheduler:
             return 0
         self.held = 0
         return full[-1] if full else budget
+
+    def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
+        """The decodes without those few that would make the step a size larger."""
+        fits = max((size for size in self.decode_sizes if size <= len(decodes)), default=0)
+        excess = len(decodes) - fits
+        if self.static or not 0 < excess <= fits // self.EXCESS:
+            return decodes
+        self.turn = (self.turn + excess) % len(decodes)
+        turned = decodes[self.turn :] + decodes[: self.turn]
+        return turned[:fits]
 
     def _prefill(self, running: list[Sequence], budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
         """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""

@@ -206,6 +206,32 @@ def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
     assert scheduler.held == 1
 
 
+def test_a_few_decodes_too_many_sit_out_in_turn():
+    def decodes(slots: int, sizes: tuple[int, ...]) -> list[list[int]]:
+        """Whose turn it is in each of 20 steps in which `slots` sequences want to decode."""
+        scheduler = Scheduler(Limits(slots, 64, 64, slots, 4, 400, 80), (), sizes)
+        fill(scheduler, [1] * slots)
+        prompt_tokens(scheduler)
+        steps = []
+        for _ in range(20):
+            plan = scheduler.schedule()
+            assert plan is not None
+            assert all(len(seq.pages) * 4 >= seq.computed for seq in plan.decodes)
+            for seq in plan.decodes:
+                scheduler.on_token(seq, 1)
+            scheduler.step_read(plan.step)
+            steps.append([seq.request_id for seq in plan.decodes])
+        return steps
+
+    steps = decodes(18, (8, 16, 32))
+    assert all(len(set(step)) == 16 for step in steps)
+    times = [sum(i in step for step in steps) for i in range(18)]
+    assert max(times) - min(times) <= 1, "some wait more often than others"
+    assert all(i in a or i in b for i in range(18) for a, b in zip(steps, steps[1:])), "one waits twice in a row"
+    assert all(len(step) == 19 for step in decodes(19, (8, 16, 32)))  # more than one in eight: all go on
+    assert all(len(step) == 16 for step in decodes(16, (8, 16, 32)))
+
+
 @pytest.mark.parametrize("name", ["batching", "sampling", "host"])
 def test_an_unknown_policy_is_named(model, name):
     with pytest.raises(ConfigError, match=f"{name} must be .* or .*, not 'none'"):
