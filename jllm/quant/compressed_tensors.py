@@ -11,9 +11,9 @@ stored by format as
 
 weight_scale has one value for the tensor [1], for each channel [N, 1], or for each group [N, K/g]. Packed codes of
 b = 4 or 8 bits are stored plus 2^(b-1), lowest bits first, and so are zero points, packed along N (by older releases:
-not packed), which only weights that are not symmetric have. With
-actorder "group", weight_g_idx int32 [K] has the group of each input. w = (code - zero) * scale. Definition:
-compressed-tensors, compressors/naive_quantized and pack_quantized, utils/match.py.
+not packed), which only weights that are not symmetric have. With actorder "group", weight_g_idx int32 [K] has the group
+of each input, of weights in groups alone. w = (code - zero) * scale. Definition: compressed-tensors,
+compressors/naive_quantized and pack_quantized, utils/match.py.
 
 Inputs are quantized as config_groups say: not at all, or per token as they come, to what the weights are. Fixed scales
 of inputs (input_scale), inputs with one scale for all tokens, and quantized KV caches are refused by name.
@@ -151,7 +151,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
         packed=packed,
         group=group,
         symmetric=symmetric,
-        reordered=weights.get("actorder") in ("group", "dynamic", True),
+        reordered=group > 0 and weights.get("actorder") in ("group", "dynamic", True),
         activations=activations,
     )
 
@@ -206,17 +206,20 @@ def _read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]
         zeros = np.broadcast_to(zeros.reshape(-1, zeros.shape[-1]), scales.shape)
         if scheme.symmetric and zeros.any():
             raise CheckpointError(f"tensor {module}.weight_zero_point is not zero, but symmetric = true")
-    if not scheme.packed:
-        codes = tensors["weight"]
-        if scheme.codes == "fp8" or scheme.activations:
-            return row_weight(module, codes, scales[:, 0], WeightFormat(scheme.codes, activations=scheme.activations))
-        return int_weight(module, codes, scales, zeros, 8)
-    if tuple(tensors["weight_shape"]) != shape:
-        found = [int(size) for size in tensors["weight_shape"]]
-        raise CheckpointError(f"tensor {module}.weight_shape holds {found}, but config.json implies {list(shape)}")
-    codes = signed(unpack_words(tensors["weight_packed"], bits)[:, :K], bits)
+    if scheme.codes == "fp8" or scheme.activations:
+        fmt = WeightFormat(scheme.codes, activations=scheme.activations)
+        return row_weight(module, tensors["weight"], scales[:, 0], fmt)
+    codes = _unpack(module, shape, tensors, bits) if scheme.packed else tensors["weight"]
     order = None
     if scheme.reordered:
         order = input_order(f"{module}.weight_g_idx", tensors["weight_g_idx"], K // scales.shape[1])
         codes = codes if order is None else codes[:, order]
     return int_weight(module, codes, scales, zeros, bits, columns=order)
+
+
+def _unpack(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], bits: int) -> np.ndarray:
+    """Codes int8 [N, K] of weight_packed."""
+    if tuple(tensors["weight_shape"]) != shape:
+        found = [int(size) for size in tensors["weight_shape"]]
+        raise CheckpointError(f"tensor {module}.weight_shape holds {found}, but config.json implies {list(shape)}")
+    return signed(unpack_words(tensors["weight_packed"], bits)[:, : shape[1]], bits)

@@ -41,6 +41,9 @@ CASES = {
     "int8-tensor": (partial(compressed, strategy="tensor"), "w8a8", 0),
     "int8-weight": (partial(compressed, activations=False, symmetric=False, form="naive-quantized"), "uint8-zp", 0),
     "int8-groups": (partial(compressed, activations=False, strategy="group", group=32), "w8a16-g32", 0),
+    "int8-actorder": (
+        partial(compressed, activations=False, strategy="group", group=32, actorder="group"), "w8a16-g32", 0
+    ),
     "fp8": (float8, "fp8", 0),
     "fp8-tensor": (partial(float8, strategy="tensor", dtype=np.float32), "fp8", 0),
     "fp8-weight": (partial(float8, activations=False), "fp8-weight", 0),
@@ -126,4 +129,4 @@ def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
     assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
-REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder")
+REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "int8-actorder")
