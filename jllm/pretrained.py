@@ -12,7 +12,7 @@ from jllm.checkpoint import find_model, load_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
 from jllm.params import Params
-from jllm.quant.schemes import PLAIN, Scheme, find_scheme
+from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED = Path(__file__).parent / "assets" / "fairytale"
@@ -76,7 +76,7 @@ def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | Path | Schem
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:
     """The dtype that the arguments ask for, None if that is left to the checkpoint."""
-    is_dtype = scheme is not None and scheme.name == PLAIN
+    is_dtype = scheme == PRESETS[PLAIN]  # a file of rules may be called bf16, too
     if dtype is None:
         return jnp.dtype("bfloat16") if is_dtype else None
     try:

@@ -124,8 +124,9 @@ def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
     def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
         joined = np.concatenate([a[:n] if axis == 0 else a[..., :n] for a, n in zip(arrays, rows, strict=True)], axis)
-        pad = padded(sum(rows)) - sum(rows)
-        return np.concatenate([joined, np.zeros_like(joined[:pad] if axis == 0 else joined[..., :pad])], axis)
+        pads = [(0, 0)] * joined.ndim
+        pads[axis] = (0, padded(sum(rows)) - sum(rows))
+        return np.pad(joined, pads)
 
     zeros = None
     if any(w.zeros is not None for w in parts):

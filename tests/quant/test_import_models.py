@@ -78,6 +78,14 @@ def test_sizes_that_are_no_multiples_of_32(changes, tmp_path):
     assert far(full_logits(replace(loaded, params=sixteen), TOKENS), wanted) < 2e-6
 
 
+def test_heads_of_few_rows(tmp_path):
+    """Padded by more rows than they have."""
+    written = layouts.write(tmp_path / "m", layouts.small_model(vocab_size=5), partial(compressed, ignore=()))
+    head = jllm.load(tmp_path / "m").params.head
+    assert (head.values.shape, head.scales.shape) == ((32, 64), (32,))
+    assert np.array_equal(decode(head), written.weights["lm_head"])
+
+
 @pytest.mark.parametrize(("layout", "file"), [(gptq, "quantize_config.json"), (awq, "quant_config.json")])
 def test_config_in_a_file_beside(layout, file, tmp_path):
     layouts.write(tmp_path / "in", layouts.small_model(), layout)

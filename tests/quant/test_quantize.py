@@ -15,7 +15,7 @@ import pytest
 import jllm
 from jllm.checkpoint import abstract_params, save
 from jllm.config import load_config
-from jllm.errors import QuantizationError
+from jllm.errors import ConfigError, QuantizationError
 from jllm.params import EMBED, HEAD, map_linears
 from jllm.pretrained import Model
 from jllm.quant import quantize as module
@@ -192,6 +192,17 @@ def test_schemes_that_do_not_fit(model, rules, words, live, tmp_path):
     with pytest.raises(QuantizationError, match=words):
         jllm.load(tmp_path, quantize=Scheme("x", first + rules))
     assert not live
+
+
+def test_the_preset_bf16_is_a_dtype_and_a_file_of_that_name_is_not(model, tmp_path):
+    save(tmp_path, model.params, model.config)
+    assert jllm.load(tmp_path, quantize="bf16").params.norm.dtype == jnp.bfloat16
+    with pytest.raises(ConfigError, match="quantize='bf16' and dtype='float32' contradict each other"):
+        jllm.load(tmp_path, quantize="bf16", dtype="f32")
+    (tmp_path / "bf16.toml").write_text('rules = [["down_proj", "w8a16"]]')
+    params = jllm.load(tmp_path, quantize=tmp_path / "bf16.toml", dtype="f32").params
+    assert params.norm.dtype == jnp.float32
+    assert params.layers[0].down.format.name == "w8a16"
 
 
 def test_quantizing_twice_is_refused(model):
