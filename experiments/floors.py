@@ -6,6 +6,7 @@ where those take longer. All this is added up, as if nothing overlapped and noth
 """
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ import jax
 from experiments.decode_step import HBM
 from experiments.quant_steps import PEAKS
 from jllm.config import LlamaConfig
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Limits, Scheduler
+from jllm.engine.sequence import Sequence as Sample
 from jllm.params import Params
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -62,9 +66,53 @@ def make_floor(params: Params, config: LlamaConfig, bandwidth: float = HBM) -> F
 
 def matrix(weight: Any) -> Matrix:
     activations = weight.format.activations if isinstance(weight, QuantizedWeight) else None
-    return Matrix(tree_bytes(weight), *weight.shape, 1 if activations else 2, PEAKS[activations])
+    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, PEAKS[activations])
 
 
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays, or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of the schedule does."""
+
+    decodes: int
+    tokens: int  # of prompts
+    rows: int  # that the head runs on
+    keys: int  # of which K and V are read
+    pairs: float  # prompt queries times the keys that each sees
+
+
+def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Work]:
+    """The merge schedule of requests [prompt, output] that are all there from the start, read one step late."""
+    scheduler = Scheduler(limits)
+    for i, (prompt, output) in enumerate(lengths):
+        scheduler.add(Sample(i, 0, (1,) * prompt, SamplingParams(), 0, prompt + output))
+    before = None
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        if plan is not None:
+            spans = [(c.start, len(c.tokens)) for c in plan.chunks]
+            yield Work(
+                len(plan.decodes),
+                sum(n for _, n in spans),
+                len(plan.decodes) + sum(c.final for c in plan.chunks),
+                sum(seq.computed for seq in plan.decodes) + sum(at + n for at, n in spans),
+                sum(n * (at + (n + 1) / 2) for at, n in spans),
+            )
+        if before is not None:
+            for seq in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
+                scheduler.on_token(seq, 1)
+                if not seq.finished and seq.length == seq.max_length:
+                    scheduler.finish(seq, "length")
+            scheduler.step_read(before.step)
+        before = plan
+
+
+def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
+    """Of a workload sent at once, KV at so many bytes a token."""
+    return sum(
+        floor.seconds(w.decodes + w.tokens, w.rows, w.keys * token_bytes, w.pairs) for w in schedule(lengths, limits)
+    )

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.decode_step import HBM
-from experiments.floors import Floor, make_floor, tree_bytes
+from experiments.floors import make_floor, tree_bytes, workload_seconds
 from experiments.result_file import ResultFile
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -44,8 +44,6 @@ from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
 from jllm.engine.options import POLICIES
 from jllm.engine.request import SamplingParams
-from jllm.engine.scheduler import Limits, Scheduler
-from jllm.engine.sequence import Sequence as Sample
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.params import Params
 from jllm.pretrained import Model, load
@@ -141,50 +139,6 @@ def serve(
                     raise RuntimeError(f"a request made {t.output_tokens} of {request.output} tokens ({reason})")
                 served.append(Served(request, t.first_token + delay, t.total + delay))
     return served, time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step of the schedule does."""
-
-    decodes: int
-    tokens: int  # of prompts
-    rows: int  # that the head runs on
-    keys: int  # of which K and V are read
-    pairs: float  # prompt queries times the keys that each sees
-
-
-def schedule(requests: Sequence[Request], limits: Limits) -> Iterator[Work]:
-    """The merge schedule of requests that are all there from the start, in which tokens are read one step late."""
-    scheduler = Scheduler(limits)
-    for i, r in enumerate(requests):
-        scheduler.add(Sample(i, 0, (1,) * r.prompt, SamplingParams(), 0, r.prompt + r.output))
-    before = None
-    while not scheduler.idle:
-        plan = scheduler.schedule()
-        if plan is not None:
-            spans = [(c.start, len(c.tokens)) for c in plan.chunks]
-            yield Work(
-                len(plan.decodes),
-                sum(n for _, n in spans),
-                len(plan.decodes) + sum(c.final for c in plan.chunks),
-                sum(seq.computed for seq in plan.decodes) + sum(at + n for at, n in spans),
-                sum(n * (at + (n + 1) / 2) for at, n in spans),
-            )
-        if before is not None:
-            for seq in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
-                scheduler.on_token(seq, 1)
-                if not seq.finished and seq.length == seq.max_length:
-                    scheduler.finish(seq, "length")
-            scheduler.step_read(before.step)
-        before = plan
-
-
-def floor_seconds(requests: Sequence[Request], limits: Limits, floor: Floor, token_bytes: float) -> float:
-    """Of a workload sent at once, KV at so many bytes a token."""
-    return sum(
-        floor.seconds(w.decodes + w.tokens, w.rows, w.keys * token_bytes, w.pairs) for w in schedule(requests, limits)
-    )
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -286,7 +240,8 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     least = None
     if args.rate is None:
         floor = make_floor(model.params, model.config, args.bandwidth)
-        least = floor_seconds(requests, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
+        lengths = [(r.prompt, r.output) for r in requests]
+        least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
         engine.reset_metrics()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from experiments.floors import schedule
 from experiments.qps import (
     WORKLOAD,
     Request,
@@ -15,7 +16,6 @@ from experiments.qps import (
     percentile,
     read_workload,
     repeat_row,
-    schedule,
     serve,
 )
 from jllm.engine.loop import Engine
@@ -75,8 +75,8 @@ def test_what_is_no_workload_is_refused(tmp_path, text):
 
 
 def test_the_schedule_computes_every_token_once():
-    requests = [Request(5, 3, 0), Request(9, 2, 0), Request(2, 1, 0)]
-    steps = list(schedule(requests, Limits(2, 8, 6, 2, 4, 20, 8)))
+    lengths = [(5, 3), (9, 2), (2, 1)]
+    steps = list(schedule(lengths, Limits(2, 8, 6, 2, 4, 20, 8)))
     assert sum(w.tokens for w in steps) == 16
     assert sum(w.rows for w in steps) == 6
     assert sum(w.decodes for w in steps) == 3

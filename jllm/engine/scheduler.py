@@ -12,8 +12,9 @@ schedule() returns None when nothing can be dispatched before the step in flight
 the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
 
 Fairness: running sequences stand in admission order, and each waiting one in the order of arrival (preempted ones in
-front, in their old order). Every decode and the oldest prefill advance in every step; when pages are short the
-sequence admitted last gives up its own. So the oldest always progresses, and every request ends.
+front, in their old order). Every decode and the oldest prefill advance in every step, but for a few steps that many
+slots spend to fill the sizes that are compiled (see Scheduler); when pages are short the sequence admitted last gives
+up its own. So the oldest always progresses, and every request ends.
 """
 
 from collections import deque
