@@ -17,7 +17,7 @@ from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
+from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
 from pallas_kernels.quantized_weights import QuantizedWeight, take_rows
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.weight_only_matmul import weight_only_matmul
@@ -45,9 +45,7 @@ def linear(
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if w.format.activations is not None:
         rows = quantize_rows(x, w.format.activations, per_tensor=w.format.per_tensor)
-        if _multiplies_codes(w):
-            return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
-        x = dequantize_rows(rows, x.dtype)
+        return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
 
@@ -70,15 +68,9 @@ def embed(w: Weight, tokens: jax.Array, dtype) -> jax.Array:
 
 def _rows_kind(reader: Weight) -> str | None:
     """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own."""
-    if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or not _multiplies_codes(reader):
+    if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor:
         return None
     return reader.format.activations
-
-
-def _multiplies_codes(w: QuantizedWeight) -> bool:
-    """Whether codes meet codes: one symmetric scale a row. Other formats with quantized activations, which only other
-    people's checkpoints have, multiply what the codes stand for."""
-    return w.format.activations is not None and w.format.group is None and w.zeros is None and w.columns is None
 
 
 def _codes_product(
@@ -91,6 +83,8 @@ def _codes_product(
     backend: str | None,
 ) -> jax.Array:
     """Codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
+    plain = w.format.group is None and w.zeros is None and w.columns is None
+    assert plain, "codes meet codes of one symmetric scale a row; no other format has quantized activations"
     (N, K), leading = w.shape, x.values.shape[:-1]
     rows, columns = w.values.shape[0] - N, w.values.shape[1] - K
     values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, columns)))

@@ -60,7 +60,8 @@ def stored_weights(
 
 def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping[str, StoredTensor]) -> StoredWeight:
     N, K = spec.shape
-    wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=f"{name}.columns" in stored))
+    reordered = fmt.activations is None and f"{name}.columns" in stored
+    wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=reordered))
 
     def build(found: Mapping[str, np.ndarray]) -> QuantizedWeight:
         columns = found.get(f"{name}.columns")

@@ -125,18 +125,3 @@ def test_gradients_go_through_plain_weights():
     step = 1e-3 * normal(2, 8, 16, dtype="float32")
     assert float(loss(w + step, x) - loss(w - step, x)) / 2 == pytest.approx(float(jnp.sum(dw * step)), rel=1e-2)
     assert float(jnp.abs(dx).min()) > 0
-
-
-def test_formats_that_only_imports_have():
-    """Quantized activations with groups, zero points or another order of columns: what the codes stand for is
-    multiplied."""
-    from dataclasses import replace
-
-    x, w = normal(1, 4, 128, dtype="float32"), normal(0, 64, 128, dtype="float32")
-    for name in ("w8a16-g32", "uint8-zp", "w8a16"):
-        encoded = encode(w, parse_weight_format(name))
-        order = jnp.asarray(np.random.default_rng(0).permutation(128), jnp.int32) if name == "w8a16" else None
-        odd = replace(encoded, columns=order, format=replace(encoded.format, activations="int8"))
-        assert not isinstance(norm(x, jnp.ones(128, jnp.float32), EPS, odd), QuantizedRows)
-        want = fake_quantized(np.asarray(x, np.float64), "w8a8") @ np.asarray(decode(odd), np.float64).T
-        assert relative(linear(x, odd), want) < 1e-3
