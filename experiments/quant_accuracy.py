@@ -7,8 +7,8 @@ Schemes with KV in the model's dtype, KV formats with weights as loaded, or with
 tokens of a text, by a protocol of jllm.protocols, through the paged cache and the kernels that serve. `added` is the
 growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely;
 each against the model as loaded (float32 on a CPU), and its `_95` the interval by bootstrap over windows with a fixed
-seed. Bytes are those of linear layers, scales included; what is not quantized counts with two. Rows are written as they
-come, and a run that was interrupted goes on where it stopped.
+seed. Bytes are those of a linear layer's weight and of a value of K or V, scales included; what is not quantized counts
+with two. Rows are written as they come, and a run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.result_file import ResultFile
-from jllm.cache import parse_kv_cache
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.errors import InputFileError, JllmError
 from jllm.evaluate import Evaluation, evaluate
 from jllm.params import Params, map_linears
@@ -67,17 +67,25 @@ def bytes_per_weight(params: Params) -> float:
     return stored / weights
 
 
+def bytes_per_kv(model: Model, kv: str | None) -> float:
+    """Of a value of K or V, 16 bits where they are not quantized."""
+    c, tokens = model.config, 16
+    formats = parse_kv_cache(kv or "bf16", c, model.params.norm.dtype)
+    page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
+    return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
+
+
 def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def as_row(scheme: str, kv: str, params: Params, found: Evaluation) -> Row:
-    row = {"scheme": scheme, "kv": kv} | found.as_row()
+def as_row(scheme: str, kv: str, found: Evaluation) -> Row:
+    row: Row = {"scheme": scheme, "kv": kv} | found.as_row()
     row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
     row |= {name: rounded(row[name]) for name in ("added", "kl")}
     if len(found.parts) > 1:
         row |= {f"{name}_95": [rounded(x) for x in found.interval(name)] for name in ("added", "kl")}
-    return row | {"bytes_per_weight": round(bytes_per_weight(params), 4)}
+    return row
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -102,7 +110,11 @@ def rows(model: Model, text: str, args: argparse.Namespace, done: list[Row]) -> 
     for scheme, kv in tqdm(left, delay=2, disable=None):
         quantized = replace(model, params=quantize(model.params, scheme))
         found = evaluate(quantized, ids, protocol, reference=model, kv_cache=formats[kv])
-        yield as_row(scheme, kv, quantized.params, found)
+        sizes = {
+            "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
+            "bytes_per_kv": round(bytes_per_kv(model, formats[kv]), 4),
+        }
+        yield as_row(scheme, kv, found) | sizes
 
 
 def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:

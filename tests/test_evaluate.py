@@ -11,9 +11,11 @@ import pytest
 
 import jllm
 import jllm.evaluate
+from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import EvaluationError
 from jllm.evaluate import Evaluation, Part, evaluate, score_step
 from jllm.protocols import PROTOCOLS, Protocol, Window, find_protocol, windows_of
+from jllm.quant.quantize import quantize
 from tests.parity import OPTIONS, PARITY, expected
 from tests.tiny import greedy, log_softmax, serve, tiny_model
 
@@ -188,6 +190,14 @@ def test_agrees_with_transformers(family):
     assert got.perplexity == pytest.approx(np.exp(-np.concatenate(want).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", [name for name in PROTOCOLS if PROTOCOLS[name].unit == "token"])
+def test_first_windows_agree_with_transformers(name):
+    prompt, logits, _ = expected("llama3")[-1]
+    want = log_softmax(logits.astype(np.float64))[np.arange(len(prompt) - 1), prompt[1:]].mean()
+    got = evaluate(jllm.load(PARITY / "llama3"), prompt, small(name, len(prompt)), **SMALL)
+    assert got.perplexity == pytest.approx(np.exp(-want), rel=1e-4)
+
+
 def test_is_what_the_engine_serves():
     model, kv = tiny_model(), "k=int8-g8,v=int4-g16"
     prompts = [[1, *(rng.integers(3, 97, size=n).tolist())] for n in (40, 7, 25)]
@@ -241,17 +251,31 @@ def test_small_divergences_survive_float32():
     assert got.min() >= 0
 
 
-def test_no_logits_of_all_rows_at_once():
-    model = tiny_model()
-    ids, sizes = [np.zeros(300, np.int32)], jllm.evaluate._Sizes(1, 256, 16, 19)
-    windows = [Window(0, 0, 1, 300)]
+def one_step(*models):
+    """Arguments of score_step for 256 tokens; the models' shapes are the same."""
+    model = models[0]
+    ids, windows, sizes = [np.zeros(300, np.int32)], [Window(0, 0, 1, 300)], jllm.evaluate._Sizes(1, 256, 16, 19)
     batch, targets = jllm.evaluate._pack(next(jllm.evaluate._plan(windows, sizes)), ids, windows, sizes)
-    formats = jllm.evaluate.parse_kv_cache(None, model.config, jnp.float32)
-    cache = jllm.evaluate.make_cache(model.config, 19, 16, formats)
-    args = (model.params,) * 2, (cache,) * 2, batch, targets
-    text = score_step.lower(*args, configs=(model.config,) * 2, backend=None).as_text()
+    formats = parse_kv_cache("int8-g8", model.config, model.params.norm.dtype)
+    cache = make_cache(model.config, 19, 16, formats)
+    options = {"configs": tuple(m.config for m in models)}
+    return (tuple(m.params for m in models), (cache,) * len(models), batch, targets), options
+
+
+def test_no_logits_of_all_rows_at_once():
+    args, options = one_step(tiny_model(), tiny_model())
+    text = score_step.lower(*args, **options, backend=None).as_text()
     assert "tensor<128x97xf32>" in text
     assert "256x97x" not in text
+
+
+def test_lowers_to_the_kernels_that_serve():
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
+    model = tiny_model("bfloat16", vocab_size=512, num_layers=1, **sizes)
+    quantized = replace(model, params=quantize(model.params, "w8a8-all"))
+    args, options = one_step(quantized)
+    lowered = score_step.trace(*args, **options, backend="mosaic").lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_intervals():

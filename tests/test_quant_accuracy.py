@@ -78,6 +78,7 @@ def test_the_grid(sweep, evaluated):
     assert pairs == [("bf16", "model"), ("bf16", "int8-g8"), ("w8a16", "model"), ("w8a16", "int8-g8")]
     row = result["rows"][0]
     assert (row["kl"], row["top1"], row["added"]) == (0.03, 0.85, pytest.approx(0.05127, abs=1e-5))
+    assert [row["bytes_per_kv"] for row in result["rows"]] == [2.0, 1.25, 2.0, 1.25]
     assert row["kl_95"][0] <= row["kl"] <= row["kl_95"][1]
 
 
