@@ -32,7 +32,7 @@ def _foreign(read_config: Callable[[Mapping[str, Any]], foreign.Layout]) -> Impo
 
 
 IMPORTERS: dict[str, Importer] = {
-    "jllm": files.stored_weights,
+    files.METHOD: files.stored_weights,
     "gptq": _foreign(GPTQ.from_config),
     "awq": _foreign(AWQ.from_config),
     "compressed-tensors": _foreign(CompressedTensors.from_config),
