@@ -140,12 +140,12 @@ def evaluate(
     EngineOptions(  # checks them
         max_slots, page_size, max_step_tokens=max_step_tokens, kv_cache=kv_cache, backend=backend
     )
+    texts = _as_texts(texts)
     protocol = find_protocol(protocol).resolve(model.config)
     models = (model,) if reference is None else (model, reference)
     for other in models[1:]:
         protocol.resolve(other.config)
         _check_same_vocabulary(model, other, texts)
-    texts = _as_texts(texts)
     ids = _encode_all(model, texts, protocol)
     windows = [window for i, tokens in enumerate(ids) for window in windows_of(len(tokens), protocol, i)]
     _check_windows(windows, ids, protocol)
@@ -153,7 +153,9 @@ def evaluate(
     scores = _score_windows(models, (kv_cache, None), ids, windows, sizes, backend)
     if protocol.joined:
         return Evaluation(protocol, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
-    groups = [[s for s, w in zip(scores, windows, strict=True) if w.text == i] for i in range(len(ids))]
+    groups: list[list[Scores]] = [[] for _ in ids]
+    for window, score in zip(windows, scores, strict=True):
+        groups[window.text].append(score)
     return Evaluation(protocol, tuple(_part(g, _words(t)) for g, t in zip(groups, texts, strict=True)))
 
 
@@ -188,14 +190,14 @@ def _encode_all(model: Model, texts: list[Text], protocol: Protocol) -> list[np.
     return [tokens.astype(np.int32) for tokens in ids]
 
 
-def _check_same_vocabulary(model: Model, other: Model, texts: Any) -> None:
+def _check_same_vocabulary(model: Model, other: Model, texts: list[Text]) -> None:
     a, b = model.config.vocab_size, other.config.vocab_size
     if a != b:
         raise EvaluationError(f"the models' vocabularies differ: {a} and {b} tokens")
     if None in (model.tokenizer, other.tokenizer) or model.tokenizer is other.tokenizer:
         return
-    for text in [texts] if isinstance(texts, str) else texts:
-        tokenizers = [m.tokenizer for m in (model, other) if m.tokenizer is not None]
+    tokenizers = [m.tokenizer for m in (model, other) if m.tokenizer is not None]
+    for text in texts:
         if isinstance(text, str) and len({tuple(t.encode(text)) for t in tokenizers}) > 1:
             raise EvaluationError("the models' vocabularies differ: their tokenizers make different tokens of the text")
 

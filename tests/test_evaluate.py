@@ -303,6 +303,7 @@ REFUSED = {
     "unknown protocol 'wikitext-2048'; near ones: wikitext2-2048": {"protocol": "wikitext-2048"},
     "unknown protocol 'zzz'; known are wikitext2-2048, ": {"protocol": "zzz"},
     "windows of 2048 tokens, but the model's context is 128": {"protocol": "wikitext2-2048"},
+    "protocol strided-512: stride must be in 1 .. context = 128, not 512": {"protocol": "strided-512"},
     "protocol windows-512: the text has 156 tokens, a window takes 160": {
         "protocol": replace(PROTOCOLS["windows-512"], context=160),
         "model": tiny_model(context=160, tokenizer=Letters()),
