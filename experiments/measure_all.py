@@ -1,0 +1,156 @@
+"""Everything that wants a GPU, in one go: the tests first, side by side, then each measurement alone.
+
+    python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
+    python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
+
+A command gets its own log beside the results, and at most the seconds that its line says, or what is left of --seconds.
+One that fails or is cut off costs nobody else anything: what it had measured is in its result file, marked incomplete.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+PYTEST = "-m pytest -o addopts= -q -m gpu --tb=short"
+QUANT_STAGES = "decode:bf16:1,64,128,512 decode:bf16:16,256 prefill:bf16:128,512 decode:int8-g8:1,64,256,512"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line for Python, and the seconds that it may take. {results} becomes the results' directory."""
+
+    name: str
+    line: str
+    seconds: int
+    timed: bool = True  # alone on the device; tests run side by side
+
+
+COMMANDS = (
+    Command("tests-model", f"{PYTEST} tests/test_gpu.py tests/quant/test_gpu.py", 150, timed=False),
+    Command("tests-decode", f"{PYTEST} tests/kernels/test_decode_attention_mosaic.py", 150, timed=False),
+    Command("tests-prefill", f"{PYTEST} tests/kernels/test_prefill_attention_mosaic.py", 150, timed=False),
+    Command("tests-cache", f"{PYTEST} tests/kernels/test_cache_update_mosaic.py", 150, timed=False),
+    Command(
+        "tests-products",
+        f"{PYTEST} tests/kernels/test_gemm_skinny.py tests/kernels/test_gemm_tall.py"
+        " tests/kernels/test_matmul_mosaic.py tests/kernels/test_scaled_matmul_mosaic.py",
+        150,
+        timed=False,
+    ),
+    Command("tests-weight-only", f"{PYTEST} tests/kernels/test_weight_only_matmul_mosaic.py", 150, timed=False),
+    Command(
+        "tests-rows",
+        f"{PYTEST} tests/kernels/test_norm_quant_mosaic.py tests/kernels/test_silu_mul_quant_mosaic.py",
+        150,
+        timed=False,
+    ),
+    Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
+    Command(
+        "decode_attention",
+        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed formats --results {results}",
+        90,
+    ),
+    Command(
+        "weight_only_matmul",
+        "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 64 512"
+        " --formats w4a16-g128 nf4:1 w8a16:1 fp8-weight:1 --tune w4a16-g128 --results {results}",
+        70,
+    ),
+    Command(
+        "quant_steps",
+        "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
+        f" --stages {QUANT_STAGES} --results {{results}}",
+        150,
+    ),
+    Command("matmul", "-m pallas_kernels.matmul.bench --rows 1 16 64 128 256 --results {results}", 60),
+    Command(
+        "fp8_matmul",
+        "-m pallas_kernels.fp8_matmul.bench --peer-rows 1 64 512 --seconds 40 --results {results}",
+        60,
+    ),
+    Command(
+        "int8_matmul",
+        "-m pallas_kernels.int8_matmul.bench --peer-rows 1 16 64 512 --seconds 40 --results {results}",
+        60,
+    ),
+    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 120),
+    Command("C5", "-m experiments.claims C5 --results {results}", 90),
+    Command("C21", "-m experiments.claims C21 --results {results}", 90),
+    Command("C22", "-m experiments.claims C22 --results {results}", 90),
+    Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
+    Command("norm_quant", "-m pallas_kernels.norm_quant.bench --rows 1 8192 128 512 --results {results}", 60),
+    Command(
+        "decode_step",
+        "-m experiments.decode_step --batch 1 16 64 128 256 --backend xla default --results {results}",
+        90,
+    ),
+    Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
+    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 200),
+    Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
+)
+
+
+def run(command: Command, results: Path, deadline: float) -> str:
+    """Runs it, its output in a log of its own; says how it ended."""
+    limit = min(command.seconds, deadline - time.monotonic())
+    if limit < 10:
+        return "no time left"
+    log = results / "logs" / f"{command.name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, *shlex.split(command.line.format(results=shlex.quote(str(results))))]
+    start = time.monotonic()
+    with log.open("w") as output:
+        try:
+            status = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit:.0f} s"
+    return f"{'ok' if status == 0 else f'exit status {status}'} after {time.monotonic() - start:.0f} s"
+
+
+def chosen(only: list[str] | None) -> list[Command]:
+    """The commands of these names, in the order of the list. Raises ValueError for a name that no command has."""
+    names = {command.name for command in COMMANDS}
+    if unknown := [name for name in only or () if name not in names]:
+        raise ValueError(f"no command is called {', '.join(unknown)}; commands: {', '.join(sorted(names))}")
+    return [command for command in COMMANDS if only is None or command.name in only]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands alone")
+    parser.add_argument("--seconds", type=float, default=3600, help="for all together")
+    parser.add_argument("--jobs", type=int, default=8, help="tests that run side by side")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--list", action="store_true", help="print the commands, and run none")
+    args = parser.parse_args(argv)
+    try:
+        commands = chosen(args.only)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for command in commands:
+            print(f"{command.name:20} {command.seconds:4} s  python {command.line.format(results=args.results)}")
+        return 0
+    deadline = time.monotonic() + args.seconds
+    outcomes = []
+
+    def one(command: Command) -> None:
+        outcomes.append(run(command, args.results, deadline))
+        print(f"{command.name}: {outcomes[-1]}", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, (command for command in commands if not command.timed)))
+    for command in commands:
+        if command.timed:
+            one(command)
+    return 0 if all(outcome.startswith("ok") for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
