@@ -2,22 +2,29 @@
 
     python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
+    python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one on each at a time
 
 A command gets its own log beside the results, and at most the seconds that its line says, or what is left of --seconds.
 One that fails or is cut off costs nobody else anything: what it had measured is in its result file, marked incomplete.
 """
 
 import argparse
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 PYTEST = "-m pytest -o addopts= -q -m gpu --tb=short"
 QUANT_STAGES = "decode:bf16:1,64,128,512 decode:bf16:16,256 prefill:bf16:128,512 decode:int8-g8:1,64,256,512"
+
+LEAST = 10  # seconds: with fewer left, nothing is begun
 
 
 @dataclass(frozen=True)
@@ -95,19 +102,27 @@ COMMANDS = (
 )
 
 
-def run(command: Command, results: Path, deadline: float) -> str:
-    """Runs it, its output in a log of its own; says how it ended."""
+def run(command: Command, results: Path, deadline: float, gpu: str | None = None) -> str:
+    """Runs it on this GPU (as CUDA_VISIBLE_DEVICES names it; None: whichever), its output in a log of its own; says how
+    it ended. What it had started itself ends with it."""
     limit = min(command.seconds, deadline - time.monotonic())
-    if limit < 10:
+    if limit < LEAST:
         return "no time left"
     log = results / "logs" / f"{command.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, *shlex.split(command.line.format(results=shlex.quote(str(results))))]
     start = time.monotonic()
-    with log.open("w") as output:
+    env = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True) as process,
+    ):
         try:
-            status = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
+            status = process.wait(limit)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return f"cut off after {limit:.0f} s"
     return f"{'ok' if status == 0 else f'exit status {status}'} after {time.monotonic() - start:.0f} s"
 
@@ -120,11 +135,21 @@ def chosen(only: list[str] | None) -> list[Command]:
     return [command for command in COMMANDS if only is None or command.name in only]
 
 
+def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
+    """What is in the queue, until it is empty; several threads may share it."""
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands alone")
     parser.add_argument("--seconds", type=float, default=3600, help="for all together")
-    parser.add_argument("--jobs", type=int, default=8, help="tests that run side by side")
+    parser.add_argument("--jobs", type=int, default=8, help="tests that run side by side on a GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args(argv)
@@ -137,18 +162,31 @@ def main(argv: list[str] | None = None) -> int:
         for command in commands:
             print(f"{command.name:20} {command.seconds:4} s  python {command.line.format(results=args.results)}")
         return 0
+    if args.gpus < 1 or args.jobs < 1:
+        parser.error("--gpus and --jobs must be at least 1")
     deadline = time.monotonic() + args.seconds
     outcomes = []
+    gpus: list[str | None] = [None] if args.gpus == 1 else [str(i) for i in range(args.gpus)]
 
-    def one(command: Command) -> None:
-        outcomes.append(run(command, args.results, deadline))
+    def one(command: Command, gpu: str | None) -> None:
+        outcomes.append(run(command, args.results, deadline, gpu))
         print(f"{command.name}: {outcomes[-1]}", flush=True)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, (command for command in commands if not command.timed)))
-    for command in commands:
-        if command.timed:
-            one(command)
+    def spread(commands: list[Command], workers: list[str | None]) -> None:
+        """Each worker takes the next command as soon as it has done with one."""
+        queue: SimpleQueue[Command] = SimpleQueue()
+        for command in commands:
+            queue.put(command)
+
+        def work(gpu: str | None) -> None:
+            for command in drain(queue):
+                one(command, gpu)
+
+        with ThreadPoolExecutor(len(workers)) as pool:
+            list(pool.map(work, workers))
+
+    spread([command for command in commands if not command.timed], gpus * args.jobs)
+    spread([command for command in commands if command.timed], gpus)
     return 0 if all(outcome.startswith("ok") for outcome in outcomes) else 1
 
 

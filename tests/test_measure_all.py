@@ -1,7 +1,9 @@
 """All measurements in one go: each line names a command that exists and options that it has."""
 
+import fcntl
 import importlib
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,30 @@ def test_list_runs_nothing(capsys, tmp_path):
     assert main(["--list", "--results", str(tmp_path / "none")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(COMMANDS)
     assert not (tmp_path / "none").exists()
+
+
+def test_commands_spread_over_gpus(tmp_path, monkeypatch, capsys):
+    line = "-c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'"
+    commands = tuple(Command(f"c{i}", line, 60) for i in range(4))
+    monkeypatch.setattr(measure_all, "COMMANDS", commands)
+    assert main(["--gpus", "2", "--results", str(tmp_path)]) == 0
+    used = [(tmp_path / "logs" / f"{command.name}.txt").read_text().strip() for command in commands]
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert set(used) <= {"0", "1"}
+
+
+def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
+    """Else it would share the device with the next measurement."""
+    lock = tmp_path / "lock"
+    child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    monkeypatch.setattr(measure_all, "LEAST", 0)
+    command = Command("slow", f"-S -c {shlex.quote(parent)}", 3)
+    assert run(command, tmp_path, deadline=time.monotonic() + 60) == "cut off after 3 s"
+    with lock.open() as file:  # the child had begun
+        for _ in range(100):
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+    pytest.fail("the child still runs")
