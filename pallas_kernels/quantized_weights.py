@@ -134,30 +134,51 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
     groups are rounded up to float16 within its normal range, so that nothing is clipped by more than half a step, and
     values are divided by the rounded scale. Raises ValueError where the shape does not fit.
     """
+    return encode_with(w, *fit_scales(grouped(w, fmt), fmt), fmt)
+
+
+def encode_with(
+    w: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, *, columns: jax.Array | None = None
+) -> QuantizedWeight:
+    """encode with scales and zeros [N', groups] that somebody chose: storable ones, as fit_scales gives them. Values
+    beyond the largest code are clipped. With columns, an order i32[K], groups are of w's columns in that order."""
+    ordered = w if columns is None else jnp.take(w, columns, axis=1)
+    x = grouped(ordered, fmt)
+    scales, stored, steps = store_scales(scales.astype(x.dtype), fmt)
+    codes = round_codes(x / scales[..., None], None if zeros is None else zeros[..., None], fmt)
+    return assemble(codes.reshape(codes.shape[0], -1), stored, zeros, steps, w.shape, fmt, columns=columns)  # type: ignore[arg-type]
+
+
+def assemble(
+    codes: jax.Array,
+    stored: jax.Array,
+    zeros: jax.Array | None,
+    steps: jax.Array | None,
+    shape: tuple[int, int],
+    fmt: WeightFormat,
+    *,
+    columns: jax.Array | None = None,
+) -> QuantizedWeight:
+    """The weight of codes [N', K'] as round_codes makes them, zeros [N', groups], and scales as store_scales does."""
+    by_row = fmt.group is None
+    return QuantizedWeight(
+        values=pack4(codes) if fmt.packed else codes,
+        scales=stored[:, 0] if by_row else stored.T,
+        zeros=None if zeros is None else (zeros[:, 0] if by_row else zeros.T).astype(jnp.int8),
+        scale_steps=steps,
+        columns=columns,
+        shape=shape,
+        format=fmt,
+    )
+
+
+def grouped(w: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """w [N, K], padded, in float32 at least: [N', groups, group]. Raises ValueError where the shape does not fit."""
     check_shape(w.shape, fmt)  # type: ignore[arg-type]
     N, K = w.shape
     x = w.astype(compute_dtype(w.dtype))
     x = jnp.pad(x, ((0, padded(N) - N), (0, padded(K) - K)))
-    x = x.reshape(x.shape[0], -1, fmt.group or x.shape[1])  # [N', groups, group]
-    scales, zeros = _scales(x, fmt)
-    steps = None
-    if fmt.double_quant:
-        stored, steps = _quantize_scales(scales)
-        scales = decode_scales(stored, steps).astype(x.dtype)
-    else:
-        stored = scales.astype(jnp.float32 if fmt.group is None else jnp.float16)
-    codes = _codes(x / scales[..., None], zeros, fmt)
-    values = codes.reshape(codes.shape[0], -1)
-    by_row = fmt.group is None
-    return QuantizedWeight(
-        values=pack4(values) if fmt.packed else values,
-        scales=stored[:, 0] if by_row else stored.T,
-        zeros=None if zeros is None else (zeros[:, 0] if by_row else zeros.T).astype(jnp.int8),
-        scale_steps=steps,
-        columns=None,
-        shape=(N, K),
-        format=fmt,
-    )
+    return x.reshape(x.shape[0], -1, fmt.group or x.shape[1])
 
 
 def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -192,9 +213,8 @@ def _decode_rows(
     compute = compute_dtype(dtype)
     if w.format.packed:
         values = unpack4(values, signed=w.format.codes == "int4")
-    x = jnp.asarray(NF4, compute)[values] if w.format.codes == "nf4" else values.astype(compute)
-    if zeros is not None:
-        x = x - _spread(zeros.astype(compute), x.shape[1])
+    zeros = None if zeros is None else _spread(zeros.astype(compute), values.shape[1])
+    x = code_values(values, zeros, w.format, compute)
     x = x * _spread(scales.astype(compute), x.shape[1])
     if w.columns is not None:
         x = jnp.zeros_like(x).at[:, w.columns].set(x[:, : w.shape[1]])
@@ -233,19 +253,19 @@ def _spread(x: jax.Array, columns: int) -> jax.Array:
     return x[:, None] if x.ndim == 1 else jnp.repeat(x.T, columns // x.shape[0], axis=1)
 
 
-def _scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | None]:
-    """Scales and zeros [N', groups] of x [N', groups, group], scales as they will be stored."""
+def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | None]:
+    """The scales that encode gives x [N', groups, group], as they will be stored, and zeros: [N', groups]."""
     low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
     absmax = jnp.maximum(high, -low)
     if fmt.zero_point:
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-        scales = _storable((high - low) / (15 if fmt.packed else 255), fmt)
+        scales = storable((high - low) / (15 if fmt.packed else 255), fmt)
         return scales, jnp.round(-low / scales) - (8 if fmt.packed else 128)
-    return _storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
+    return storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
 
 
-def _storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Scales rounded to what holds them: never zero, float16 ones never down."""
+def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """Scales in their own dtype, rounded to what holds them: never zero, float16 ones never down."""
     dtype = jnp.finfo(jnp.float32 if fmt.group is None else jnp.float16)
     scales = jnp.clip(scales, jnp.asarray(dtype.tiny, scales.dtype), jnp.asarray(dtype.max, scales.dtype))
     if fmt.group is None:
@@ -256,8 +276,9 @@ def _storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
     return jnp.minimum(jnp.where(rounded < scales, up, rounded), jnp.asarray(dtype.max, scales.dtype))
 
 
-def _codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
-    """Codes of x in units of scales: int8 in range, indices of NF4, or e4m3."""
+def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
+    """Codes of x in units of scales, clipped: int8 in range, indices of NF4, or e4m3. zeros is shaped as x is, or
+    broadcasts to it."""
     if fmt.codes == "fp8":
         return jnp.clip(x, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn)
     if fmt.codes == "nf4":
@@ -269,7 +290,22 @@ def _codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Arra
     low, high = (-8, 7) if fmt.packed else (-128, 127)
     if zeros is None:
         return jnp.clip(jnp.round(x), low if fmt.packed else -127, high).astype(jnp.int8)
-    return jnp.clip(jnp.round(x) + zeros[..., None], low, high).astype(jnp.int8)
+    return jnp.clip(jnp.round(x) + zeros, low, high).astype(jnp.int8)
+
+
+def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dtype: DTypeLike) -> jax.Array:
+    """What codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
+    x = jnp.asarray(NF4, dtype)[codes] if fmt.codes == "nf4" else codes.astype(dtype)
+    return x if zeros is None else x - zeros
+
+
+def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps of scales
+    that are quantized themselves."""
+    if not fmt.double_quant:
+        return scales, scales.astype(jnp.float32 if fmt.group is None else jnp.float16), None
+    stored, steps = _quantize_scales(scales)
+    return decode_scales(stored, steps).astype(scales.dtype), stored, steps
 
 
 def _quantize_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
