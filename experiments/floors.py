@@ -6,14 +6,13 @@ where those take longer. All this is added up, as if nothing overlapped and noth
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from experiments.decode_step import HBM
-from experiments.quant_steps import PEAKS
 from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
@@ -21,6 +20,7 @@ from jllm.engine.sequence import Sequence as Sample
 from jllm.params import Params
 from pallas_kernels.quantized_weights import QuantizedWeight
 
+PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
 ATTENTION_PEAK = 652e12  # operations a second of causal attention: cuDNN's best on an H200 (1 x 16384, D = 128)
 
 
@@ -47,26 +47,38 @@ class Floor:
     head: Matrix
     attention: int  # operations for one query on one key, all layers and heads
     bandwidth: float = HBM
+    attention_peak: float = ATTENTION_PEAK
+
+    def parts(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> tuple[float, float]:
+        """Seconds of products and of attention, of a step on `tokens` tokens, whose head runs on `rows` of them, and
+        which reads so many bytes of the cache; `pairs` are the prompts' queries times the keys that each sees."""
+        linears = sum(count * matrix.seconds(tokens, self.bandwidth) for matrix, count in self.linears)
+        attention = max(kv_bytes / self.bandwidth, pairs * self.attention / self.attention_peak)
+        return linears + self.head.seconds(rows, self.bandwidth), attention
 
     def seconds(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> float:
-        """Of a step on `tokens` tokens, whose head runs on `rows` of them, and which reads so many bytes of the cache;
-        `pairs` are the prompts' queries times the keys that each sees."""
-        linears = sum(count * matrix.seconds(tokens, self.bandwidth) for matrix, count in self.linears)
-        cache = max(kv_bytes / self.bandwidth, pairs * self.attention / ATTENTION_PEAK)
-        return linears + self.head.seconds(rows, self.bandwidth) + cache
+        """Of the whole step: its parts added up."""
+        return sum(self.parts(tokens, rows, kv_bytes, pairs))
 
 
-def make_floor(params: Params, config: LlamaConfig, bandwidth: float = HBM) -> Floor:
-    """The floor of these weights; their shapes (jax.eval_shape) are enough."""
-    layers = (matrix(w) for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    head = matrix(params.embed if params.head is None else params.head)
+def make_floor(
+    params: Params,
+    config: LlamaConfig,
+    bandwidth: float = HBM,
+    peaks: Mapping[str | None, float] = PEAKS,
+    attention_peak: float = ATTENTION_PEAK,
+) -> Floor:
+    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on an H200 or a device of other peaks
+    (operations a second by activations, None for 16 bits; those that the weights need are enough)."""
+    layers = (matrix(w, peaks) for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    head = matrix(params.embed if params.head is None else params.head, peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return Floor(tuple(Counter(layers).items()), head, attention, bandwidth)
+    return Floor(tuple(Counter(layers).items()), head, attention, bandwidth, attention_peak)
 
 
-def matrix(weight: Any) -> Matrix:
+def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
     activations = weight.format.activations if isinstance(weight, QuantizedWeight) else None
-    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, PEAKS[activations])
+    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, peaks[activations])
 
 
 def tree_bytes(tree: Any) -> int:

@@ -3,9 +3,9 @@
     python -m experiments.claims C5 C21 C22 [--json]
 
 Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, its last row the verdict, and an SVG beside
-it. What is about a kernel needs a Hopper GPU; other claims run on a CPU at toy size, which shows how the figures are
-made and gives no verdict. Pictures need matplotlib (the extra `notebooks`); a file measured without it can be drawn
-later: --draw FILE.json.
+it. What is about a kernel needs a Hopper GPU; what is computed or simulated (its rows say so) is so on any machine;
+other claims run on a CPU at toy size, which shows how the figures are made and gives no verdict. Pictures need
+matplotlib (the extra `notebooks`); a file measured without it can be drawn later: --draw FILE.json.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def try_to_draw(document: Row, path: Path) -> None:
 
 
 def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
-    toy = args.toy or not on_hopper()
+    toy = args.toy or not (claim.computed or on_hopper())
     print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
     result = run(claim, args.results, command, toy, lambda line: print(line, file=sys.stderr, flush=True))
     document = result.document

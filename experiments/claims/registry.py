@@ -7,6 +7,8 @@ from experiments.claims.claim import Claim
 
 TITLES = {
     "C5": "Decoding Attention over flash attention for decode",
+    "C8": "INT4 weights over 16-bit ones, by batch",
+    "C16": "KV offload in mid-flight cannot pay",
     "C21": "KV dequantization hides behind memory even at 10x its arithmetic",
     "C22": "KV cache over recomputation, and flash over naive attention",
 }

@@ -1,0 +1,156 @@
+"""C16: moving a running sequence's K and V to host memory and back cannot pay.
+
+By device, from its data sheet alone: a decode step at its floor with as many sequences of one length as memory holds,
+against the time that K and V of one of them take over the host's link, in one direction. Two uses are judged:
+
+stream: part of the cache stays in host memory and comes in every step. While a step runs, the link brings at most
+`stream_share` of what the step reads, so that is how many more sequences could run, if nothing else cost anything.
+swap: a sequence that must give way is copied out and later in, against computing its K and V again from its tokens
+(a prefill at its floor, on a device that could do other work meanwhile; copies could run beside other work).
+
+The last row is what this machine's link does, by copies of one array to the host and back.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.cost_model import CostModel, model_shapes
+from experiments.devices import DeviceSheet, device_sheets
+from experiments.floors import Work, make_floor, tree_bytes
+from experiments.qps import token_bytes
+from jllm.pretrained import Model
+
+MODELS = ("llama-2-7b", "llama-3-8b")
+KV = (None, "int8-g8")
+CONTEXTS = (512, 2048, 8192)
+USABLE = 0.9  # of a device's memory
+PAYS = 0.10  # more sequences, from which on streaming is worth something
+GB = 1e9
+MIB = 1 << 20
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    sheets = device_sheets()
+    for name in MODELS[:1] if toy else MODELS:
+        model = model_shapes(name)
+        for kv in KV:
+            for sheet in sheets.values():
+                for context in CONTEXTS[:1] if toy else CONTEXTS:
+                    yield device_row(model, name, kv, sheet, context)
+    yield copies((16 if toy or jax.default_backend() == "cpu" else 1024) * MIB)
+
+
+def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, context: int) -> Row:
+    """One device, model, format and length; computed, nothing runs."""
+    row: Row = {"device": sheet.name, "source": "data sheet", "model": name, "kv": kv or "bf16", "context": context}
+    each = context * token_bytes(model, kv)
+    batch = int((USABLE * sheet.memory - tree_bytes(model.params)) // each)
+    if batch < 1:
+        return row | {"batch": 0}
+    floor = make_floor(model.params, model.config, sheet.bandwidth, {None: sheet.peak16}, sheet.peak16)
+    cost = CostModel(floor, token_bytes(model, kv))
+    step = cost.seconds(Work(batch, 0, batch, batch * context, 0.0))
+    again = cost.seconds(Work(0, context, 1, context, context * (context + 1) / 2))
+    transfer = each / sheet.host_rate
+    found = {
+        "batch": batch, "kv_mib": each / MIB, "gb_ms": 1e3 * GB / sheet.host_rate, "step_ms": 1e3 * step,
+        "transfer_ms": 1e3 * transfer, "transfer_steps": transfer / step,
+        "break_even_context": step * sheet.host_rate / token_bytes(model, kv),
+        "stream_share": step * sheet.host_rate / (batch * each),
+        "recompute_ms": 1e3 * again, "swap_over_recompute": 2 * transfer / again,
+    }  # fmt: skip
+    return row | {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in found.items()}
+
+
+def copies(nbytes: int) -> Row:
+    """What one array takes to the host and back, the medians of five; page-locked memory where the device has it."""
+    device = jax.devices()[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    array = jax.block_until_ready(jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), device))
+    if "pinned_host" in kinds and jax.default_backend() != "cpu":
+        where, there = "pinned_host", jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        host: Any = jax.block_until_ready(jax.device_put(array, there))
+        out = _seconds(lambda: jax.block_until_ready(jax.device_put(array, there)))
+    else:
+        where, host = "numpy", np.zeros(nbytes // 4, np.float32)
+        out = _seconds(lambda: np.array(array, copy=True))
+    back = jax.sharding.SingleDeviceSharding(device)
+    # A backend on the host's own memory may take a numpy array as it is, so that this one copies nothing by itself.
+    into = _seconds(lambda: jax.block_until_ready(jax.device_put(host, back, may_alias=False)))
+    return {
+        "device": device.device_kind, "source": "measured", "mib": nbytes // MIB, "host_memory": where,
+        "to_host_gb_s": float(f"{nbytes / out / GB:.4g}"), "to_device_gb_s": float(f"{nbytes / into / GB:.4g}"),
+    }  # fmt: skip
+
+
+def _seconds(copy: Callable[[], Any]) -> float:
+    copy()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        copy()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def computed_rows(rows: list[Row]) -> list[Row]:
+    """Those of devices that have room for a sequence."""
+    return [row for row in rows if row["source"] == "data sheet" and row["batch"]]
+
+
+def judge(rows: list[Row]) -> Verdict:
+    found = computed_rows(rows)
+    stream = [row["stream_share"] for row in found]
+    swap = [row["swap_over_recompute"] for row in found]
+    streams = {row["device"] for row in found if row["stream_share"] > PAYS}
+    swaps = sum(ratio < 1 for ratio in swap)
+    step = [row["gb_ms"] / row["step_ms"] for row in found]
+    parts = [
+        f"1 GB takes {min(step):.2g} to {max(step):.2g} steps of a full device",
+        f"streaming adds {min(stream):.1%} to {max(stream):.1%} more sequences"
+        + (f", over {PAYS:.0%} on {', '.join(sorted(streams))}" if streams else ""),
+        f"swapping out and in takes {min(swap):.2g} to {max(swap):.2g} times computing again, less in "
+        f"{swaps} of {len(swap)} cases",
+    ]
+    verdict = "yes" if not streams and not swaps else "no" if swaps == len(swap) and len(streams) > 1 else "partly"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    found = computed_rows(rows)
+    middle = sorted({row["context"] for row in found})
+    found = [row for row in found if row["context"] == middle[len(middle) // 2]]
+    devices = list(dict.fromkeys(row["device"] for row in found))
+    cases = list(dict.fromkeys((row["model"], row["kv"]) for row in found))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, key in ((left, "stream_share"), (right, "swap_over_recompute")):
+        for i, case in enumerate(cases):
+            of_case = {row["device"]: row[key] for row in found if (row["model"], row["kv"]) == case}
+            at = [devices.index(name) + (i - (len(cases) - 1) / 2) * 0.2 for name in of_case]
+            axes.barh(at, list(of_case.values()), 0.19, label=f"{case[0]}, KV {case[1]}")
+    right.set_xscale("log")
+    left.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    left.axvline(PAYS, color="black", linestyle="--", linewidth=1)
+    right.axvline(1, color="black", linestyle="--", linewidth=1)
+    left.set_yticks(range(len(devices)), devices, fontsize=6)
+    left.invert_yaxis()
+    left.set_xlabel("stream: more sequences, of those held", fontsize=7)
+    right.set_xlabel("swap: time over computing again", fontsize=7)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=len(cases), fontsize=6)
+
+
+CLAIM = Claim(
+    id="C16",
+    stated="1 GB over PCIe 4.0 takes some 20 ms, a whole decode step",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)

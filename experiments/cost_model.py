@@ -1,0 +1,162 @@
+"""What a step costs without running it: the floor of its products and of its attention, each at a share of its limit
+that was measured, and a fixed time.
+
+`calibrated` fits these to a results file of experiments.decode_step (whole steps by batch, bf16) and takes what other
+KV formats cost beyond their bytes from one of decode attention's benchmark; it says which files, and how far the fit is
+from the steps that it was made of. Prompts are counted by the same rule, which no whole step has confirmed yet.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.floors import Floor, Work, make_floor
+from experiments.qps import token_bytes
+from jllm.checkpoint import init_params
+from jllm.config import LlamaConfig, load_config
+from jllm.errors import InputFileError
+from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
+
+Row = dict[str, Any]
+CONFIGS = Path(__file__).parents[1] / "configs"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """seconds of a step = fixed + products * the floor of its products + attention * that of its attention."""
+
+    fixed: float = 0.0  # seconds
+    products: float = 1.0
+    attention: float = 1.0
+    source: str = "floors alone"
+    error: float | None = None  # the largest, of itself, over the steps that it was fitted to
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Of one model with one KV format on one device."""
+
+    floor: Floor
+    token_bytes: float  # of K and V of a token, all layers
+    shares: Shares = Shares()
+
+    def seconds(self, work: Work, computed: int | None = None) -> float:
+        """Of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
+        rows = work.decodes + work.tokens if computed is None else computed
+        products, attention = self.floor.parts(rows, work.rows, work.keys * self.token_bytes, work.pairs)
+        s = self.shares
+        return s.fixed + s.products * products + s.attention * attention
+
+
+def model_shapes(name: str, scheme: str | None = None) -> Model:
+    """The model configs/<name>.json as shapes alone, in bf16 or quantized; nothing can run it, floors need no more."""
+    return shapes_of(load_config(CONFIGS / f"{name}.json"), scheme)
+
+
+def shapes_of(config: LlamaConfig, scheme: str | None = None) -> Model:
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.bfloat16))
+    return Model(config, quantize(params, scheme) if scheme else params, None)
+
+
+def make_cost_model(model: Model, kv_cache: str | None, shares: Shares) -> CostModel:
+    return CostModel(make_floor(model.params, model.config), token_bytes(model, kv_cache), shares)
+
+
+def fit(steps: Iterable[tuple[Work, float]], floor: Floor, kv_token_bytes: float, source: str) -> Shares:
+    """Shares from measured steps (work, seconds), by least squares of relative errors. No share is less than 1 and the
+    fixed time not negative, since nothing is faster than its floor. InputFileError for fewer than three steps."""
+    steps = list(steps)
+    if len(steps) < 3:
+        raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
+    measured = np.array([seconds for _, seconds in steps])
+    parts = [floor.parts(w.decodes + w.tokens, w.rows, w.keys * kv_token_bytes, w.pairs) for w, _ in steps]
+    terms = np.array([(1.0, products, attention) for products, attention in parts])
+    found = _bounded_least_squares(terms / measured[:, None], np.ones(len(steps)), np.array([0.0, 1.0, 1.0]))
+    error = float(np.max(np.abs(terms @ found / measured - 1)))
+    fixed, products, attention = found.tolist()
+    return Shares(fixed, products, attention, source, error)
+
+
+def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality."""
+    best, best_x = np.inf, least
+    n = a.shape[1]
+    for held in range(2**n):
+        free = np.array([not held >> i & 1 for i in range(n)])
+        x = least.copy()
+        if free.any():
+            x[free] += np.linalg.lstsq(a[:, free], b - a @ least, rcond=None)[0]
+        distance = float(np.linalg.norm(a @ x - b))
+        if (x >= least - 1e-12).all() and distance < best:
+            best, best_x = distance, x
+    return best_x
+
+
+def decode_steps(document: Row) -> list[tuple[Work, float]]:
+    """The steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
+    rows = [row for row in document["rows"] if "decode_ms" in row and row.get("kv") in ("bfloat16", "bf16")]
+    ours = [row for row in rows if row.get("backend") != "xla"] or rows
+    return [(Work(b := row["batch"], 0, b, b * (row["context"] + 1), 0.0), row["decode_ms"] / 1e3) for row in ours]
+
+
+def format_factor(document: Row, kv_cache: str | None) -> float | None:
+    """How many times as long decode attention takes over pages of a format as its bytes would at the rate of bf16's;
+    1 for bf16, None where the benchmark has no such rows. Of two formats (k=.., v=..) the larger."""
+    if kv_cache is None:
+        return 1.0
+    formats = {part.partition("=")[2] or part for part in kv_cache.split(",")}
+    found = [_rate(document, "bf16", name) for name in formats]
+    return max((factor for factor in found if factor), default=None) if all(found) else None
+
+
+def _rate(document: Row, plain: str, name: str) -> float | None:
+    if name in (plain, "bfloat16"):
+        return 1.0
+    rows = [r for r in document["rows"] if r.get("kernel") == "decode_attention" and r.get("gb_s")]
+    cells: dict[Any, dict[str, float]] = {}
+    for r in rows:
+        cell = cells.setdefault((r["R"], r["length"], r["H"], r["K"]), {})
+        cell[r["kv"]] = max(cell.get(r["kv"], 0.0), r["gb_s"])
+    ratios = [cell[plain] / cell[name] for cell in cells.values() if plain in cell and name in cell]
+    return max(1.0, sum(ratios) / len(ratios)) if ratios else None
+
+
+def newest(results: Path, experiment: str) -> tuple[str, Row] | None:
+    """Name and document of the newest results file of an experiment on an H200."""
+    for path in sorted(results.glob(f"{experiment}-*-h200.json"), reverse=True):
+        return path.name, json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
+def calibrated(kv_cache: str | None, results: Path = RESULTS) -> Shares:
+    """Shares fitted to the newest measured decode steps, which were LLaMA-2-7B's; floors alone where there are none."""
+    steps = newest(results, "decode_step")
+    if steps is None:
+        return Shares()
+    name, document = steps
+    model = model_shapes(_model_name(document["rows"]))
+    floor = make_floor(model.params, model.config)
+    shares = fit(decode_steps(document), floor, token_bytes(model, None), name)
+    bench = newest(results, "decode_attention")
+    factor = format_factor(bench[1], kv_cache) if bench else None
+    if factor is None:
+        return Shares(**{**vars(shares), "source": f"{name}; {kv_cache} as fast as its bytes"})
+    source = name if factor == 1.0 or bench is None else f"{name}, {bench[0]}"
+    return Shares(**{**vars(shares), "attention": shares.attention * factor, "source": source})
+
+
+def _model_name(rows: Sequence[Row]) -> str:
+    names = {row["model"] for row in rows if "model" in row}
+    if len(names) != 1:
+        raise InputFileError(
+            f"a cost model is fitted to steps of one model, not of {', '.join(sorted(names)) or 'none'}"
+        )
+    return names.pop()

@@ -1,0 +1,155 @@
+"""Costs of steps against figures worked out by hand; data sheets; the claim about the host's link."""
+
+import json
+
+import pytest
+
+from experiments.claims import c16
+from experiments.cost_model import (
+    CostModel,
+    Shares,
+    calibrated,
+    decode_steps,
+    fit,
+    format_factor,
+    make_cost_model,
+    model_shapes,
+)
+from experiments.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
+from experiments.floors import Floor, Matrix, Work
+from experiments.qps import token_bytes
+from jllm.errors import ConfigError, InputFileError
+
+# One layer's product of 1000 x 1000 in 16 bits twice, a head of 10 x 1000; 1 GB/s, 1 GFLOP/s: all worked out by hand.
+FLOOR = Floor(((Matrix(2_000_000, 1000, 1000, 2, 1e9), 2),), Matrix(20_000, 10, 1000, 2, 1e9), 4000, 1e9, 1e9)
+
+
+def test_a_step_costs_what_its_parts_do():
+    decode = Work(decodes=1, tokens=0, rows=1, keys=100, pairs=0.0)
+    # two products: (2e6 + 2000 + 2000) bytes or 2e6 operations; head: 22,020 bytes or 20,000 operations
+    products = 2 * 2.004e-3 + 22_020e-9
+    assert FLOOR.parts(1, 1, 100 * 50) == pytest.approx((products, 5e-6))
+    assert CostModel(FLOOR, 50.0).seconds(decode) == pytest.approx(products + 5e-6)
+    shares = Shares(fixed=1e-3, products=2.0, attention=3.0)
+    assert CostModel(FLOOR, 50.0, shares).seconds(decode) == pytest.approx(1e-3 + 2 * products + 1.5e-5)
+    # 10 rows computed though one decodes: 2e7 operations each now take longer than the bytes; the head sees one row
+    assert CostModel(FLOOR, 50.0).seconds(decode, 10) == pytest.approx(2 * 2e-2 + 22_020e-9 + 5e-6)
+    # a prompt of 4: attention's 10 pairs x 4000 operations take longer than 4 keys of 50 bytes
+    prompt = Work(decodes=0, tokens=4, rows=1, keys=4, pairs=10.0)
+    assert CostModel(FLOOR, 50.0).seconds(prompt) == pytest.approx(2 * 8e-3 + 22_020e-9 + 4e-5)
+
+
+@pytest.mark.parametrize("truth", [(2e-3, 1.5, 2.0), (0.0, 1.0, 4.0)], ids=str)
+def test_a_fit_finds_the_shares_that_made_the_steps(truth):
+    works = [Work(n, 0, n, 300 * n, 0.0) for n in (1, 16, 64, 256)]
+    made = CostModel(FLOOR, 5e4, Shares(*truth))
+    shares = fit([(work, made.seconds(work)) for work in works], FLOOR, 5e4, "made up")
+    assert (shares.fixed, shares.products, shares.attention) == pytest.approx(truth, rel=1e-6, abs=1e-9)
+    assert shares.error == pytest.approx(0, abs=1e-9)
+    off = fit([(work, made.seconds(work) * (1.1 if i == 0 else 1)) for i, work in enumerate(works)], FLOOR, 5e4, "off")
+    assert 1e-3 < off.error < 0.1
+    with pytest.raises(InputFileError, match="made up: 2 steps are too few"):
+        fit([(work, 1.0) for work in works[:2]], FLOOR, 5e4, "made up")
+
+
+def test_no_share_is_below_its_floor():
+    works = [Work(n, 0, n, 300 * n, 0.0) for n in (1, 16, 64, 256)]
+    made = CostModel(FLOOR, 5e4, Shares(0.0, 0.5, 2.0))
+    assert fit([(work, made.seconds(work)) for work in works], FLOOR, 5e4, "fast").products >= 1.0
+
+
+def test_measured_steps_are_read_from_results():
+    rows = [
+        {"model": "m", "batch": n, "backend": backend, "kv": "bfloat16", "context": 256, "decode_ms": ms}
+        for n, backend, ms in ((1, "xla", 9.0), (1, "mosaic", 4.0), (8, "mosaic", 5.0))
+    ]
+    assert decode_steps({"rows": rows}) == [(Work(1, 0, 1, 257, 0.0), 0.004), (Work(8, 0, 8, 2056, 0.0), 0.005)]
+    cell = {"kernel": "decode_attention", "R": 64, "length": 1024, "H": 32, "K": 32}
+    bench = {"rows": [cell | {"kv": kv, "gb_s": rate} for kv, rate in (("bf16", 4000), ("fp8", 2000), ("fp8", 3200))]}
+    assert format_factor(bench, "fp8") == 1.25
+    assert format_factor(bench, None) == format_factor(bench, "bf16") == 1.0
+    assert format_factor(bench, "k=bf16,v=fp8") == 1.25
+    assert format_factor(bench, "int8-g8") is None
+
+
+def test_the_committed_results_give_a_cost_model():
+    plain, eight = calibrated(None), calibrated("int8-g8")
+    assert plain.error is not None
+    assert plain.error < 0.10
+    assert plain.source.startswith("decode_step-")
+    assert eight.attention > plain.attention
+    model = model_shapes("llama-2-7b")
+    work = Work(64, 0, 64, 64 * 1024, 0.0)
+    bf16 = make_cost_model(model, None, plain).seconds(work)
+    assert bf16 > make_cost_model(model, None, Shares()).seconds(work)
+    # 13.2 GB of weights and 64 x 1024 tokens of 512 KiB at 4.41 TB/s
+    assert make_cost_model(model, None, Shares()).seconds(work) == pytest.approx(10.8e-3, rel=0.02)
+
+
+def test_no_results_no_calibration(tmp_path):
+    assert calibrated(None, tmp_path) == Shares()
+    (tmp_path / "decode_step-20260101-h200.json").write_text(json.dumps({"rows": [{"model": "a"}, {"model": "b"}]}))
+    with pytest.raises(InputFileError, match="of one model, not of a, b"):
+        calibrated(None, tmp_path)
+
+
+def test_every_data_sheet_is_whole():
+    sheets = device_sheets()
+    assert len(sheets) >= 12
+    for sheet in sheets.values():
+        assert sheet.source
+        assert 9 < sheet.bandwidth_gb_s / sheet.host_gb_s < 200 or sheet.host_link == "NVLink-C2C"
+        assert 50e12 < sheet.peak16 < 2e15
+    assert sheets["v100-sxm-32gb"].peak16 == 125e12
+    assert (sheets["h200-sxm"].bandwidth, sheets["h200-sxm"].memory) == (4.8e12, 141e9)
+
+
+def test_a_wrong_sheet_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"called 'h20'; near: .*h200-sxm"):
+        device_sheet("h20")
+    good = json.loads((SHEETS / "l4.json").read_text())
+    for change in ({"memory_gb": 0}, {"dense_tflops": {"fp3": 1}}, {"dense_tflops": {}}, {"price": 1}):
+        path = tmp_path / "x.json"
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(ConfigError, match="x.json: not a device's data sheet"):
+            read_sheet(path)
+
+
+def test_c16_by_hand():
+    model = model_shapes("llama-2-7b")
+    sheet = DeviceSheet("X", 100, 1000, {"bf16": 400}, "PCIe", 10, "made up")
+    row = c16.device_row(model, "llama-2-7b", None, sheet, 1000)
+    each = 1000 * token_bytes(model, None)
+    assert each == 524_288_000
+    weights = 13_476_839_424  # of the model's 6.738 billion, the embedding's 131 million not read in a step
+    assert row["batch"] == int((90e9 - weights) // each) == 145
+    assert row["transfer_ms"] == pytest.approx(52.43, rel=1e-3)
+    step = (weights - 262_144_000 + 145 * each) / 1e12
+    assert row["step_ms"] == pytest.approx(1e3 * step, rel=0.06)  # products of 145 rows move their inputs, too
+    assert row["stream_share"] == pytest.approx(row["step_ms"] * 1e-3 * 1e10 / (145 * each), rel=1e-3)
+    assert row["break_even_context"] == pytest.approx(1000 * row["step_ms"] / row["transfer_ms"], rel=1e-3)
+    # a prefill of 1000 tokens is 2 x 6.476e9 operations a token in the layers, and a little for head and attention
+    assert row["recompute_ms"] == pytest.approx(1e3 * 2 * 1000 * 6.476e9 / 4e14, rel=0.05)
+    assert row["swap_over_recompute"] == pytest.approx(2 * row["transfer_ms"] / row["recompute_ms"], rel=1e-3)
+    small = DeviceSheet("Y", 14, 1000, {"bf16": 100}, "PCIe", 10, "made up")
+    assert c16.device_row(model, "llama-2-7b", None, small, 1000)["batch"] == 0
+
+
+def test_c16_is_decided_by_what_pays():
+    def rows(*figures):
+        about = {"source": "data sheet", "batch": 1, "gb_ms": 20.0, "step_ms": 20.0}
+        shares = ({"device": str(i), "stream_share": s, "swap_over_recompute": r} for i, (s, r) in enumerate(figures))
+        return [*(about | share for share in shares), {"source": "data sheet", "batch": 0}, {"source": "measured"}]
+
+    assert c16.judge(rows((0.02, 1.5), (0.09, 3.0))).verdict == "yes"
+    partly = c16.judge(rows((0.02, 0.5), (0.2, 3.0)))
+    assert partly.verdict == "partly"
+    assert "over 10% on 1;" in partly.measured
+    assert c16.judge(rows((0.2, 0.5), (0.2, 0.7))).verdict == "no"
+
+
+def test_copies_are_timed_both_ways():
+    row = c16.copies(1 << 20)
+    assert row["source"] == "measured"
+    assert row["to_host_gb_s"] > 0
+    assert row["to_device_gb_s"] > 0
