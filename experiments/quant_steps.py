@@ -5,11 +5,11 @@
 Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
 KV format, batches) is compiled for all schemes before its first step is timed. Decoding: every slot at --context tokens
 of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of --repeats.
-Prefill: a step with a prompt of --input tokens for each slot. The floor takes each matrix at the larger of its bytes
-over --bandwidth and its operations over the measured peak of its kind, and each slot's KV once.
+Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py, at --bandwidth.
 
-The last rows are verdicts on two claims: C7, W8A8 doubles the speed of 16-bit products, and C8, INT4 weights gain much
-at batch 1, 30 % at 64 and at most 20 % at 128. --draw FILE.json draws a run's crossover as SVG beside it.
+The last row is a verdict on claim C7, that W8A8 doubles the speed of 16-bit products; C8, on INT4 weights, has a run of
+its own (experiments.claims), whose steps are these. Others read a file through rows_of(path). --draw FILE.json draws a
+run's crossover as SVG beside it.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.decode_step import HBM, filled_slots
+from experiments.floors import make_floor, tree_bytes
 from experiments.result_file import ResultFile
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
@@ -38,13 +39,11 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.quantized_weights import QuantizedWeight
 
 Row = dict[str, Any]
 
 SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
-PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
 PAGE = 16
 KINDS = ("decode", "prefill")
 DECODE_BARS = {  # share of the floor, up to a batch
@@ -86,22 +85,6 @@ def make_state(config: LlamaConfig, case: Case, context: int, steps: int) -> Sta
     formats = parse_kv_cache(case.kv, config, jnp.bfloat16)
     return State(
         make_cache(config, case.batch * pages_each, PAGE, formats), filled_slots(case.batch, pages_each, context)
-    )
-
-
-def floor_seconds(params: Params, tokens: int, rows: int, kv_bytes: float, bandwidth: float) -> float:
-    """Of a step on `tokens` tokens whose head runs on `rows` of them and that reads so much of the cache."""
-
-    def matrix(w: Any, count: int) -> float:
-        activations = w.format.activations if isinstance(w, QuantizedWeight) else None
-        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(w))
-        return max(nbytes / bandwidth, 2 * count * w.shape[0] * w.shape[1] / PEAKS[activations])
-
-    linears = (w for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return (
-        sum(matrix(w, tokens) for w in linears)
-        + matrix(params.embed if params.head is None else params.head, rows)
-        + kv_bytes / bandwidth
     )
 
 
@@ -169,26 +152,52 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
                 continue
             if case.scheme == "bf16":
                 base[case.batch] = seconds
-            yield row(case, models[case.scheme], state, seconds, base.get(case.batch), args)
+            yield row(case, models[case.scheme], config, state, seconds, base.get(case.batch), args)
             del state
         note(f"measured {kind} {kv}")
 
 
-def row(case: Case, params: Params, state: State, seconds: float, base: float | None, args: argparse.Namespace) -> Row:
+def row(
+    case: Case,
+    params: Params,
+    config: LlamaConfig,
+    state: State,
+    seconds: float,
+    base: float | None,
+    args: argparse.Namespace,
+) -> Row:
     decodes = case.kind == "decode"
     tokens = case.batch * (1 if decodes else args.input)
     pool = state.cache[0].k.num_pages * PAGE
     read = cache_bytes(state.cache) / pool * (case.batch * args.context if decodes else tokens)
-    floor = floor_seconds(params, tokens, case.batch, read, args.bandwidth)
+    pairs = 0 if decodes else tokens * (args.input + 1) / 2
+    floor = make_floor(params, config, args.bandwidth).seconds(tokens, case.batch, read, pairs)
     found: Row = {"scheme": case.scheme, "batch": case.batch, "kv": case.kv, "T": tokens}
     found |= {"context": args.context} if decodes else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
-    found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": round(1e3 * floor, 3)}
+    found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}
     found["floor_fraction"] = round(floor / seconds, 3)
     if base is not None:
         found["over_bf16"] = round(base / seconds, 3)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return found | {"weights_gib": round(weights / (1 << 30), 2)}
+    return found | {"weights_gib": round(tree_bytes(params) / (1 << 30), 2)}
+
+
+def read_document(path: Path) -> Row:
+    """A run's file. Raises OSError, and ValueError for what is no such file."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or document.get("experiment") != "quant_steps" or "rows" not in document:
+        raise ValueError(f"{path} is not a result of quant_steps")
+    return document
+
+
+def rows_of(path: str | Path) -> list[Row]:
+    """The measured rows of a run's file, for claims and pages; what failed is left out, and so are verdicts.
+
+    Each has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
+    (times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and
+    input. `speedups` picks from them. Raises OSError, and ValueError for what is no file of quant_steps.
+    """
+    return [row for row in read_document(Path(path))["rows"] if "scheme" in row and "error" not in row]
 
 
 def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
@@ -201,7 +210,7 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 
 def verdicts(rows: list[Row]) -> Iterator[Row]:
-    """On C7 and C8, where a run has what they are about."""
+    """On C7, where a run has what it is about."""
     found = {kind: speedups(rows, "w8a8-all", kind) for kind in KINDS}
     times = [s for by_batch in found.values() for s in by_batch.values()]
     if found["decode"]:
@@ -215,19 +224,6 @@ def verdicts(rows: list[Row]) -> Iterator[Row]:
             "claim": "C7",
             "stated": "+100 % over 16-bit products",
             "measured": f"whole steps: {text}",
-            "verdict": verdict,
-        }
-    int4 = speedups(rows, "w4a16-g128", "decode")
-    if {1, 64, 128} <= int4.keys():
-        holds = [int4[1] >= 1.5, int4[64] >= 1.3, int4[128] <= 1.2]
-        text = ", ".join(f"{s:.2f} times at batch {b}" for b, s in int4.items())
-        lost = next((b for b, s in int4.items() if s < 1), None)
-        text += f"; slower than bf16 from batch {lost} on" if lost else "; never slower than bf16"
-        verdict = "yes" if all(holds) else "partly" if any(holds) else "no"
-        yield {
-            "claim": "C8",
-            "stated": "large at 1, +30 % at 64, at most 20 % at 128",
-            "measured": text,
             "verdict": verdict,
         }
 
@@ -254,9 +250,11 @@ def draw(document: Row, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
+    if not kinds:
+        raise ValueError(f"{path.name}: there is nothing to draw, since no step was measured")
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": "quant_steps", "font.size": 9, "axes.grid": True}
     with matplotlib.rc_context(options | {"grid.alpha": 0.3}):
-        kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
         figure = Figure(figsize=(3.6 * len(kinds), 3.6), layout="constrained")
         for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
             for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
@@ -268,6 +266,22 @@ def draw(document: Row, path: Path) -> None:
         axes.legend()
         figure.suptitle(f"7B step by weight format, KV bf16 ({document['device']})", fontsize=9)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def draw_file(path: Path) -> int:
+    """The exit status of --draw."""
+    try:
+        draw(read_document(path), path.with_suffix(".svg"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        problem = f"{path} is not JSON: {error}"
+    except ImportError:
+        problem = "--draw needs matplotlib (the extra `notebooks`)"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    else:
+        return 0
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
 
 
 def parse_stage(text: str) -> tuple[str, str, tuple[int, ...]]:
@@ -304,8 +318,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
-        draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".svg"))
-        return 0
+        return draw_file(args.draw)
     command = ["python", "-m", "experiments.quant_steps", *(sys.argv[1:] if argv is None else argv)]
     try:
         config = load_config(args.config)

@@ -1,0 +1,86 @@
+"""C8: INT4 weights with 16-bit inputs against 16-bit weights, by batch: whole decode steps of LLaMA-2-7B.
+
+The steps are those of experiments.quant_steps: every slot at 136 tokens of KV in bfloat16, INT4 in groups of 128, both
+formats in one run. On a GPU the kernels are named (mosaic), so that no product falls back to XLA's. Beside what was
+measured stands what bytes and peaks alone would allow, the ratio of the two floors: INT4 codes are read in a quarter of
+the time, but multiplied in 16 bits like the others, so the gain shrinks as K, V and operations grow with the batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments import quant_steps
+from experiments.claims.claim import Claim, Row, Verdict
+from jllm.config import load_config
+from pallas_kernels.backends import on_hopper
+
+CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
+INT4 = "w4a16-g128"
+BATCHES, TOY_BATCHES = (1, 16, 64, 128, 256, 512), (1, 4)
+STATED = {64: 1.3, 128: 1.2}  # times as fast: at least at 64, at most at 128
+LARGE = 1.5  # at least at batch 1, where the claim names no figure
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    config = load_config(CONFIG)
+    if toy:
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2}
+        config = replace(config, **sizes, head_dim=32, vocab_size=256, num_layers=1, windows=config.windows[:1])
+    batches = ",".join(map(str, TOY_BATCHES if toy else BATCHES))
+    flags = ["--schemes", "bf16", INT4, "--stages", f"decode:bf16:{batches}"]
+    flags += ["--backend", "mosaic"] if on_hopper() else []
+    floors: dict[int, float] = {}
+    for row in quant_steps.rows(config, quant_steps.parse_args(flags)):
+        if row.get("scheme") == "bf16" and "floor_ms" in row:
+            floors[row["batch"]] = row["floor_ms"]
+        allowed = floors.get(row.get("batch", 0))
+        if row.get("floor_ms") and allowed:
+            row["floor_over_bf16"] = round(allowed / row["floor_ms"], 3)
+        yield row
+
+
+def judge(rows: list[Row]) -> Verdict:
+    times = quant_steps.speedups(rows, INT4, "decode")
+    holds = {1: times.get(1, 0) >= LARGE, 64: times.get(64, 0) >= STATED[64], 128: 0 < times.get(128, 0) <= STATED[128]}
+    lost = next((batch for batch, each in times.items() if each < 1), None)
+    measured = ", ".join(f"{each:.2f} times at batch {batch}" for batch, each in times.items()) + (
+        f"; slower than bf16 from batch {lost} on" if lost else "; never slower than bf16"
+    )
+    limits = {1: LARGE, **STATED}
+    bars = tuple(
+        {"name": f"INT4 over bf16, decode step, batch {batch}: at {'most' if batch == 128 else 'least'}",
+         "value": times[batch], "unit": "1", "bar": limits[batch], "met": met}
+        for batch, met in holds.items() if batch in times
+    )  # fmt: skip
+    return Verdict("yes" if all(holds.values()) else "partly" if any(holds.values()) else "no", measured, bars)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2)
+    for scheme in ("bf16", INT4):
+        found = [row for row in rows if row["scheme"] == scheme]
+        left.loglog([row["batch"] for row in found], [row["decode_ms"] for row in found], "o-", base=2, label=scheme)
+    left.set_ylabel("ms a decode step")
+    left.legend()
+    found = [row for row in rows if row["scheme"] == INT4]
+    batches = [row["batch"] for row in found]
+    right.semilogx(batches, [row.get("over_bf16") for row in found], "o-", base=2, label="measured")
+    right.semilogx(batches, [row.get("floor_over_bf16") for row in found], ":", base=2, label="floors")
+    right.semilogx(list(STATED), list(STATED.values()), "x", base=2, label="stated")
+    right.axhline(1, linewidth=0.8, color="black")
+    right.set_ylabel("INT4, times as fast as bf16")
+    right.legend()
+    for axes in (left, right):
+        axes.set_xlabel("batch")
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+
+
+CLAIM = Claim(
+    id="C8",
+    stated="large at batch 1, +30 % at 64, at most 20 % at 128",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)

@@ -1,0 +1,46 @@
+"""Claim C8: what its rows say, and its run at toy size."""
+
+import json
+
+import pytest
+
+from experiments.claims import __main__ as command
+from experiments.claims import c8
+
+
+def rows(times: dict[int, float]) -> list[dict]:
+    bf16 = [{"scheme": "bf16", "batch": b, "kv": "bf16", "decode_ms": 5.0, "over_bf16": 1.0} for b in times]
+    return bf16 + [
+        {"scheme": c8.INT4, "batch": b, "kv": "bf16", "decode_ms": 5 / t, "over_bf16": t} for b, t in times.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict", "met"),
+    [
+        ({1: 2.9, 64: 1.3, 128: 1.1, 256: 0.9}, "yes", [True, True, True]),
+        ({1: 2.9, 64: 1.6, 128: 1.4, 256: 1.0}, "partly", [True, True, False]),  # better than stated is not as stated
+        ({1: 1.2, 64: 1.1, 128: 1.3}, "no", [False, False, False]),
+    ],
+)
+def test_verdicts(times, verdict, met):
+    found = c8.judge(rows(times))
+    assert found.verdict == verdict
+    assert [bar["met"] for bar in found.bars] == met
+    assert [bar["value"] for bar in found.bars] == [times[batch] for batch in (1, 64, 128)]
+    assert ("slower than bf16 from batch 256 on" in found.measured) == (times.get(256) == 0.9)
+
+
+def test_a_run_at_toy_size_leaves_rows_and_a_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(c8, "TOY_BATCHES", (2,))
+    assert command.main(["C8", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("claims-C8-*.json")
+    document = json.loads(path.read_text())
+    assert document["complete"]
+    *found, verdict = document["rows"]
+    assert [(row["scheme"], row["batch"], row["context"]) for row in found] == [("bf16", 2, 136), (c8.INT4, 2, 136)]
+    bf16, int4 = found
+    assert int4["over_bf16"] == pytest.approx(bf16["decode_ms"] / int4["decode_ms"], rel=0.05)
+    assert int4["floor_over_bf16"] == pytest.approx(bf16["floor_ms"] / int4["floor_ms"], rel=1e-2) > 1
+    assert verdict["verdict"] == "toy size: no verdict"
+    assert path.with_suffix(".svg").read_text().count("<path") > 10
