@@ -113,6 +113,12 @@ def token_logprobs(logits: Array, tokens: Array) -> Array:
     return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
+def token_ranks(logits: Array, tokens: Array) -> Array:
+    """Where tokens i32[R] stand among raw logits [R, V]: 1 for the most likely, which ties share -> i32[R]."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")
+    return 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
+
+
 def top_logprobs(logits: Array, n: int) -> tuple[Array, Array]:
     """The n most likely tokens of raw logits [R, V], best first -> ids i32[R, n], log-probabilities [R, n]."""
     logits = logits.astype(compute_dtype(logits.dtype))

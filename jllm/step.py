@@ -5,7 +5,7 @@ the device; a slot that the device has marked done writes nothing, so the host m
 read the tokens of step t.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jllm.batch import STOP_IDS, Layout, RaggedBatch
 from jllm.config import LlamaConfig
-from jllm.model import Cache, Paged, backbone, head
+from jllm.model import Cache, Paged, Taps, head, head_taps, tapped_backbone
 from jllm.params import Params
 from jllm.sampling import (
     Penalties,
@@ -23,6 +23,7 @@ from jllm.sampling import (
     sample,
     sample_reference,
     token_logprobs,
+    token_ranks,
     top_logprobs,
 )
 
@@ -39,6 +40,7 @@ class Variant:
     logprobs: bool = False
     prompt_logprobs: bool = False
     sort: bool = False  # sample by sorting, as a baseline
+    taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +96,8 @@ class Outputs:
     top_ids: jax.Array | None  # i32[R + B, TOP_LOGPROBS], best first
     top_logprobs: jax.Array | None  # f[R + B, TOP_LOGPROBS]
     prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
+    prompt_ranks: jax.Array | None = None  # i32[C] of the same, 1 for the most likely token
+    taps: Taps = field(default_factory=dict)  # [R + C, ...] by names of the variant's; of the head's rows [R + B, ...]
 
 
 def make_slots(slots: int, max_pages: int) -> Slots:
@@ -150,7 +154,7 @@ def step(
     rung = layout.rung
     slots = _apply_chunks(_apply_deltas(state.slots, batch.deltas), batch)
     paged, rows = _lay_out(slots, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
-    hidden, cache = backbone(params, config, paged, state.cache, backend=backend)
+    hidden, cache, taps = tapped_backbone(params, config, paged, state.cache, variant.taps, backend=backend)
     assert cache is not None
     last = rung.decodes + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(rung.tokens - 1, 0))
     picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
@@ -170,13 +174,16 @@ def step(
     else:
         tokens = draw(raw, row_params, rows.length)
     finite = jnp.isfinite(raw).all(axis=1)
+    scores: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    if variant.prompt_logprobs and rung.tokens:
+        scores = _score_prompt(params, config, hidden[rung.decodes :], batch.targets, backend)
     outputs = Outputs(
         tokens=jnp.where(rows.valid, jnp.where(finite, tokens, NOT_FINITE), -1),
         logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,
         **_top(raw, variant),
-        prompt_logprobs=_prompt_logprobs(params, config, hidden[rung.decodes :], batch.targets, backend)
-        if variant.prompt_logprobs and rung.tokens
-        else None,
+        prompt_logprobs=scores[0],
+        prompt_ranks=scores[1],
+        taps=taps | head_taps(params, config, picked, raw, variant.taps),
     )
     return State(cache, _advance(slots, rows, tokens, ~finite), penalties), outputs
 
@@ -335,10 +342,10 @@ def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:
     return {"top_ids": ids, "top_logprobs": values}
 
 
-def _prompt_logprobs(
+def _score_prompt(
     params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array, backend: str | None
-) -> jax.Array:
-    """log p(target) of each prompt row [C], in row blocks: never a [C, V] array."""
+) -> tuple[jax.Array, jax.Array]:
+    """log p(target) of each prompt row [C], and its rank, in row blocks: never a [C, V] array."""
     C, E = hidden.shape
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block
@@ -346,6 +353,8 @@ def _prompt_logprobs(
     ids = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, block)
 
     def one(x):
-        return token_logprobs(head(params, config, x[0], backend=backend), x[1])
+        logits = head(params, config, x[0], backend=backend)
+        return token_logprobs(logits, x[1]), token_ranks(logits, x[1])
 
-    return jax.lax.map(one, (rows, ids)).reshape(-1)[:C]
+    logprobs, ranks = jax.lax.map(one, (rows, ids))
+    return logprobs.reshape(-1)[:C], ranks.reshape(-1)[:C]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from jllm.batch import Rung, choose_rung
 from jllm.engine.checks import check_request, token_ids
@@ -41,7 +40,7 @@ class _Live:
     first_token: float | None = None
     last_token: float = 0.0  # when the newest token was read, once there is one
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position of the prompt token
+    prompt_scores: dict[int, tuple[float, int]] = field(default_factory=dict)  # log p and rank, by position
 
 
 @dataclass
@@ -277,7 +276,7 @@ class Engine:
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
-            self._read_prompt_logprobs(step.plan, outputs.prompt_logprobs)
+            self._read_prompt_scores(step.plan, outputs)
         tokens, now = outputs.tokens.tolist(), time.perf_counter()
         rows = list(enumerate(step.plan.decodes))
         rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
@@ -321,14 +320,17 @@ class Engine:
             if text or tokens:
                 self._events.append(Event(seq.request_id, seq.sample, text, tokens))
 
-    def _read_prompt_logprobs(self, plan: Plan, logprobs: np.ndarray) -> None:
+    def _read_prompt_scores(self, plan: Plan, outputs: Outputs) -> None:
+        assert outputs.prompt_logprobs is not None
+        assert outputs.prompt_ranks is not None
+        scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist()))
         at = 0
         for chunk in plan.chunks:
             live = self._live.get((chunk.seq.request_id, chunk.seq.sample))
             if live is not None and chunk.seq.params.prompt_logprobs:
                 last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
                 for position in range(chunk.start, last):
-                    live.prompt_logprobs[position + 1] = float(logprobs[at + position - chunk.start])
+                    live.prompt_scores[position + 1] = scores[at + position - chunk.start]
             at += len(chunk.tokens)
 
     def _finish(self, live: _Live, reason: str) -> None:
@@ -349,9 +351,9 @@ class Engine:
 
     def _completion(self, live: _Live, reason: str) -> Completion:
         seq, tokens = live.seq, tuple(live.output.tokens)
-        prompt_logprobs = None
+        scores = None
         if seq.params.prompt_logprobs:
-            prompt_logprobs = tuple(lp for _, lp in sorted(live.prompt_logprobs.items()))
+            scores = [score for _, score in sorted(live.prompt_scores.items())]
         total = time.perf_counter() - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
@@ -360,9 +362,10 @@ class Engine:
             text=None if self._tokenizer is None else live.output.text,
             finish_reason=reason,
             logprobs=None if seq.params.logprobs is None else tuple(live.logprobs[: len(tokens)]),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=None if scores is None else tuple(logprob for logprob, _ in scores),
             timings=Timings(live.first_token, total, len(seq.prompt), len(tokens)),
             seed=seq.seed,
+            prompt_ranks=None if scores is None else tuple(rank for _, rank in scores),
         )
 
     def _recover(self, error: Exception) -> None:

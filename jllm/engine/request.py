@@ -124,6 +124,7 @@ class Completion:
     prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
     timings: Timings
     seed: int = 0  # the seed that was used, drawn if none was given
+    prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 where the token was the most likely one
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def test_logprobs_are_of_the_raw_logits(model):
         np.testing.assert_allclose(
             done.prompt_logprobs, [want[i, t] for i, t in enumerate(prompt[1:])], atol=1e-4, rtol=0
         )
+        assert list(done.prompt_ranks) == [1 + (want[i] > want[i, t]).sum() for i, t in enumerate(prompt[1:])]
 
 
 def test_stop_ids_end_and_are_in_neither_tokens_nor_text(model):
@@ -240,7 +241,7 @@ def test_compile_ahead_leaves_nothing_to_compile(model):
     engine = Engine(model, **options)
     assert engine.compile_ahead() == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "backbone", None)  # tracing again would call it
+        patch.setattr(step_module, "tapped_backbone", None)  # tracing again would call it
         engine.submit(PROMPTS[0], greedy(4))
         assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 
@@ -252,7 +253,7 @@ def test_compile_ahead_sees_the_callers_jax_settings():
         engine = Engine(tiny_model("float64", num_layers=1), **{**OPTIONS, "ladder": (Rung(3, 0, 0), Rung(4, 18, 3))})
         engine.compile_ahead()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_module, "backbone", None)
+            patch.setattr(step_module, "tapped_backbone", None)
             engine.submit(PROMPTS[0], greedy(4))
             assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 
