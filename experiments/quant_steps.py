@@ -252,7 +252,7 @@ def draw(document: Row, path: Path) -> None:
 
     kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
     if not kinds:
-        raise ValueError(f"{path.name}: there is nothing to draw, since no step was measured")
+        raise ValueError(f"{path.stem}.json: there is nothing to draw, since no step was measured")
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": "quant_steps", "font.size": 9, "axes.grid": True}
     with matplotlib.rc_context(options | {"grid.alpha": 0.3}):
         figure = Figure(figsize=(3.6 * len(kinds), 3.6), layout="constrained")

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.floors import make_floor
 from experiments.quant_steps import bars, main, parse_stage, rows_of, speedups, verdicts
-from jllm.config import to_hf
 from jllm.checkpoint import abstract_params
+from jllm.config import to_hf
 from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG
 
