@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         OutputError,
         QuantizationError,
         RequestError,
+        SnapshotError,
         TokenizerError,
     )
     from jllm.pretrained import Model, load
@@ -42,6 +43,7 @@ __all__ = [
     "QuantizationError",
     "RequestError",
     "SamplingParams",
+    "SnapshotError",
     "Timings",
     "TokenLogprob",
     "Tokenizer",
@@ -66,6 +68,7 @@ _NAMES_OF = {
         "OutputError",
         "QuantizationError",
         "RequestError",
+        "SnapshotError",
         "TokenizerError",
     ),
     "jllm.pretrained": ("Model", "load"),

@@ -145,17 +145,21 @@ class RaggedBatch:
     bias_values: Any = None  # f32[B, X]
 
 
-def pack_prompt(layout: Layout, tokens: Sequence[int], pages: Sequence[int], *, slot: int = 0) -> np.ndarray:
-    """A step, written by hand, that prefills one slot from its start and samples greedily: for notebooks and tests.
+def pack_prompt(
+    layout: Layout, tokens: Sequence[int], pages: Sequence[int], *, slot: int = 0, start: int = 0
+) -> np.ndarray:
+    """A step, written by hand, that prefills one slot and samples greedily: for notebooks and tests.
 
-    `pages` are the slot's page table; they must hold the tokens and those that will follow. Further parameters can be
-    written into `layout.pack()`'s views in the same way.
+    `pages` are the slot's page table; they must hold the tokens and those that will follow. The `start` tokens before
+    these are in the pages already (see snapshot.put). Further parameters can be written into `layout.pack()`'s views in
+    the same way.
     """
     buffer, batch = layout.pack()
     batch.deltas[: len(pages)] = [(slot, i, page) for i, page in enumerate(pages)]
     batch.tokens[: len(tokens)] = tokens
     batch.chunk_slot[0], batch.chunk_len[0], batch.chunk_final[0] = slot, len(tokens), 1
-    batch.prompt_len[0], batch.max_length[0] = len(tokens), np.iinfo(np.int32).max
+    batch.chunk_start[0] = start
+    batch.prompt_len[0], batch.max_length[0] = start + len(tokens), np.iinfo(np.int32).max
     return buffer
 
 

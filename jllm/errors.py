@@ -28,6 +28,10 @@ class EvaluationError(JllmError, ValueError):
     """A text, a protocol or a pair of models that perplexity or divergence can't be computed of."""
 
 
+class SnapshotError(JllmError, ValueError):
+    """A snapshot of a KV cache that is damaged, or does not fit the cache or the pages that it should go to."""
+
+
 class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 

@@ -7,7 +7,7 @@ file should say what is wrong with it. Format: https://github.com/huggingface/sa
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,7 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of a file by name. Raises CheckpointError unless they fill the file exactly, without gap or overlap."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(size - 8, _MAX_HEADER):
-                raise CheckpointError(f"{path}: not a safetensors file, or truncated within its header ({size} bytes)")
-            raw = json.loads(file.read(length))
+        raw, length, size = _read_json(path)
         tensors = [_entry(path, 8 + length, name, entry) for name, entry in raw.items() if name != "__metadata__"]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -77,6 +71,30 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if size > end:
         raise CheckpointError(f"{path}: {size - end} bytes too long: {size} bytes, but its header describes {end}")
     return {tensor.name: tensor for tensor in tensors}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the file says of itself beside its tensors. Raises CheckpointError for a file of another format."""
+    try:
+        found = _read_json(path)[0].get("__metadata__", {})
+        return {str(key): str(value) for key, value in found.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: garbled safetensors header") from None
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, its length in bytes, and that of the whole file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
+            raise CheckpointError(f"{path}: not a safetensors file, or truncated within its header ({size} bytes)")
+        return json.loads(file.read(length)), length, size
 
 
 def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
@@ -136,9 +154,11 @@ def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
         view = view[count:]
 
 
-def encode_header(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
+def encode_header(
+    tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The bytes before the data of a file that holds `tensors` (name, dtype, shape) one after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers asks for the format
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize

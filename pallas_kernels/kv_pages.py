@@ -30,6 +30,12 @@ class KVFormat:
     group: int | None = None
 
     @property
+    def name(self) -> str:
+        """What parse_format makes this of."""
+        floats = {dtype: name for name, dtype in FLOATS.items()}
+        return floats[self.dtype] if self.group is None else f"{self.dtype}-g{self.group}"
+
+    @property
     def storage_dtype(self) -> jnp.dtype:
         """The dtype of the values array."""
         return jnp.dtype("uint8" if self.dtype in ("int4", FP8) else self.dtype)
@@ -55,6 +61,10 @@ class Pages:
     @property
     def page_size(self) -> int:
         return self.values.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.values.shape[3] * (2 if self.format.dtype == "int4" else 1)
 
 
 @jax.tree_util.register_dataclass

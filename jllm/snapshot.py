@@ -1,0 +1,232 @@
+"""The KV cache of one sequence as a value: take it out of the pages, cut it, edit it, keep it in a file, put it into
+pages again, of this cache or of another one.
+
+A snapshot holds K and V bit for bit as they are stored, scales included, as a cache of one page that is as long as
+the sequence. So everything that reads pages reads a snapshot, and the page size of the cache that it goes to may be
+another. All functions but save and load are pure, and take numpy arrays as well as jax ones.
+
+    snapshot = take(state.cache, pages, tokens)             # while the tokens' K and V are in these pages
+    state = replace(state, cache=put(state.cache, other_pages, snapshot))
+    buffer = pack_prompt(layout, more, other_pages, slot=1, start=snapshot.length)
+
+Every sequence that is put somewhere from one snapshot is a fork of it: the value stays as it was.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.errors import CheckpointError, OutputError, SnapshotError
+from jllm.model import Cache
+from jllm.safetensors_io import NAMES, encode_header, read_as_stored, read_header, read_metadata
+from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, parse_format
+
+KIND = "jllm-kv-snapshot"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Snapshot:
+    """K and V of a sequence's first T tokens, and its L >= T tokens (the newest one has no K and V yet)."""
+
+    tokens: Any  # i32[L]
+    cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
+
+    @property
+    def length(self) -> int:
+        """T: tokens whose K and V are in it."""
+        return self.cache[0].k.page_size
+
+
+def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int | None = None) -> Snapshot:
+    """The first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this order.
+
+    Raises SnapshotError where the pages hold fewer tokens than that, or one of them is not in the cache.
+    """
+    length = len(tokens) if length is None else length
+    _check_pages(cache, pages, length)
+    if not 0 <= length <= len(tokens):
+        raise SnapshotError(f"length must be in [0, {len(tokens)}], the number of tokens, not {length}")
+    return join(gather_pages(cache, jnp.asarray(pages, jnp.int32)), tokens, length)
+
+
+def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
+    """The cache with the snapshot's K and V in `pages`, in this order. What follows in the last page becomes zero.
+
+    Raises SnapshotError for a snapshot of other shapes or formats, pages that are too few, given twice, or not in the
+    cache. Whether the weights are those that the snapshot was made with is the caller's to know.
+    """
+    check_fits(snapshot, cache)
+    _check_pages(cache, pages, snapshot.length)
+    size = cache[0].k.page_size
+    count = -(-snapshot.length // size)
+    return scatter_pages(cache, jnp.asarray(pages[:count], jnp.int32), split(snapshot, size, count))
+
+
+def cut(snapshot: Snapshot, length: int) -> Snapshot:
+    """The snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its end."""
+    if not 0 <= length <= snapshot.length:
+        raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
+    return join(snapshot.cache, snapshot.tokens[:length], length)
+
+
+def check_fits(snapshot: Snapshot, cache: Cache) -> None:
+    """SnapshotError unless the snapshot has the cache's layers, heads, head dim and formats."""
+    if len(snapshot.cache) != len(cache):
+        raise SnapshotError(f"the snapshot has {len(snapshot.cache)} layers, the cache {len(cache)}")
+    ours, theirs = _shape(snapshot.cache), _shape(cache)
+    if ours != theirs:
+        raise SnapshotError(f"the snapshot has {ours}, the cache {theirs}")
+
+
+# Between many pages and one
+
+
+@jax.jit
+def gather_pages(cache: Cache, page: jax.Array) -> Cache:
+    """A cache of these pages alone, i32[n], in this order."""
+    return jax.tree.map(lambda pool: pool[page], cache)
+
+
+def _scatter_pages(cache: Cache, page: jax.Array, rows: Cache) -> Cache:
+    """The cache with page i of `rows` at page[i] (i32[n]). A page outside of the cache is dropped."""
+    return jax.tree.map(lambda pool, new: pool.at[page].set(new, mode="drop"), cache, rows)
+
+
+scatter_pages = jax.jit(_scatter_pages)
+scatter_pages_donated = partial(jax.jit, donate_argnums=0)(_scatter_pages)
+
+
+def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
+    """The first `length` tokens of all pages of `rows`, one after another."""
+
+    def one(pages: Pages) -> Pages:
+        values, scales = pages.values, pages.scales
+        count, heads, size, row = values.shape
+        values = values.swapaxes(0, 1).reshape(1, heads, count * size, row)[:, :, :length]
+        if scales is not None:
+            groups = pages.format.groups(pages.head_dim)
+            scales = scales.swapaxes(0, 1).reshape(1, heads, count * size * groups)[:, :, : length * groups]
+        return replace(pages, values=values, scales=scales)
+
+    return Snapshot(np.asarray(tokens, np.int32), tuple(KVPages(one(layer.k), one(layer.v)) for layer in rows))
+
+
+def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
+    """A cache of `count` pages of `page_size` tokens that hold the snapshot one after another, then zeros."""
+
+    def many(pages: Pages) -> Pages:
+        values, scales = pages.values, pages.scales
+        _, heads, _, row = values.shape
+        values = _padded(values[0], count * page_size).reshape(heads, count, page_size, row).swapaxes(0, 1)
+        if scales is not None:
+            flat = page_size * pages.format.groups(pages.head_dim)
+            scales = _padded(scales[0], count * flat).reshape(heads, count, flat).swapaxes(0, 1)
+        return replace(pages, values=values, scales=scales)
+
+    return tuple(KVPages(many(layer.k), many(layer.v)) for layer in snapshot.cache)
+
+
+def _padded(x: Any, length: int) -> Any:
+    """x with zeros up to `length` along axis 1."""
+    xp = x.__array_namespace__()
+    return xp.concat([x, xp.zeros((x.shape[0], length - x.shape[1], *x.shape[2:]), dtype=x.dtype)], axis=1)
+
+
+def _shape(cache: Cache) -> str:
+    layer = cache[0]
+    heads, dim = layer.k.values.shape[1], layer.k.head_dim
+    return f"{heads} heads of {dim}, k={layer.k.format.name}, v={layer.v.format.name}"
+
+
+def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
+    size, count = cache[0].k.page_size, cache[0].k.num_pages
+    if len(pages) * size < length:
+        raise SnapshotError(f"{length} tokens need {-(-length // size)} pages of {size}, not {len(pages)}")
+    if len(set(pages)) != len(pages) or not all(0 <= page < count for page in pages):
+        raise SnapshotError(f"pages must be different ones in [0, {count}), not {list(pages)}")
+
+
+# Files
+
+
+def save(path: str | Path, snapshot: Snapshot) -> None:
+    """Writes one safetensors file, which load gives back bit for bit. The file gets its name once it is complete;
+    OutputError when it cannot be written."""
+    path, arrays = Path(path), _arrays(snapshot)
+    first = snapshot.cache[0]
+    metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    header = encode_header(((name, x.dtype, x.shape) for name, x in arrays.items()), metadata)
+    partial_path = path.with_name(path.name + ".partial")
+    try:
+        with partial_path.open("wb") as file:
+            file.write(header)
+            for x in arrays.values():
+                file.write(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+        os.replace(partial_path, path)
+    except OSError as error:
+        partial_path.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def load(path: str | Path) -> Snapshot:
+    """A snapshot as it was saved, in numpy arrays. SnapshotError for a file that is damaged or none of these."""
+    path = Path(path)
+    try:
+        metadata, stored = read_metadata(path), read_header(path)
+        if metadata.get("kind") != KIND:
+            raise SnapshotError(f"{path}: not a snapshot of a KV cache: its metadata are {json.dumps(metadata)}")
+        arrays = {name: read_as_stored(tensor) for name, tensor in stored.items() if tensor.dtype in NAMES.values()}
+    except CheckpointError as error:
+        raise SnapshotError(str(error)) from None
+    try:
+        return _assemble(arrays, metadata)
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(f"{path}: garbled snapshot: {error}") from None
+
+
+def _arrays(snapshot: Snapshot) -> dict[str, np.ndarray]:
+    """What a file holds, by name."""
+    arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
+    for i, layer in enumerate(snapshot.cache):
+        for side, pages in (("k", layer.k), ("v", layer.v)):
+            arrays[f"layers.{i}.{side}.values"] = np.asarray(pages.values[0])
+            if pages.scales is not None:
+                arrays[f"layers.{i}.{side}.scales"] = np.asarray(pages.scales[0])
+    return arrays
+
+
+def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Snapshot:
+    """The reverse of _arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
+    tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
+    first = arrays["layers.0.k.values"]
+    heads, length = first.shape[:2]
+    used = {"tokens"}
+
+    def side(i: int, which: str) -> Pages:
+        name = f"layers.{i}.{which}"
+        values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
+        dim = values.shape[-1] * (2 if metadata[f"{which}_format"].startswith("int4") else 1)
+        fmt: KVFormat = parse_format(metadata[f"{which}_format"], dim)
+        scales: Any = arrays[f"{name}.scales"] if fmt.group else None
+        used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))
+        if values.shape[:2] != (heads, length) or values.ndim != 3 or values.dtype != fmt.storage_dtype:
+            raise ValueError(f"{name}.values is {values.dtype} of shape {list(values.shape)}")
+        if scales is not None and (scales.shape, scales.dtype) != ((heads, length * fmt.groups(dim)), np.float16):
+            raise ValueError(f"{name}.scales is {scales.dtype} of shape {list(scales.shape)}")
+        return Pages(values[None], None if scales is None else scales[None], fmt)
+
+    layers = tuple(KVPages(side(i, "k"), side(i, "v")) for i in range(count))
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < length:
+        raise ValueError(f"tokens is {tokens.dtype} of shape {list(tokens.shape)}, and K and V are of {length}")
+    if odd := sorted(arrays.keys() - used):
+        raise ValueError(f"{odd[0]} has no place in it")
+    return Snapshot(tokens, layers)
