@@ -188,6 +188,26 @@ def step(
     return State(cache, _advance(slots, rows, tokens, ~finite), penalties), outputs
 
 
+COPIES = 16  # pages that one call of jit_copy_pages copies at most
+
+
+def copy_pages(cache: Cache, pages: jax.Array) -> Cache:
+    """Copies pages within every layer's pool: pages i32[COPIES, 2] (from, to), all read before any is written.
+
+    Entries whose target is out of range are dropped. jit_copy_pages donates the cache; the host calls it before a step
+    whose plan has copies, so that steps without any are what they were.
+    """
+    source, target = pages[:, 0], pages[:, 1]
+
+    def copy(pool: jax.Array) -> jax.Array:
+        rows = pool.at[source].get(mode="clip")
+        return pool.at[target].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return jax.tree.map(copy, cache)
+
+
+jit_copy_pages = partial(jax.jit, donate_argnames="cache")(copy_pages)
+
 STATIC = ("config", "layout", "variant", "backend")
 jit_step = partial(jax.jit, static_argnames=STATIC, donate_argnames="state")(step)
 undonated_step = partial(jax.jit, static_argnames=STATIC)(step)  # for notebooks: the old state stays usable

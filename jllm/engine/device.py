@@ -1,6 +1,7 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,16 @@ from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, resolve
 from jllm.engine.request import SamplingParams
 from jllm.params import Params
-from jllm.step import Outputs, State, Variant, jit_step, make_penalties, make_slots
+from jllm.step import (
+    COPIES,
+    Outputs,
+    State,
+    Variant,
+    jit_copy_pages,
+    jit_step,
+    make_penalties,
+    make_slots,
+)
 
 CPU_CACHE_BYTES = 1 << 30  # where the backend does not say how much memory is free
 MEMORY_FRACTION = 0.9  # of what is free on the device once the weights are there
@@ -57,6 +67,15 @@ class Device:
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Dispatches copies of pages (from, to), none of them both; they come after all steps dispatched so far."""
+        assert self._state is not None
+        for at in range(0, len(copies), COPIES):
+            pages = np.full((COPIES, 2), np.iinfo(np.int32).max, np.int32)
+            some = copies[at : at + COPIES]
+            pages[: len(some)] = some
+            self._state = replace(self._state, cache=jit_copy_pages(self._state.cache, pages))
 
     def compile_ahead(self, variant: Variant) -> int:
         """Compiles a variant of every rung; returns how many there are."""

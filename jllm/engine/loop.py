@@ -74,7 +74,11 @@ class Engine:
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
         self._scheduler = Scheduler(
-            sizes.limits, sizes.prompt_sizes, sizes.decode_sizes, static=self._options.batching == "static"
+            sizes.limits,
+            sizes.prompt_sizes,
+            sizes.decode_sizes,
+            static=self._options.batching == "static",
+            policy=self._options.make_policy(),
         )
         self._live: dict[tuple[int, int], _Live] = {}
         self._requests: dict[int, _Request] = {}  # the unfinished ones
@@ -260,13 +264,15 @@ class Engine:
         rung = choose_rung(self._device.sizes.ladder, decodes, tokens, len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
+        if plan.copies:
+            self._device.copy_pages(plan.copies)
         outputs = self._device.run(buffer, layout, variant)
         counts, pool = self._counts, self._scheduler.pool
         counts.steps += 1
         counts.tokens += len(plan.decodes) + tokens
         counts.rows += rung.size
         counts.prefill_tokens += tokens
-        counts.pages_peak = max(counts.pages_peak, pool.num_pages - pool.num_free)
+        counts.pages_peak = max(counts.pages_peak, pool.num_used)
         return _InFlight(plan, rung, outputs)
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:

@@ -1,37 +1,175 @@
 """Who owns which page of the KV pool."""
 
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Reclaimer(Protocol):
+    """Something that holds pages which it can do without: a prefix cache."""
+
+    @property
+    def reclaimable(self) -> int:
+        """How many pages reclaim() could give back now."""
+
+    def reclaim(self, pages: int) -> None:
+        """Gives back (PagePool.free) at least so many pages, or all that it can."""
+
 
 class PagePool:
-    """A free list over pages 0 .. num_pages-1 of page_size tokens each. Pages freed last are taken first."""
+    """Pages 0 .. num_pages-1 of page_size tokens each, every one free or with a count of its holders.
+
+    Free pages are kept as runs, the longest that they form, in lists by length: to take or to free a run costs a few
+    dictionary entries, and a bisection among the different lengths, of which there are at most sqrt(2 * num_pages).
+    What several hold (share) becomes free when the last one frees it. Where free pages are too few, `reclaimer` is
+    asked for its own.
+    """
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._taken = bytearray(num_pages)
+        self.num_free = num_pages
+        self.reclaimer: Reclaimer | None = None
+        self._holders = [0] * num_pages
+        self._length = {0: num_pages}  # of each free run, by its first page
+        self._start = {num_pages: 0}  # of each free run, by the page after it
+        self._runs: dict[int, dict[int, None]] = {num_pages: {0: None}}  # by length: first pages, freed last at the end
+        self._lengths = [num_pages]  # those that occur, ascending
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_available(self) -> int:
+        """Pages that allocate() can give: the free ones, and those that the reclaimer can do without."""
+        return self.num_free + (self.reclaimer.reclaimable if self.reclaimer else 0)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    @property
+    def largest_run(self) -> int:
+        """Pages in the longest free run."""
+        return self._lengths[-1] if self._lengths else 0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of free pages outside of the longest free run: 0 when they are all in one, or there are none."""
+        return 1 - self.largest_run / self.num_free if self.num_free else 0.0
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)
 
+    def holders(self, page: int) -> int:
+        """How many hold this page; 0 when it is free."""
+        return self._holders[page]
+
+    def free_pages(self) -> list[int]:
+        """All free pages, in no particular order."""
+        return [page for start, length in self._length.items() for page in range(start, start + length)]
+
     def allocate(self, n: int) -> list[int] | None:
-        """n pages, or None when fewer are free: then nothing is taken."""
-        if n > len(self._free):
+        """n pages from anywhere, short runs first, or None when fewer are available: then nothing is taken."""
+        if n > self.num_free:
+            self._reclaim(n)
+        if n > self.num_free:
             return None
-        pages = [self._free.pop() for _ in range(n)]
-        for page in pages:
-            self._taken[page] = 1
+        pages: list[int] = []
+        while len(pages) < n:
+            shortest = self._lengths[0]
+            pages += self._take(next(reversed(self._runs[shortest])), min(shortest, n - len(pages)))
         return pages
 
-    def free(self, pages: list[int]) -> None:
-        """Give pages back. A page that is not taken is an internal error: AssertionError, and nothing is given back
-        from it on."""
+    def allocate_run(self, n: int) -> list[int] | None:
+        """n >= 1 pages in a row from the shortest run that has them, or None: then nothing is taken."""
+        if n > self.num_available:
+            return None
+        while (
+            n > self.largest_run
+        ):  # what is reclaimed may lie anywhere: more, until it makes a run, or nothing is left
+            free = self.num_free
+            self._reclaim(max(n, free + n - self.largest_run))
+            if self.num_free == free:
+                return None
+        length = self._lengths[bisect_left(self._lengths, n)]
+        return self._take(next(reversed(self._runs[length])), n)
+
+    def extend(self, page: int, n: int) -> list[int]:
+        """Up to n free pages in a row right after `page`; perhaps none."""
+        take = min(n, self._length.get(page + 1, 0))
+        return self._take(page + 1, take) if take else []
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for each of these pages, all of them taken already."""
         for page in pages:
-            if not (0 <= page < self.num_pages and self._taken[page]):
-                raise AssertionError(f"page {page} is freed but not taken (the pool has {self.num_pages} pages)")
-            self._taken[page] = 0
-            self._free.append(page)
+            if not self._taken(page):
+                raise AssertionError(f"page {page} is shared but not taken (the pool has {self.num_pages} pages)")
+            self._holders[page] += 1
+
+    def free(self, pages: Iterable[int]) -> None:
+        """One holder less for each of these pages; those without any are free. A page that is not taken is an internal
+        error: AssertionError, and nothing is given back from it on."""
+        start = stop = -1  # of the run in hand
+        try:
+            for page in pages:
+                if not self._taken(page):
+                    raise AssertionError(f"page {page} is freed but not taken (the pool has {self.num_pages} pages)")
+                self._holders[page] -= 1
+                if self._holders[page]:
+                    continue
+                if page != stop:
+                    self._insert(start, stop)
+                    start = page
+                stop = page + 1
+        finally:
+            self._insert(start, stop)
+
+    def _taken(self, page: int) -> bool:
+        return 0 <= page < self.num_pages and self._holders[page] > 0
+
+    def _reclaim(self, n: int) -> None:
+        """Until n pages are free, as far as there are some to reclaim."""
+        if self.reclaimer and self.reclaimer.reclaimable:
+            self.reclaimer.reclaim(n - self.num_free)
+
+    def _take(self, start: int, n: int) -> list[int]:
+        """The first n pages of the free run that begins at start."""
+        length = self._remove(start)
+        if length > n:
+            self._put(start + n, length - n)
+        self.num_free -= n
+        pages = list(range(start, start + n))
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def _insert(self, start: int, stop: int) -> None:
+        """Pages start .. stop-1 are free from now on."""
+        if start == stop:
+            return
+        self.num_free += stop - start
+        if stop in self._length:
+            stop += self._remove(stop)
+        if start in self._start:
+            start = self._start[start]
+            self._remove(start)
+        self._put(start, stop - start)
+
+    def _put(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start[start + length] = start
+        if length in self._runs:
+            self._runs[length][start] = None
+        else:
+            self._runs[length] = {start: None}
+            insort(self._lengths, length)
+
+    def _remove(self, start: int) -> int:
+        """Forgets the free run that begins at start; returns its length."""
+        length = self._length.pop(start)
+        del self._start[start + length]
+        runs = self._runs[length]
+        del runs[start]
+        if not runs:
+            del self._runs[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        return length

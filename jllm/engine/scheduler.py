@@ -1,6 +1,7 @@
-"""Which tokens the next step computes: admission, chunked prefill, pages on demand, preemption by recompute.
+"""Which tokens the next step computes: admission, chunked prefill, page tables, preemption by recompute.
 
-Pure host code over integers. The loop that drives it:
+Pure host code over integers; which pages a sequence gets, and who must give up its own, is a policy's (kv_policy.py).
+The loop that drives it:
 
     plan = scheduler.schedule()         the plan counts as dispatched from here on
     dispatch it to the device; then, one step late, for the oldest unread step:
@@ -11,78 +12,41 @@ Pure host code over integers. The loop that drives it:
 schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
 the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
 
-Fairness: running sequences stand in admission order, and each waiting one in the order of arrival (preempted ones in
-front, in their old order). Every decode and the oldest prefill advance in every step, but for a few steps that many
-slots spend to fill the sizes that are compiled (see Scheduler); when pages are short the sequence admitted last gives
-up its own. So the oldest always progresses, and every request ends.
+Fairness: running sequences and waiting ones each stand in the order of arrival, and nobody is admitted before the first
+that waits. Every decode and the oldest prefill advance in every step, but for a few steps that many slots spend to fill
+the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
+oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
+
+Where a sequence begins with KV that exists already (a prefix found in a cache, a fork), _admit is the place: before it
+asks the policy it sets seq.pages to full pages that it shares (PagePool.share), seq.cached and seq.computed to the
+tokens in them; a partial page is copied to the first page of its own: draft.copy([(from, to)]).
 """
 
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
+from jllm.engine.kv_policy import Paged, Policy
 from jllm.engine.pages import PagePool
+from jllm.engine.plan import Chunk, Counts, Limits, Plan
 from jllm.engine.sequence import Sequence
-from jllm.errors import ConfigError, RequestError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes that no plan exceeds.
-
-    A step takes one token and at most one new page from each decoding slot, hence max_step_tokens >= max_slots and
-    max_deltas >= max_slots: the decodes always fit, and a slot that prefills can always add a token.
-    """
-
-    max_slots: int  # sequences that run at once
-    max_step_tokens: int  # decodes and prompt tokens in a step
-    max_prompt_tokens: int  # prompt tokens in a step
-    max_chunks: int  # prompt chunks in a step
-    page_size: int  # tokens a page
-    num_pages: int
-    max_deltas: int  # page table changes in a step
-
-    def __post_init__(self):
-        for f in fields(self):
-            if getattr(self, f.name) < 1:
-                raise ConfigError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
-        for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
-            if getattr(self, name) < self.max_slots:
-                least = f"max_slots = {self.max_slots} (one {unit} a slot)"
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
-
-    seq: Sequence
-    start: int
-    tokens: tuple[int, ...]
-    final: bool  # the last known token is in it
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step. Each decode computes the KV of its slot's newest token, at position seq.computed - 1, and samples."""
-
-    step: int
-    decodes: tuple[Sequence, ...]
-    chunks: tuple[Chunk, ...]
-    deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
-    decode_rows: int = 0  # compute at least so many, though fewer decode
+from jllm.errors import RequestError
 
 
 @dataclass
-class Counts:
-    """What happened since the scheduler was made."""
+class _Draft:
+    """The parts of the next plan that several hands add to."""
 
-    added: int = 0
-    admitted: int = 0  # readmissions included
-    preempted: int = 0
-    finished: int = 0
-    recomputed: int = 0  # tokens whose KV was thrown away by preemption
-    drains: int = 0  # times that a shortage of pages had to wait for the step in flight
+    chunks: list[Chunk] = field(default_factory=list)
+    deltas: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # to: from
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Pages to copy (from, to). Copies happen all at once: what is itself to be copied is still where it was."""
+        for source, target in pairs:
+            self.copies[target] = self.copies.get(source, source)
 
 
 class Scheduler:
@@ -95,6 +59,8 @@ class Scheduler:
 
     static: sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has
     members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
+
+    policy makes the KV policy for a pool (see kv_policy.make_policy); by default pages on demand.
     """
 
     PATIENCE = 8
@@ -107,8 +73,9 @@ class Scheduler:
         decode_sizes: tuple[int, ...] = (),
         *,
         static: bool = False,
+        policy: Callable[[PagePool], Policy] = Paged,
     ):
-        self.limits = limits
+        self.limits, self.make_policy = limits, policy
         self.prompt_sizes, self.decode_sizes, self.static = prompt_sizes, decode_sizes, static
         self.turn = 0  # where among the decodes the next to sit out begin
         self.held = 0  # steps since prompts first waited for others to fill a step with
@@ -116,14 +83,19 @@ class Scheduler:
         self.members = 0  # static: of the batch
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in admission order
+        self.running: list[Sequence] = []  # in the order of arrival, as are those that wait
+        self.arrivals = 0  # sequences that were ever added
         self.dispatched = -1  # newest step planned
         self.read = -1  # newest step read
         self._renew()
 
     def _renew(self) -> None:
         self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
+        self.policy = self.make_policy(self.pool)
         self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))
+        self.empty = 0  # tokens that the pages of sequences have room for and do not hold
+        self.preempted: list[Sequence] = []  # since the last plan
+        self.retired: list[tuple[int, list[int]]] = []  # (step that copies them to elsewhere, pages)
         self.draining: list[Sequence] = []  # ended, but an unread step may still write their pages
 
     @property
@@ -140,17 +112,12 @@ class Scheduler:
         """RequestError when a sequence of so many tokens could never run to max_length."""
         if not 0 < length < max_length:
             raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
-        pool = self.pool
-        need = pool.pages_for(max_length - 1)  # the last token never gets KV
-        if need > pool.num_pages:
-            raise RequestError(
-                f"{length} prompt tokens and {max_length - length} new ones need {need} pages of {pool.page_size}, "
-                f"the page pool has {pool.num_pages}: shorten the request or raise num_pages"
-            )
+        self.policy.check(length, max_length)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. RequestError when it could never run to its max_length."""
         self.check(seq.length, seq.max_length)
+        seq.arrival, self.arrivals = self.arrivals, self.arrivals + 1
         self.waiting.append(seq)
         self.counts.added += 1
 
@@ -170,30 +137,54 @@ class Scheduler:
         budget = self._fill(prefills, budget, len(decodes))
         if not budget or not (prefills or (self.waiting and self.free_slots)):
             decodes = self._trim(decodes)
-        deltas: list[tuple[int, int, int]] = []
-        taking_part = {*decodes, *prefills}
-        for seq in short:
-            if seq in taking_part:
-                self._grow(seq, 1, deltas)
-        chunks = self._prefill(prefills, budget, deltas)
-        if not decodes and not chunks:
+        draft = _Draft()
+        self._map(short, {*decodes, *prefills}, draft)
+        self._prefill(prefills, budget, draft)
+        if not (decodes or draft.chunks or draft.deltas or draft.copies):
             if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
                 self.joining = 0
                 return self.schedule()
             if self.running and not self.unread:
                 raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
             return None
+        return self._plan(decodes, draft)
+
+    def _plan(self, decodes: list[Sequence], draft: _Draft) -> Plan:
+        """The draft as a plan, which counts as dispatched."""
         self.dispatched += 1
         for seq in decodes:
             seq.computed += 1
             seq.in_flight += 1
             seq.last_step = self.dispatched
-        for chunk in chunks:
+        self.empty -= len(decodes)
+        for chunk in draft.chunks:
+            self.empty -= len(chunk.tokens)
             chunk.seq.computed += len(chunk.tokens)
             chunk.seq.in_flight += chunk.final
             chunk.seq.last_step = self.dispatched
+        preempted, self.preempted = self.preempted, []
+        self._count(draft)
+        copies = tuple((source, target) for target, source in draft.copies.items())
         rows = self.members if self.static and decodes else 0
-        return Plan(self.dispatched, tuple(decodes), tuple(chunks), tuple(deltas), rows)
+        return Plan(
+            self.dispatched,
+            tuple(decodes),
+            tuple(draft.chunks),
+            tuple(draft.deltas),
+            rows,
+            copies,
+            tuple(preempted),
+        )
+
+    def _count(self, draft: _Draft) -> None:
+        counts, running = self.counts, len(self.running)
+        counts.steps += 1
+        counts.copied_pages += len(draft.copies)
+        counts.running_peak = max(counts.running_peak, running)
+        counts.running_steps += running
+        counts.page_steps += self.pool.num_used
+        counts.empty_steps += self.empty
+        counts.fragmentation += self.pool.fragmentation
 
     def _form_batch(self) -> None:
         if not self.running and not self.draining:
@@ -202,9 +193,9 @@ class Scheduler:
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
         """(decodes, short, prefills): the sequences that decode now, those that prefill, and those among the decodes
-        and the oldest prefill that need a page to go on; after preempting until there is a page for each of these.
-        None: pages are short and a step is unread. Reading it may end a sequence, and the tokens of one must be known
-        before it is preempted."""
+        and the oldest prefill whose next token has no page in the page table; after preempting until there is a page
+        for each of these. None: pages are short and a step is unread. Reading it may end a sequence, and the tokens of
+        one must be known before it is preempted."""
         size = self.pool.page_size
         while True:
             prefills = [s for s in self.running if s.computed < s.prefill_end]
@@ -212,12 +203,24 @@ class Scheduler:
             decodes = [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
             if self.static and (prefills or self.joining):
                 decodes = []
-            short = [s for s in decodes + prefills[:1] if s.computed == len(s.pages) * size]
-            if len(short) <= self.pool.num_free:
+            short = [s for s in decodes if s.computed == s.mapped * size]
+            short += [s for s in prefills[:1] if s.computed >= s.mapped * size]
+            lacking = [s for s in short if s.computed == len(s.pages) * size]
+            missing = len(lacking) - self.pool.num_available
+            if missing <= 0:
                 return decodes, short, prefills
             if self.unread:
                 return None
-            self._preempt(self.running[-1])
+            self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
+            self._preempt(self.policy.victim(self.running, missing))
+
+    def _map(self, short: list[Sequence], taking_part: set[Sequence], draft: _Draft) -> None:
+        """A page for the next token of each that takes part."""
+        left = len(short)
+        for seq in short:
+            left -= 1
+            if seq in taking_part:
+                self._grow(seq, 1, draft, left)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
         """How many prompt tokens to take of at most budget, so that a step of so many decodes has little waste."""
@@ -245,53 +248,58 @@ class Scheduler:
         turned = decodes[self.turn :] + decodes[: self.turn]
         return turned[:fits]
 
-    def _prefill(self, running: list[Sequence], budget: int, deltas: list[tuple[int, int, int]]) -> list[Chunk]:
+    def _prefill(self, running: list[Sequence], budget: int, draft: _Draft) -> None:
         """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
-        chunks: list[Chunk] = []
         for seq in running:
-            budget -= self._chunk(seq, budget, chunks, deltas)
-        while self.waiting and self.free_slots and budget and len(chunks) < self.limits.max_chunks:
+            budget -= self._chunk(seq, budget, draft)
+        while self.waiting and self.free_slots and budget and len(draft.chunks) < self.limits.max_chunks:
             if self.static and not self.joining:
                 break
-            if len(deltas) == self.limits.max_deltas or not self._admissible(self.waiting[0]):
+            if len(draft.deltas) == self.limits.max_deltas or not self._admit(self.waiting[0], draft):
                 break
-            seq = self.waiting.popleft()
-            seq.slot = self.free_slots.pop()
-            seq.prefill_end = seq.length
-            self.running.append(seq)
-            self.counts.admitted += 1
-            self.joining -= self.static
-            budget -= self._chunk(seq, budget, chunks, deltas)
-        return chunks
+            budget -= self._chunk(self.waiting.popleft(), budget, draft)
 
-    def _admissible(self, seq: Sequence) -> bool:
-        """Whether pages are free for all of seq's prefill and first decode, and one more for each running sequence to
-        grow into. Pages are taken chunk by chunk all the same: the whole prompt counts here because a prompt that
-        fits only in part would be preempted and computed again. Running prefills have what they need by now, or
-        nothing is left to admit with. A sequence alone always passes (see add)."""
-        need = self.pool.pages_for(min(seq.length + 1, seq.max_length - 1)) + len(self.running)
-        return need <= self.pool.num_free
+    def _admit(self, seq: Sequence, draft: _Draft) -> bool:
+        """Gives seq a slot and what the policy gives it to begin with; False if it must wait."""
+        if not self.policy.admit(seq, self.running):
+            return False
+        seq.slot = self.free_slots.pop()
+        seq.prefill_end = seq.length
+        self.empty += len(seq.pages) * self.pool.page_size - seq.computed
+        insort(self.running, seq, key=_arrival)
+        self.counts.admitted += 1
+        self.joining -= self.static
+        return True
 
-    def _chunk(self, seq: Sequence, budget: int, chunks: list[Chunk], deltas: list[tuple[int, int, int]]) -> int:
+    def _chunk(self, seq: Sequence, budget: int, draft: _Draft) -> int:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
-        if not budget or len(chunks) == self.limits.max_chunks:
+        if not budget or len(draft.chunks) == self.limits.max_chunks:
             return 0
-        n = self._grow(seq, min(budget, seq.prefill_end - seq.computed), deltas)
+        n = self._grow(seq, min(budget, seq.prefill_end - seq.computed), draft)
         if n:
             stop = seq.computed + n
-            chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
+            draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
-    def _grow(self, seq: Sequence, tokens: int, deltas: list[tuple[int, int, int]]) -> int:
-        """Take the pages that seq's next tokens need, as far as the pool and the room for deltas go; returns how many
-        of the tokens have their page."""
+    def _grow(self, seq: Sequence, tokens: int, draft: _Draft, others: int = 0) -> int:
+        """Take the pages that seq's next tokens need and put them into the page table, as far as the policy and the
+        room for changes go, leaving a page and a change to each of so many others; returns how many of the tokens have
+        their page."""
         assert seq.slot is not None
-        slot, have = seq.slot, len(seq.pages)
-        missing = self.pool.pages_for(seq.computed + tokens) - have
-        pages = self.pool.allocate(min(missing, self.pool.num_free, self.limits.max_deltas - len(deltas))) or []
-        deltas.extend((slot, have + i, page) for i, page in enumerate(pages))
-        seq.pages.extend(pages)
-        return min(tokens, len(seq.pages) * self.pool.page_size - seq.computed)
+        room = self.limits.max_deltas - len(draft.deltas) - others
+        need, have = self.pool.pages_for(seq.computed + tokens), len(seq.pages)
+        if need > have:
+            missing = min(need - have, room)
+            copies = self.policy.grow(seq, missing, others, room) if missing > 0 else []
+            self.empty += (len(seq.pages) - have) * self.pool.page_size
+            if copies:
+                draft.copy(copies)
+                seq.mapped = have - len(copies)
+                self.retired.append((self.dispatched + 1, [page for page, _ in copies]))
+        new = seq.pages[seq.mapped : min(need, seq.mapped + room)]
+        draft.deltas.extend((seq.slot, seq.mapped + i, page) for i, page in enumerate(new))
+        seq.mapped += len(new)
+        return max(0, min(tokens, seq.mapped * self.pool.page_size - seq.computed))
 
     def on_token(self, seq: Sequence, token: int) -> None:
         """A token read from the device. What comes after the end of a sequence is surplus, and dropped."""
@@ -309,6 +317,7 @@ class Scheduler:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample} has already ended: {seq.finish_reason}")
         seq.finish_reason = reason
         self.counts.finished += 1
+        self.policy.observe(seq)
         if seq.slot is None:
             self.waiting.remove(seq)
             return
@@ -323,6 +332,8 @@ class Scheduler:
         if not self.read + 1 == step <= self.dispatched:
             raise AssertionError(f"step {step} read after {self.read}, dispatched up to {self.dispatched}")
         self.read = step
+        while self.retired and self.retired[0][0] <= step:
+            self.pool.free(self.retired.pop(0)[1])
         for seq in [s for s in self.draining if s.last_step <= step]:
             self.draining.remove(seq)
             self._release(seq)
@@ -333,15 +344,15 @@ class Scheduler:
         for seq in reversed(self.running):
             self.counts.recomputed += seq.computed
             self._requeue(seq)
-            seq.slot, seq.pages = None, []
+            seq.slot, seq.pages, seq.mapped = None, [], 0
         for seq in self.draining:
-            seq.slot, seq.pages = None, []
+            seq.slot, seq.pages, seq.mapped = None, [], 0
         self.running = []
         self.read = self.dispatched
         self._renew()
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take slot and pages from a running sequence of which nothing is in flight; it waits in front."""
+        """Take slot and pages from a running sequence of which nothing is in flight; it waits in its old place."""
         if seq.in_flight:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a sampled token was never taken in")
         self.running.remove(seq)
@@ -349,14 +360,21 @@ class Scheduler:
         self.counts.preempted += 1
         self.counts.recomputed += seq.computed
         seq.preemptions += 1
+        self.preempted.append(seq)
         self._requeue(seq)
 
     def _requeue(self, seq: Sequence) -> None:
-        seq.computed = seq.in_flight = 0
-        self.waiting.appendleft(seq)
+        seq.computed = seq.cached = seq.in_flight = 0
+        at = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
+        self.waiting.insert(at, seq)
 
     def _release(self, seq: Sequence) -> None:
         assert seq.slot is not None
-        self.pool.free(seq.pages)
+        self.empty -= len(seq.pages) * self.pool.page_size - seq.computed
+        self.policy.release(seq)
         self.free_slots.append(seq.slot)
-        seq.slot, seq.pages = None, []
+        seq.slot, seq.mapped = None, 0
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

@@ -23,10 +23,14 @@ class Sequence:
     max_length: int  # most tokens that prompt and output may come to
     output: list[int] = field(default_factory=list)  # tokens read so far
     slot: int | None = None
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # all that it holds
+    mapped: int = 0  # how many of them, from the first, the device's page table has
+    cached: int = 0  # tokens that it found computed when it was admitted, in full pages that it shares
     computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched
     prefill_end: int = 0  # tokens to prefill: those known at admission
     in_flight: int = 0  # tokens sampled on the device and not yet read
+    expected: int = 0  # tokens of KV that it is thought to come to, once somebody asked
+    arrival: int = -1  # the place in the order of arrival, given by the scheduler
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None

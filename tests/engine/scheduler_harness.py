@@ -188,7 +188,7 @@ class Loop:
     def check_state(self):
         s, limits = self.scheduler, self.limits
         owners = s.running + s.draining
-        pages = [page for seq in owners for page in seq.pages] + s.pool._free
+        pages = [page for seq in owners for page in seq.pages] + s.pool.free_pages()
         assert sorted(pages) == list(range(limits.num_pages)), "a page is lost or has two owners"
         slots = [seq.slot for seq in owners] + s.free_slots
         assert sorted(slots) == list(range(limits.max_slots)), "a slot is lost or has two owners"
@@ -203,8 +203,9 @@ class Loop:
             for seq, slot, taken in held:
                 assert seq.slot == slot, "a slot was given back though an unread step uses it"
                 assert seq.pages[: len(taken)] == taken, "pages were given back though an unread step may write them"
+        for order in ([seq.request_id for seq in s.running], [seq.request_id for seq in s.waiting]):
+            assert order == sorted(order), "one that came later stands before one that came earlier"
         order = [seq.request_id for seq in [*s.running, *s.waiting]]
-        assert order == sorted(order), "one that came later stands before one that came earlier"
         assert sorted(order) == [seq.request_id for seq in self.seqs if not seq.finished]
 
     def check_end(self):

@@ -145,8 +145,8 @@ class RequeuesBehind(Scheduler):
 
 
 class WritesPastItsPages(Scheduler):
-    def _grow(self, seq, tokens, deltas):
-        super()._grow(seq, tokens - (seq.computed > 5), deltas)
+    def _grow(self, seq, tokens, draft, others=0):
+        super()._grow(seq, tokens - (seq.computed > 5), draft, others)
         return tokens
 
 
@@ -161,8 +161,12 @@ class KeepsComputed(Scheduler):
 class AdmitsGreedily(Scheduler):
     """Leaves no page for what runs."""
 
-    def _admissible(self, seq):
-        return self.pool.pages_for(seq.length) <= self.pool.num_free
+    def _admit(self, seq, draft):
+        return super()._admit(seq, draft)
+
+    def _renew(self):
+        super()._renew()
+        self.policy.admit = lambda seq, running: self.pool.pages_for(seq.length) <= self.pool.num_free
 
 
 FAULTS = {

@@ -1,0 +1,81 @@
+"""What the scheduler decides: its limits, the plan of a step, and counts of what happened."""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+from jllm.engine.sequence import Sequence
+from jllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that no plan exceeds.
+
+    A step takes one token and at most one new page from each decoding slot, hence max_step_tokens >= max_slots and
+    max_deltas >= max_slots: the decodes always fit, and a slot that prefills can always add a token.
+    """
+
+    max_slots: int  # sequences that run at once
+    max_step_tokens: int  # decodes and prompt tokens in a step
+    max_prompt_tokens: int  # prompt tokens in a step
+    max_chunks: int  # prompt chunks in a step
+    page_size: int  # tokens a page
+    num_pages: int
+    max_deltas: int  # page table changes in a step
+
+    def __post_init__(self):
+        for f in fields(self):
+            if getattr(self, f.name) < 1:
+                raise ConfigError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
+        for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
+            if getattr(self, name) < self.max_slots:
+                least = f"max_slots = {self.max_slots} (one {unit} a slot)"
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
+
+    seq: Sequence
+    start: int
+    tokens: tuple[int, ...]
+    final: bool  # the last known token is in it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. Each decode computes the KV of its slot's newest token, at position seq.computed - 1, and samples.
+
+    Copies come first, all at once (no page is both read and written), and after all steps that were dispatched before.
+    Rarely a plan has page table changes and nothing else.
+    """
+
+    step: int
+    decodes: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
+    deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
+    decode_rows: int = 0  # compute at least so many, though fewer decode
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
+    preempted: tuple[Sequence, ...] = ()  # since the plan before
+
+
+@dataclass
+class Counts:
+    """What happened since the scheduler was made, or its counts were reset."""
+
+    added: int = 0
+    admitted: int = 0  # readmissions included
+    preempted: int = 0
+    preempted_by: Counter[str] = field(default_factory=Counter)  # what wanted a page: see kv_policy.Policy.cause
+    finished: int = 0
+    recomputed: int = 0  # tokens whose KV was thrown away by preemption
+    drains: int = 0  # times that a shortage of pages had to wait for the step in flight
+    copied_pages: int = 0  # on the device: by moves and for sequences that share a partial page
+    running_peak: int = 0  # most sequences that ran at once
+    # Sums over planned steps, for means:
+    steps: int = 0
+    running_steps: int = 0
+    page_steps: int = 0  # pages in use
+    empty_steps: int = 0  # tokens that pages of running sequences had room for and did not hold
+    fragmentation: float = 0.0  # PagePool.fragmentation
