@@ -10,30 +10,19 @@ of weights and of K and V cost here what they cost there. Logits exist for a blo
 
 import math
 import re
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from jllm.cache import make_cache, parse_kv_cache
-from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
-from jllm.model import Cache, Paged, backbone, head
-from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.protocols import Protocol, Window, encode, find_protocol, windows_of
-from jllm.sampling import token_logprobs
-from jllm.step import PROMPT_LOGPROB_ROWS
+from jllm.scoring import Reader, Scores, Sizes, read_states, score_windows
 
 Text = str | Sequence[int]
-Scores = dict[str, np.ndarray]  # by name, of tokens in order
 
 
 MEASURES = {"perplexity": "nats", "added": "nats", "kl": "kl", "top1": "same"}  # and the sum that each is made of
@@ -119,12 +108,23 @@ class Evaluation:
         return np.asarray(above, np.float64) - np.asarray(more, np.float64), np.asarray(below, np.float64)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What a reference model makes of some texts by a protocol, kept on the host: evaluate takes it in the model's
+    place, so that a sweep runs the reference once. T x E values of the model's dtype."""
+
+    model: Model  # without its layers, which are not needed any more
+    protocol: Protocol
+    ids: tuple[np.ndarray, ...]
+    states: tuple[np.ndarray, ...]  # of each window [inputs, E]
+
+
 def evaluate(
     model: Model,
     texts: Text | Sequence[Text],
     protocol: str | Protocol = "wikitext2-2048",
     *,
-    reference: Model | None = None,
+    reference: Model | Recorded | None = None,
     kv_cache: str | None = None,
     max_slots: int = 8,
     max_step_tokens: int = 512,
@@ -134,29 +134,61 @@ def evaluate(
     """Perplexity of a text or several; with a reference model also the divergence from it on the same tokens.
 
     Token ids are taken as they are, nothing added. Options are those of EngineOptions; a step takes max_step_tokens of
-    up to max_slots windows. The reference keeps K and V in its own dtype. Raises EvaluationError for what can't be
-    scored, ConfigError for options.
+    up to max_slots windows. The reference keeps K and V in its own dtype; for many evaluations against one, `record`
+    it. Raises EvaluationError for what can't be scored, ConfigError for options.
     """
-    EngineOptions(  # checks them
-        max_slots, page_size, max_step_tokens=max_step_tokens, kv_cache=kv_cache, backend=backend
-    )
-    texts = _as_texts(texts)
-    protocol = find_protocol(protocol).resolve(model.config)
-    models = (model,) if reference is None else (model, reference)
-    for other in models[1:]:
-        protocol.resolve(other.config)
+    _check_options(max_slots, max_step_tokens, page_size, kv_cache, backend)
+    texts, resolved = _as_texts(texts), find_protocol(protocol).resolve(model.config)
+    readers = [Reader(model, kv_cache)]
+    if reference is not None:
+        known = reference.states if isinstance(reference, Recorded) else None
+        other = reference.model if isinstance(reference, Recorded) else reference
+        readers.append(Reader(other, states=known))
+        resolved.resolve(other.config)
         _check_same_vocabulary(model, other, texts)
-    ids = _encode_all(model, texts, protocol)
-    windows = [window for i, tokens in enumerate(ids) for window in windows_of(len(tokens), protocol, i)]
-    _check_windows(windows, ids, protocol)
-    sizes = _Sizes.of(windows, max_slots, max_step_tokens, page_size)
-    scores = _score_windows(models, (kv_cache, None), ids, windows, sizes, backend)
-    if protocol.joined:
-        return Evaluation(protocol, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
+    ids, windows = _cut(model, texts, resolved)
+    if isinstance(reference, Recorded):
+        _check_recorded(reference, resolved, ids)
+    sizes = Sizes.of(windows, max_slots, max_step_tokens, page_size)
+    scores = score_windows(tuple(readers), ids, windows, sizes, backend)
+    if resolved.joined:
+        return Evaluation(resolved, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
     groups: list[list[Scores]] = [[] for _ in ids]
     for window, score in zip(windows, scores, strict=True):
         groups[window.text].append(score)
-    return Evaluation(protocol, tuple(_part(g, _words(t)) for g, t in zip(groups, texts, strict=True)))
+    return Evaluation(resolved, tuple(_part(g, _words(t)) for g, t in zip(groups, texts, strict=True)))
+
+
+def record(
+    model: Model,
+    texts: Text | Sequence[Text],
+    protocol: str | Protocol = "wikitext2-2048",
+    *,
+    max_slots: int = 8,
+    max_step_tokens: int = 512,
+    page_size: int = 16,
+    backend: str | None = None,
+) -> Recorded:
+    """A reference for evaluate by the same protocol on the same texts. Raises as evaluate does."""
+    _check_options(max_slots, max_step_tokens, page_size, None, backend)
+    resolved = find_protocol(protocol).resolve(model.config)
+    ids, windows = _cut(model, _as_texts(texts), resolved)
+    sizes = Sizes.of(windows, max_slots, max_step_tokens, page_size)
+    states = read_states(Reader(model), ids, windows, sizes, backend)
+    bare = replace(model, params=replace(model.params, layers=()))
+    return Recorded(bare, resolved, tuple(ids), states)
+
+
+def _check_options(slots: int, tokens: int, page_size: int, kv_cache: str | None, backend: str | None) -> None:
+    EngineOptions(slots, page_size, max_step_tokens=tokens, kv_cache=kv_cache, backend=backend)  # checks them
+
+
+def _check_recorded(recorded: Recorded, protocol: Protocol, ids: list[np.ndarray]) -> None:
+    if recorded.protocol != protocol:
+        a, b = (f"{p.name} (context {p.context}, stride {p.stride})" for p in (recorded.protocol, protocol))
+        raise EvaluationError(f"the reference was recorded by protocol {a}, not by {b}")
+    if len(recorded.ids) != len(ids) or not all(map(np.array_equal, recorded.ids, ids)):
+        raise EvaluationError("the reference was recorded on other tokens than these")
 
 
 # From texts to windows
@@ -202,6 +234,14 @@ def _check_same_vocabulary(model: Model, other: Model, texts: list[Text]) -> Non
             raise EvaluationError("the models' vocabularies differ: their tokenizers make different tokens of the text")
 
 
+def _cut(model: Model, texts: list[Text], protocol: Protocol) -> tuple[list[np.ndarray], list[Window]]:
+    """Token ids, and the windows of all of them."""
+    ids = _encode_all(model, texts, protocol)
+    windows = [window for i, tokens in enumerate(ids) for window in windows_of(len(tokens), protocol, i)]
+    _check_windows(windows, ids, protocol)
+    return ids, windows
+
+
 def _check_windows(windows: list[Window], ids: list[np.ndarray], protocol: Protocol) -> None:
     for i in sorted(set(range(len(ids))) - {window.text for window in windows}):
         assert protocol.context is not None
@@ -214,35 +254,6 @@ def _words(text: Text) -> int | None:
     return len(re.split(r"\s+", text)) if isinstance(text, str) else None  # as lm-eval counts them
 
 
-# Through the model
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Shapes of a step: C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
-
-    slots: int  # B
-    tokens: int  # C
-    page_size: int  # P
-    max_pages: int  # M
-
-    @classmethod
-    def of(cls, windows: list[Window], slots: int, tokens: int, page_size: int) -> "_Sizes":
-        """No larger than the windows need."""
-        longest, total = max(w.inputs for w in windows), sum(w.inputs for w in windows)
-        return cls(min(slots, len(windows)), min(tokens, total), page_size, -(-longest // page_size))
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Inputs start .. stop of a window, in a slot of the cache."""
-
-    slot: int
-    window: int
-    start: int
-    stop: int
-
-
 def _part(scores: list[Scores], words: int | None) -> Part:
     """Exact sums, whatever the order."""
 
@@ -253,134 +264,3 @@ def _part(scores: list[Scores], words: int | None) -> Part:
     if "kl" not in scores[0]:
         return Part(tokens, words, total("nats"))
     return Part(tokens, words, total("nats"), total("reference_nats"), total("kl"), int(total("same")))
-
-
-def _plan(windows: list[Window], sizes: _Sizes) -> Iterator[list[_Chunk]]:
-    """The chunks of each step: windows in order, the oldest first, each in the slot where it began."""
-    waiting, free = deque(range(len(windows))), deque(range(sizes.slots))
-    running: list[tuple[int, int, int]] = []  # slot, window, inputs done
-    while waiting or running:
-        while waiting and free:
-            running.append((free.popleft(), waiting.popleft(), 0))
-        room, chunks, left = sizes.tokens, [], []
-        for slot, window, start in running:
-            stop = min(windows[window].inputs, start + room)
-            room -= stop - start
-            if stop > start:
-                chunks.append(_Chunk(slot, window, start, stop))
-            if stop < windows[window].inputs:
-                left.append((slot, window, stop))
-            else:
-                free.append(slot)
-        running = left
-        yield chunks
-
-
-def _pack(chunks: list[_Chunk], ids: list[np.ndarray], windows: list[Window], sizes: _Sizes) -> tuple[Paged, Any]:
-    """One step without decode rows, and the targets i32[C] of its rows; unused rows write nothing."""
-    B, C, P, M = sizes.slots, sizes.tokens, sizes.page_size, sizes.max_pages
-    tokens, targets, positions, offset = (np.zeros(C, np.int32) for _ in range(4))
-    page = np.full(C, B * M, np.int32)
-    chunk_pages, lengths = np.zeros((B, M), np.int32), np.zeros(B, np.int32)
-    cu = np.zeros(B + 1, np.int32)
-    for b, chunk in enumerate(chunks):
-        window, at = windows[chunk.window], cu[b]
-        rows = slice(at, at + chunk.stop - chunk.start)
-        text = ids[window.text][window.start : window.stop]
-        position = np.arange(chunk.start, chunk.stop)
-        tokens[rows], targets[rows] = text[position], text[position + 1]
-        positions[rows], offset[rows] = position, position % P
-        page[rows] = chunk.slot * M + position // P
-        chunk_pages[b], lengths[b] = chunk.slot * M + np.arange(M), chunk.stop
-        cu[b + 1 :] = rows.stop
-    decodes = np.zeros((0, M), np.int32), np.zeros(0, np.int32)
-    return Paged(tokens, positions, page, offset, *decodes, chunk_pages, cu, lengths), targets  # type: ignore[arg-type]
-
-
-@partial(jax.jit, static_argnames=("configs", "backend"), donate_argnames="caches")
-def score_step(
-    params: tuple[Params, ...],
-    caches: tuple[Cache, ...],
-    batch: Paged,
-    targets: jax.Array,
-    *,
-    configs: tuple[LlamaConfig, ...],
-    backend: str | None,
-) -> tuple[tuple[Cache, ...], dict[str, jax.Array]]:
-    """A step of prompt chunks through one model, or through it and its reference: the caches, and of each row f[C]
-    "nats" (-log p of its target), and with a reference also "reference_nats", "kl" and bool "same"."""
-    states = [backbone(p, c, batch, cache, backend=backend) for p, c, cache in zip(params, configs, caches)]
-    C = targets.shape[0]
-    block = min(PROMPT_LOGPROB_ROWS, C)
-    pad = -C % block
-    rows = [jnp.pad(x, ((0, pad), (0, 0))).reshape(-1, block, x.shape[1]) for x, _ in states]
-
-    def one(x):
-        logits = [head(p, c, h, backend=backend) for p, c, h in zip(params, configs, x[0])]
-        nats = [-token_logprobs(rows, x[1]) for rows in logits]
-        if len(logits) == 1:
-            return {"nats": nats[0]}
-        return {"nats": nats[0], "reference_nats": nats[1]} | _difference(logits[1], logits[0])
-
-    out = jax.lax.map(one, (rows, jnp.pad(targets, (0, pad)).reshape(-1, block)))
-    return tuple(cache for _, cache in states if cache is not None), {key: x.reshape(-1)[:C] for key, x in out.items()}
-
-
-def _difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """Of rows [R, V]: Kullback-Leibler divergence from the reference, and whether both have the same top token.
-
-    With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
-    p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
-    its square only, so that float32 does for divergences far below its rounding of log p.
-    """
-    p, q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits.astype(reference.dtype))
-    d = p - q
-    kl = jnp.sum(jnp.exp(p) * (d + jnp.expm1(-d)), axis=1)
-    return {"kl": kl, "same": reference.argmax(axis=1) == logits.argmax(axis=1)}
-
-
-def _score_windows(
-    models: tuple[Model, ...],
-    kv_caches: tuple[str | None, ...],
-    ids: list[np.ndarray],
-    windows: list[Window],
-    sizes: _Sizes,
-    backend: str | None,
-) -> list[Scores]:
-    """Of each window. The next step is dispatched before the scores of one are read."""
-    params, configs = tuple(m.params for m in models), tuple(m.config for m in models)
-    formats = [parse_kv_cache(kv, m.config, m.params.norm.dtype) for kv, m in zip(kv_caches, models)]
-    num_pages = sizes.slots * sizes.max_pages
-    caches = tuple(make_cache(c, num_pages, sizes.page_size, f) for c, f in zip(configs, formats))
-    scores: list[list[Scores]] = [[] for _ in windows]
-
-    def read(chunks: list[_Chunk], out: dict[str, jax.Array]) -> None:
-        host, at = jax.device_get(out), 0
-        for chunk in chunks:
-            n = chunk.stop - chunk.start
-            scores[chunk.window].append({key: x[at : at + n] for key, x in host.items()})
-            at += n
-            bar.update(n)
-
-    in_flight: tuple[list[_Chunk], dict[str, jax.Array]] | None = None
-    total = sum(window.inputs for window in windows)
-    with tqdm(total=total, desc="scoring", unit="token", delay=2, leave=False, disable=None) as bar:
-        for chunks in _plan(windows, sizes):
-            batch, targets = _pack(chunks, ids, windows, sizes)
-            caches, out = score_step(params, caches, batch, targets, configs=configs, backend=backend)
-            if in_flight is not None:
-                read(*in_flight)
-            in_flight = chunks, out
-        if in_flight is not None:
-            read(*in_flight)
-    return [_scored(window, pieces) for window, pieces in zip(windows, scores, strict=True)]
-
-
-def _scored(window: Window, pieces: list[Scores]) -> Scores:
-    """Of a window's scored tokens, from its chunks. Input i predicts token start + i + 1."""
-    first = window.scored - window.start - 1
-    joined = {key: np.concatenate([piece[key] for piece in pieces])[first:] for key in pieces[0]}
-    if not np.isfinite(joined["nats"]).all():
-        where = f"tokens {window.start} .. {window.stop} of text {window.text}"
-        raise EvaluationError(f"the model's logits are not finite within {where}")
-    return joined

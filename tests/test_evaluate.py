@@ -11,9 +11,9 @@ import pytest
 
 import jllm
 import jllm.evaluate
-from jllm.cache import make_cache, parse_kv_cache
+from jllm import scoring
 from jllm.errors import EvaluationError
-from jllm.evaluate import Evaluation, Part, evaluate, score_step
+from jllm.evaluate import Evaluation, Part, evaluate, record
 from jllm.protocols import PROTOCOLS, Protocol, Window, find_protocol, windows_of
 from jllm.quant.quantize import quantize
 from tests.parity import OPTIONS, PARITY, expected
@@ -213,7 +213,9 @@ def test_same_figures_again_and_whatever_the_batch(x64):
     run = partial(evaluate, model, TEXTS, small("strided-512"), reference=other, kv_cache="int8-g8")
     first = run(**SMALL)
     assert run(**SMALL) == first
-    again = run(max_slots=2, max_step_tokens=50, page_size=32)
+    recorded = record(other, TEXTS, small("strided-512"), **SMALL)
+    assert run(reference=recorded, **SMALL) == first
+    again = run(reference=recorded, max_slots=2, max_step_tokens=50, page_size=32)
     for name in ("perplexity", "kl", "top1"):
         assert again.measure(name) == pytest.approx(first.measure(name), rel=1e-12)
 
@@ -245,26 +247,30 @@ def test_a_model_does_not_differ_from_itself():
 def test_small_divergences_survive_float32():
     logits = rng.normal(size=(50, 1000)) * 3
     near = logits + 1e-3 * rng.normal(size=logits.shape)
-    got = jllm.evaluate._difference(*(jnp.asarray(x, jnp.float32) for x in (logits, near)))["kl"]
+    got = scoring.difference(*(jnp.asarray(x, jnp.float32) for x in (logits, near)))["kl"]
     p, q = log_softmax(logits), log_softmax(near)
     np.testing.assert_allclose(got, (np.exp(p) * (p - q)).sum(axis=1), rtol=2e-2)
     assert got.min() >= 0
 
 
-def one_step(*models):
-    """Arguments of score_step for 256 tokens; the models' shapes are the same."""
-    model = models[0]
-    ids, windows, sizes = [np.zeros(300, np.int32)], [Window(0, 0, 1, 300)], jllm.evaluate._Sizes(1, 256, 16, 19)
-    batch, targets = jllm.evaluate._pack(next(jllm.evaluate._plan(windows, sizes)), ids, windows, sizes)
-    formats = parse_kv_cache("int8-g8", model.config, model.params.norm.dtype)
-    cache = make_cache(model.config, 19, 16, formats)
-    options = {"configs": tuple(m.config for m in models)}
-    return (tuple(m.params for m in models), (cache,) * len(models), batch, targets), options
+def one_step(model, **options):
+    """Hidden states and scores of 256 tokens by a model and by itself as its reference, as score_windows makes them."""
+    reader, windows, sizes = scoring.Reader(model, "int8-g8"), [Window(0, 0, 1, 300)], scoring.Sizes(1, 256, 16, 19)
+    chunks = next(scoring.plan(windows, sizes))
+    batch, targets = scoring.pack(chunks, [np.zeros(300, np.int32)], windows, sizes)
+
+    def step(model, batch, cache):
+        x, _ = replace(reader, model=model).read(batch, chunks, cache, options.get("backend"))
+        heads, configs = (replace(model.params, layers=()),) * 2, (model.config,) * 2
+        return scoring.score_rows(heads, (x, x), targets, configs=configs, backend=options.get("backend"))
+
+    return jax.jit(lambda params, *args: step(replace(model, params=params), *args)).trace(
+        model.params, batch, reader.begin(sizes)
+    )
 
 
 def test_no_logits_of_all_rows_at_once():
-    args, options = one_step(tiny_model(), tiny_model())
-    text = score_step.lower(*args, **options, backend=None).as_text()
+    text = one_step(tiny_model()).lower().as_text()
     assert "tensor<128x97xf32>" in text
     assert "256x97x" not in text
 
@@ -273,9 +279,9 @@ def test_lowers_to_the_kernels_that_serve():
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
     model = tiny_model("bfloat16", vocab_size=512, num_layers=1, **sizes)
     quantized = replace(model, params=quantize(model.params, "w8a8-all"))
-    args, options = one_step(quantized)
-    lowered = score_step.trace(*args, **options, backend="mosaic").lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    kernels = str(one_step(quantized, backend="mosaic").jaxpr)  # that each of them lowers, its own tests say
+    for name in ("cache_update", "prefill_attention", "norm_quant", "silu_mul_quant", "gemm_tall", "warpgroup"):
+        assert name in kernels
 
 
 def test_intervals():
@@ -293,6 +299,17 @@ def test_intervals():
         Evaluation(protocol, parts[:1]).interval("kl")
     with pytest.raises(EvaluationError, match="kl takes a reference model"):
         _ = Evaluation(protocol, (Part(1, 1, 1.0),)).kl
+
+
+def test_a_recorded_reference_stands_for_its_own_tokens_only():
+    model = tiny_model(tokenizer=Letters())
+    recorded = record(model, TEXTS, small("document"), **SMALL)
+    for texts, protocol, message in (
+        (TEXTS[:2], "document", "recorded on other tokens than these"),
+        (TEXTS, "strided-512", "recorded by protocol document (context 24, stride 24), not by strided-512 (context 24"),
+    ):
+        with pytest.raises(EvaluationError, match=re.escape(message)):
+            evaluate(model, texts, small(protocol), reference=recorded, **SMALL)
 
 
 def other_vocabulary():

@@ -1,0 +1,52 @@
+"""Writes the bundled evaluation text: passages that the bundled model itself made up.
+
+    python -m experiments.texts.write [--documents N] [--out FILE.jsonl]
+
+Each document is one sample from the model's own distribution in float32 (temperature 1, no cut of any kind), from BOS
+to where the model ends it, or LENGTH tokens; seeds are 0, 1, ... in order, and none is left out. So nobody's copyright
+is touched, the text fits the vocabulary, and its perplexity is the exponential of the model's own entropy: whatever
+quantization changes adds its divergence to the loss, on average. The same machine writes the same bytes again; another
+one's rounding may turn a sample where two tokens were nearly as likely.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jllm
+from experiments.texts.read import BUNDLED_TEXT
+from jllm.errors import JllmError, OutputError
+from jllm.pretrained import Model
+
+DOCUMENTS = 40
+LENGTH = 600  # tokens; BOS and the context of 1024 leave room
+
+
+def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, int | str | None]]:
+    """{"seed", "text"} of each."""
+    assert model.config.bos_id is not None, "the bundled model has a BOS token"
+    sampling = [jllm.SamplingParams(temperature=1.0, max_new_tokens=length, seed=seed) for seed in range(count)]
+    told = jllm.generate(model, [[model.config.bos_id]] * count, sampling)
+    return [{"seed": seed, "text": done.text} for seed, done in enumerate(told)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="how many (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=BUNDLED_TEXT, help="default: the bundled text itself")
+    args = parser.parse_args(argv)
+    try:
+        lines = [json.dumps(document, ensure_ascii=False) for document in documents(jllm.load(), args.documents)]
+        try:
+            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"{args.out}: cannot be written: {error.strerror}") from None
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Windows of token ids through models as prompts go that are served: in ragged chunks, over the paged KV cache.
+
+The arrays' side of jllm.evaluate. What is compiled is a layer, which all layers of one format share, and the scoring of
+a block of rows; the step around them runs op by op. So a sweep over many schemes compiles one layer for each of them,
+and nothing of the model that they are compared with.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
+from jllm.model import Cache, Paged, backbone, head
+from jllm.params import Params
+from jllm.pretrained import Model
+from jllm.protocols import Window
+from jllm.sampling import token_logprobs
+from jllm.step import PROMPT_LOGPROB_ROWS
+
+Scores = dict[str, np.ndarray]  # by name, of tokens in order
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of a step: C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
+
+    slots: int  # B
+    tokens: int  # C
+    page_size: int  # P
+    max_pages: int  # M
+
+    @classmethod
+    def of(cls, windows: Sequence[Window], slots: int, tokens: int, page_size: int) -> "Sizes":
+        """No larger than the windows need."""
+        longest, total = max(w.inputs for w in windows), sum(w.inputs for w in windows)
+        return cls(min(slots, len(windows)), min(tokens, total), page_size, -(-longest // page_size))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Inputs start .. stop of a window, in a slot of the cache."""
+
+    slot: int
+    window: int
+    start: int
+    stop: int
+
+
+def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
+    """The chunks of each step: windows in order, the oldest first, each in the slot where it began."""
+    waiting, free = deque(range(len(windows))), deque(range(sizes.slots))
+    running: list[tuple[int, int, int]] = []  # slot, window, inputs done
+    while waiting or running:
+        while waiting and free:
+            running.append((free.popleft(), waiting.popleft(), 0))
+        room, chunks, left = sizes.tokens, [], []
+        for slot, window, start in running:
+            stop = min(windows[window].inputs, start + room)
+            room -= stop - start
+            if stop > start:
+                chunks.append(Chunk(slot, window, start, stop))
+            if stop < windows[window].inputs:
+                left.append((slot, window, stop))
+            else:
+                free.append(slot)
+        running = left
+        yield chunks
+
+
+def pack(
+    chunks: list[Chunk], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes
+) -> tuple[Paged, np.ndarray]:
+    """One step without decode rows, and the targets i32[C] of its rows; unused rows write nothing."""
+    B, C, P, M = sizes.slots, sizes.tokens, sizes.page_size, sizes.max_pages
+    tokens, targets, positions, offset = (np.zeros(C, np.int32) for _ in range(4))
+    page = np.full(C, B * M, np.int32)
+    chunk_pages, lengths = np.zeros((B, M), np.int32), np.zeros(B, np.int32)
+    cu = np.zeros(B + 1, np.int32)
+    for b, chunk in enumerate(chunks):
+        window, at = windows[chunk.window], cu[b]
+        rows = slice(at, at + chunk.stop - chunk.start)
+        text = ids[window.text][window.start : window.stop]
+        position = np.arange(chunk.start, chunk.stop)
+        tokens[rows], targets[rows] = text[position], text[position + 1]
+        positions[rows], offset[rows] = position, position % P
+        page[rows] = chunk.slot * M + position // P
+        chunk_pages[b], lengths[b] = chunk.slot * M + np.arange(M), chunk.stop
+        cu[b + 1 :] = rows.stop
+    decodes = np.zeros((0, M), np.int32), np.zeros(0, np.int32)
+    return Paged(tokens, positions, page, offset, *decodes, chunk_pages, cu, lengths), targets  # type: ignore[arg-type]
+
+
+@partial(jax.jit, static_argnames=("configs", "backend"))
+def score_rows(
+    heads: tuple[Params, ...],
+    states: tuple[jax.Array, ...],
+    targets: jax.Array,
+    *,
+    configs: tuple[LlamaConfig, ...],
+    backend: str | None,
+) -> dict[str, jax.Array]:
+    """Of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of them:
+    "nats" f[C] (-log p of each row's target), and with a reference also "reference_nats", "kl" and bool "same". Logits
+    exist for a block of rows at a time."""
+    C = targets.shape[0]
+    block = min(PROMPT_LOGPROB_ROWS, C)
+    pad = -C % block
+    rows = [jnp.pad(x, ((0, pad), (0, 0))).reshape(-1, block, x.shape[1]) for x in states]
+
+    def one(x):
+        logits = [head(p, c, h, backend=backend) for p, c, h in zip(heads, configs, x[0])]
+        nats = [-token_logprobs(rows, x[1]) for rows in logits]
+        if len(logits) == 1:
+            return {"nats": nats[0]}
+        return {"nats": nats[0], "reference_nats": nats[1]} | difference(logits[1], logits[0])
+
+    out = jax.lax.map(one, (rows, jnp.pad(targets, (0, pad)).reshape(-1, block)))
+    return {key: x.reshape(-1)[:C] for key, x in out.items()}
+
+
+def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
+    """Of rows [R, V]: Kullback-Leibler divergence from the reference, and whether both have the same top token.
+
+    With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
+    p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
+    its square only, so that float32 does for divergences far below its rounding of log p.
+    """
+    p, q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits.astype(reference.dtype))
+    d = p - q
+    kl = jnp.sum(jnp.exp(p) * (d + jnp.expm1(-d)), axis=1)
+    return {"kl": kl, "same": reference.argmax(axis=1) == logits.argmax(axis=1)}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model that reads windows step by step, or what one made of them before: `states` by window [inputs, E]."""
+
+    model: Model
+    kv_cache: str | None = None
+    states: tuple[np.ndarray, ...] | None = None
+
+    def begin(self, sizes: Sizes) -> Cache:
+        """An empty cache; none where everything is known."""
+        if self.states is not None:
+            return ()
+        c = self.model.config
+        formats = parse_kv_cache(self.kv_cache, c, self.model.params.norm.dtype)
+        return make_cache(c, sizes.slots * sizes.max_pages, sizes.page_size, formats)
+
+    def read(self, batch: Paged, chunks: list[Chunk], cache: Cache, backend: str | None) -> tuple[jax.Array, Cache]:
+        """The hidden states [C, E] of a step's rows, and the cache after it."""
+        if self.states is None:
+            x, new = backbone(self.model.params, self.model.config, batch, cache, backend=backend)
+            assert new is not None
+            return x, new
+        known = np.concatenate([self.states[chunk.window][chunk.start : chunk.stop] for chunk in chunks])
+        return jnp.asarray(np.pad(known, ((0, batch.tokens.shape[0] - len(known)), (0, 0)))), cache
+
+    @property
+    def head(self) -> Params:
+        """What logits take: the same shapes whatever the layers' formats are."""
+        return replace(self.model.params, layers=())
+
+
+def score_windows(
+    readers: tuple[Reader, ...], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes, backend: str | None
+) -> list[Scores]:
+    """Of each window's scored tokens, by one model, or by it and its reference."""
+    heads, configs = tuple(r.head for r in readers), tuple(r.model.config for r in readers)
+
+    def score(states: tuple[jax.Array, ...], targets: np.ndarray) -> dict[str, jax.Array]:
+        return score_rows(heads, states, jnp.asarray(targets), configs=configs, backend=backend)
+
+    pieces = _run(readers, score, ids, windows, sizes, backend, "scoring")
+    return [_scored(window, found) for window, found in zip(windows, pieces, strict=True)]
+
+
+def read_states(
+    reader: Reader, ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes, backend: str | None
+) -> tuple[np.ndarray, ...]:
+    """The hidden states of each window's inputs [inputs, E], on the host."""
+    pieces = _run((reader,), lambda states, _: {"x": states[0]}, ids, windows, sizes, backend, "reading")
+    return tuple(np.concatenate([piece["x"] for piece in found]) for found in pieces)
+
+
+def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: str) -> list[list[Scores]]:
+    """make(states, targets) of every step, cut into the windows' chunks. The next step is dispatched before the
+    results of one are read."""
+    caches = [reader.begin(sizes) for reader in readers]
+    pieces: list[list[Scores]] = [[] for _ in windows]
+
+    def take(chunks: list[Chunk], out: dict[str, jax.Array]) -> None:
+        host, at = jax.device_get(out), 0
+        for chunk in chunks:
+            n = chunk.stop - chunk.start
+            pieces[chunk.window].append({key: x[at : at + n] for key, x in host.items()})
+            at += n
+            bar.update(n)
+
+    in_flight: tuple[list[Chunk], dict[str, Any]] | None = None
+    total = sum(window.inputs for window in windows)
+    with tqdm(total=total, desc=desc, unit="token", delay=2, leave=False, disable=None) as bar:
+        for chunks in plan(windows, sizes):
+            batch, targets = pack(chunks, ids, windows, sizes)
+            batch = jax.device_put(batch)
+            states = []
+            for i, reader in enumerate(readers):
+                x, caches[i] = reader.read(batch, chunks, caches[i], backend)
+                states.append(x)
+            out = make(tuple(states), targets)
+            if in_flight is not None:
+                take(*in_flight)
+            in_flight = chunks, out
+        if in_flight is not None:
+            take(*in_flight)
+    return pieces
+
+
+def _scored(window: Window, pieces: list[Scores]) -> Scores:
+    """Of a window's scored tokens, from its chunks. Input i predicts token start + i + 1."""
+    first = window.scored - window.start - 1
+    joined = {key: np.concatenate([piece[key] for piece in pieces])[first:] for key in pieces[0]}
+    if not np.isfinite(joined["nats"]).all():
+        where = f"tokens {window.start} .. {window.stop} of text {window.text}"
+        raise EvaluationError(f"the model's logits are not finite within {where}")
+    return joined
