@@ -1,4 +1,5 @@
-"""The residual stream after every layer, and how far quantization moves it: pure functions, no cache."""
+"""What happens inside a model: any named value of prefill and decode, and how far quantization moves the residual
+stream after every layer."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import Packed, backbone
+from jllm.model import Cache, Packed, Paged, Taps, backbone, head, head_taps, tapped_backbone
+from jllm.params import Params
 from jllm.pretrained import Model
+from jllm.taps import resolve_taps
 from pallas_kernels.numerics import compute_dtype
 
 _run = partial(jax.jit, static_argnames=("config", "backend"))(
@@ -36,12 +41,7 @@ def residuals(model: Model, tokens: Sequence[int], *, backend: str | None = None
     A layer runs as a model of its own, whose embedding is the stream so far and whose tokens are 0 .. T - 1: the same
     compiled function for all layers of one attention window, in time linear in their number.
     """
-    ids = np.asarray(tokens)
-    size = model.config.vocab_size
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise EvaluationError(f"tokens must be a list of token ids, at least one, not {ids.dtype}{list(ids.shape)}")
-    if ids.min() < 0 or ids.max() >= size:
-        raise EvaluationError(f"token ids must be in [0, {size}), the model's vocabulary")
+    ids = _check_tokens(model, tokens)
     rows = jnp.arange(len(ids), dtype=jnp.int32)
     batch = Packed(jnp.asarray(ids, jnp.int32), rows, jnp.zeros_like(rows))
     x = _run(replace(model.params, layers=()), model.config, batch, backend)
@@ -51,6 +51,71 @@ def residuals(model: Model, tokens: Sequence[int], *, backend: str | None = None
         config = replace(model.config, num_layers=1, windows=model.config.windows[i : i + 1])
         x = _run(replace(model.params, embed=x, head=None, layers=(layer,)), config, batch, backend)
         yield x
+
+
+def tap(
+    model: Model,
+    tokens: Sequence[int],
+    names: Sequence[str],
+    *,
+    prompt: int | None = None,
+    kv_cache: str | None = None,
+    page_size: int = 16,
+    backend: str | None = None,
+) -> Taps:
+    """The values that `names` (see jllm.taps) stand for, of one sequence i32[T], as serving computes them: name ->
+    [T, ...].
+
+    The first `prompt` tokens (None: all) are one prompt's, the others go through decode one by one, over a paged cache
+    of format `kv_cache`. Raises EvaluationError for unknown names and for tokens that the model can't take.
+    """
+    ids = _check_tokens(model, tokens)
+    T, c = len(ids), model.config
+    first = T if prompt is None else prompt
+    if not 0 < first <= T <= c.context:
+        raise EvaluationError(f"prompt must be in 1 .. {T}, the tokens, and those at most {c.context}, not {first}")
+    taps = resolve_taps(names, c.num_layers)
+    pages = -(-T // page_size)
+    cache = make_cache(c, pages, page_size, parse_kv_cache(kv_cache, c, model.params.norm.dtype))
+    parts: list[Taps] = []
+    for start, stop in [(0, first), *((i, i + 1) for i in range(first, T))]:
+        batch = _paged(ids[start:stop], start, pages, page_size, decode=start > 0)
+        cache, found = _tap_step(model.params, cache, batch, config=c, taps=taps, backend=backend)
+        parts.append(found)
+    return {name: jnp.concatenate([part[name] for part in parts]) for name in taps}
+
+
+def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, decode: bool) -> Paged:
+    """Tokens start .. start + T of a sequence that owns pages 0 .. pages: a decode row, or a prompt's chunk."""
+    positions = np.arange(start, start + len(ids), dtype=np.int32)
+    table, length = np.arange(pages, dtype=np.int32)[None], np.asarray([positions[-1] + 1], np.int32)
+    rows = slice(0, 1) if decode else slice(0, 0)
+    chunks = slice(0, 0) if decode else slice(0, 1)
+    cu = np.asarray([0] if decode else [0, len(ids)], np.int32)
+    fields = (ids, positions, positions // page_size, positions % page_size, table[rows], length[rows], table[chunks])
+    return Paged(*map(jnp.asarray, (*fields, cu, length[chunks])))
+
+
+@partial(jax.jit, static_argnames=("config", "taps", "backend"), donate_argnames="cache")
+def _tap_step(
+    params: Params, cache: Cache, batch: Paged, *, config: LlamaConfig, taps: tuple[str, ...], backend: str | None
+) -> tuple[Cache, Taps]:
+    hidden, updated, found = tapped_backbone(params, config, batch, cache, taps, backend=backend)
+    assert updated is not None
+    wanted = {"norm", "logits"} & set(taps)
+    logits = head(params, config, hidden, backend=backend) if wanted else hidden
+    return updated, found | head_taps(params, config, hidden, logits, taps)
+
+
+def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:
+    """i32[T]."""
+    ids = np.asarray(tokens)
+    size = model.config.vocab_size
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise EvaluationError(f"tokens must be a list of token ids, at least one, not {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= size:
+        raise EvaluationError(f"token ids must be in [0, {size}), the model's vocabulary")
+    return ids.astype(np.int32)
 
 
 def compare_layers(

@@ -7,7 +7,15 @@ sum less than adding them in the norm that follows.
 
 `backend` names the implementation of these operations ("xla", "mosaic"); None chooses. Plain products know no other
 than the best one unless that is "xla": the kernel for them is there for few rows only.
+
+Gradients of products with quantized weights are those of plain jnp's, whatever runs forward: with respect to inputs,
+scales, biases and norms. Quantized activations pass them straight through (Bengio et al., arXiv 1308.3432: as if
+rounding were not there); integer codes get float0, and codes of fp8 zeros.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +25,9 @@ from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
-from pallas_kernels.quantized_weights import QuantizedWeight, take_rows
+from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
+from pallas_kernels.quantized_weights import QuantizedWeight, decode, take_rows
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
@@ -35,7 +44,62 @@ def linear(
     backend: str | None = None,
 ) -> jax.Array:
     """x [..., in] times w [out, in] transposed, plus bias [out] and residual [..., out]: [..., out] in out_dtype
-    (default: x's, which QuantizedRows do not have: they need one)."""
+    (default: x's, which QuantizedRows do not have: they need one). Differentiable but for QuantizedRows."""
+    run = partial(_linear, out_dtype=out_dtype, backend=backend)
+    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
+        return _with_gradient(run, partial(_straight, out_dtype=out_dtype))(x, w, bias, residual)
+    return run(x, w, bias, residual)
+
+
+def norm_linear(
+    x: jax.Array,
+    weight: jax.Array,
+    w: Weight,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    out_dtype=None,
+    backend: str | None = None,
+) -> jax.Array:
+    """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable, as the two apart are not where
+    codes lie between them."""
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+
+    def run(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+        rows = norm(x, weight, eps, w, backend=backend)
+        return _linear(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
+
+    def straight(x: jax.Array, weight: jax.Array, w: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+        rows = norm_quant(x, weight, eps=eps, backend="xla")[0]
+        return _straight(rows, w, bias, None, out_dtype=out_dtype)
+
+    return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(x, weight, w, bias)
+
+
+def silu_linear(
+    gate_up: jax.Array,
+    w: Weight,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array,
+    backend: str | None = None,
+) -> jax.Array:
+    """linear of silu_mul of gate_up [T, 2F], in the residual's dtype."""
+
+    def run(gate_up: jax.Array, w: Weight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
+        rows = silu_mul(gate_up, w, backend=backend)
+        return _linear(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
+
+    def straight(gate_up: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
+        rows = silu_mul_quant(gate_up, backend="xla")
+        return _straight(rows, w, bias, residual, out_dtype=residual.dtype)
+
+    return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)
+
+
+def _linear(
+    x: Rows, w: Weight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype, backend: str | None
+) -> jax.Array:
     added = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
         assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
@@ -44,7 +108,7 @@ def linear(
         return _codes_product(x, w, **added, out_dtype=out_dtype, backend=backend)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if w.format.activations is not None:
-        rows = quantize_rows(x, w.format.activations, per_tensor=w.format.per_tensor)
+        rows = quantize_rows(x, w.format.activations, per_tensor=w.format.per_tensor, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
@@ -66,9 +130,35 @@ def embed(w: Weight, tokens: jax.Array, dtype) -> jax.Array:
     return jnp.take(w, tokens, axis=0, mode="clip")
 
 
+def _with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`run`, with the gradient of `straight`, which is computed where somebody asks for it."""
+    function = jax.custom_vjp(run)
+    function.defvjp(lambda *args: (run(*args), args), lambda args, g: jax.vjp(straight, *args)[1](g))
+    return function
+
+
+def _straight(
+    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype
+) -> jax.Array:
+    """linear in plain jnp, of numbers instead of codes, with rounding of activations passing gradients."""
+    if w.format.activations is not None:
+        kind, shared = w.format.activations, w.format.per_tensor
+        codes = quantize_rows(jax.lax.stop_gradient(x), kind, per_tensor=shared, scale=w.input_scale)
+        x = x + (dequantize_rows(codes, x.dtype) - jax.lax.stop_gradient(x))
+    w = replace(w, values=jax.lax.stop_gradient(w.values))
+    wide = compute_dtype(x.dtype)
+    y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+    if bias is not None:
+        y = y + bias.astype(wide).reshape((1,) * (y.ndim - 1) + bias.shape)
+    if residual is not None:
+        y = y + residual.astype(wide)
+    return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
 def _rows_kind(reader: Weight) -> str | None:
-    """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own."""
-    if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor:
+    """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own, be it
+    found as they come or ahead (input_scale)."""
+    if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
     return reader.format.activations
 

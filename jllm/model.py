@@ -6,6 +6,7 @@ with one (serving) this step's K and V are written to their pages first, and dec
 the pages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,18 +15,22 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import embed, linear, norm, silu_mul
-from jllm.params import LayerParams, Params, Weight
+from jllm.linear import embed, linear, norm_linear, silu_linear
+from jllm.params import LayerParams, Params
 from jllm.rope import angles
+from jllm.taps import of_layer, resolve_taps
 from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
+from pallas_kernels.silu_mul_quant import silu_mul_quant
 
 Cache = tuple[KVPages, ...]  # one a layer
+Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 
 @jax.tree_util.register_dataclass
@@ -70,26 +75,49 @@ def backbone(
     params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
 ) -> tuple[jax.Array, Cache | None]:
     """Hidden states [T, E] before the final norm, and the updated cache."""
+    return tapped_backbone(params, config, batch, cache, backend=backend)[:2]
+
+
+def tapped_backbone(
+    params: Params,
+    config: LlamaConfig,
+    batch: Packed | Paged,
+    cache: Cache | None,
+    taps: tuple[str, ...] = (),
+    *,
+    backend: str | None = None,
+) -> tuple[jax.Array, Cache | None, Taps]:
+    """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
+    names that the model doesn't have."""
+    taps = resolve_taps(taps, config.num_layers)
     backend = _backend(backend, cache)
     x = embed(params.embed, batch.tokens, params.norm.dtype)
+    found = {"embedding": x} if "embedding" in taps else {}
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     works = {w: _plan(batch, config, w, x.dtype, cache, backend) for w in dict.fromkeys(config.windows or (None,))}
     pools = []
     for i, layer in enumerate(params.layers):
         window = config.window(i)
         pages = None if cache is None else cache[i]
-        x, pages = _layer(
-            layer, x, cos, sin, batch, works[window], pages, config=config, window=window, backend=backend
-        )
+        static: dict[str, Any] = {"config": config, "window": window, "backend": backend, "taps": of_layer(taps, i)}
+        x, pages, inside = _layer(layer, x, cos, sin, batch, works[window], pages, **static)
+        found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
         pools.append(pages)
-    return x, None if cache is None else tuple(pools)
+    return x, None if cache is None else tuple(pools), found
 
 
 def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None) -> jax.Array:
     """Logits [T, V] of hidden states [T, E], float32 at least."""
     w = params.embed if params.head is None else params.head
-    x = norm(hidden, params.norm, config.norm_eps, w, backend=backend)
-    return linear(x, w, out_dtype=compute_dtype(hidden.dtype), backend=backend)
+    dtype = compute_dtype(hidden.dtype)
+    return norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+
+
+def head_taps(params: Params, config: LlamaConfig, hidden: jax.Array, logits: jax.Array, taps: tuple[str, ...]) -> Taps:
+    """Those of the values that taps name which the head computes, of rows [rows, E]."""
+    names = resolve_taps(taps, config.num_layers)
+    found = {"norm": norm_quant(hidden, params.norm, eps=config.norm_eps)[0]} if "norm" in names else {}
+    return found | ({"logits": logits} if "logits" in names else {})
 
 
 def _backend(backend: str | None, cache: Cache | None) -> str | None:
@@ -122,7 +150,7 @@ def _plan(
 
 
 # One trace and one lowering serve all layers with the same window.
-@partial(jax.jit, static_argnames=("config", "window", "backend"))
+@partial(jax.jit, static_argnames=("config", "window", "backend", "taps"))
 def _layer(
     p: LayerParams,
     x: jax.Array,
@@ -135,12 +163,23 @@ def _layer(
     config: LlamaConfig,
     window: int | None,
     backend: str | None,
-) -> tuple[jax.Array, KVPages | None]:
-    def norm_linear(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
-        rows = norm(x, weight, config.norm_eps, w, backend=backend)
-        return linear(rows, w, bias, out_dtype=x.dtype, backend=backend)
+    taps: tuple[str, ...] = (),
+) -> tuple[jax.Array, KVPages | None, Taps]:
+    found: Taps = {}
 
-    qkv = norm_linear(x, p.attn_norm, p.qkv, p.qkv_bias)
+    def tap(name: str, value: Callable[[], jax.Array]) -> None:
+        """Only what is asked for is computed; XLA merges it with what the step computes anyway."""
+        if name in taps:
+            found[name] = value()
+
+    project = partial(norm_linear, eps=config.norm_eps, backend=backend)
+    tap("input", lambda: x)
+    tap("attn_norm", lambda: norm_quant(x, p.attn_norm, eps=config.norm_eps, backend=backend)[0])
+    qkv = project(x, p.attn_norm, p.qkv, p.qkv_bias)
+    tap("qkv", lambda: qkv)
+    tap("q", lambda: rotate(_split_qkv(p, qkv, config)[0], cos, sin))
+    tap("k", lambda: rotate(_split_qkv(p, qkv, config)[1], cos, sin))
+    tap("v", lambda: _split_qkv(p, qkv, config)[2])
     options = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     if pages is None:
         assert isinstance(batch, Packed), "without a cache, the batch is Packed"
@@ -154,10 +193,17 @@ def _layer(
             q, k, v = _split_qkv(p, qkv, config)
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         out = _paged_attention(q, pages, batch, works, options)
-    x = linear(out.reshape(x.shape[0], -1), p.o, p.o_bias, residual=x, backend=backend)
-    gate_up = norm_linear(x, p.mlp_norm, p.gate_up, p.gate_up_bias)
-    y = silu_mul(gate_up, p.down, backend=backend)
-    return linear(y, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend), pages
+    out = out.reshape(x.shape[0], -1)
+    tap("attention", lambda: out)
+    middle = linear(out, p.o, p.o_bias, residual=x, backend=backend)
+    tap("middle", lambda: middle)
+    tap("mlp_norm", lambda: norm_quant(middle, p.mlp_norm, eps=config.norm_eps, backend=backend)[0])
+    gate_up = project(middle, p.mlp_norm, p.gate_up, p.gate_up_bias)
+    tap("gate_up", lambda: gate_up)
+    tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))
+    y = silu_linear(gate_up, p.down, p.down_bias, residual=middle, backend=backend)
+    tap("output", lambda: y)
+    return y, pages, found
 
 
 def _split_qkv(p: LayerParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,0 +1,67 @@
+"""Names of the values inside a forward pass, which it gives back where they are asked for.
+
+A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, as in `layers.*.attention`. Where the
+reader of a value has quantized activations, it is the value before that rounding. Rows are those of the step: R decode
+rows, then C prompt tokens; for the head's they are the rows that it runs on.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from jllm.errors import EvaluationError
+
+LAYER = {  # in order of their computation
+    "input": "[T, E] the residual stream before the layer",
+    "attn_norm": "[T, E] what the query, key and value projections read",
+    "qkv": "[T, (H + 2K) D] what they yield",
+    "q": "[T, H, D] queries, rotated",
+    "k": "[T, K, D] keys, rotated, before they are stored",
+    "v": "[T, K, D] values, before they are stored",
+    "attention": "[T, H D] what the output projection reads",
+    "middle": "[T, E] the residual stream between attention and MLP",
+    "mlp_norm": "[T, E] what the gate and up projections read",
+    "gate_up": "[T, 2F] what they yield",
+    "silu_mul": "[T, F] SiLU(gate) * up: what the down projection reads",
+    "output": "[T, E] the residual stream after the layer",
+}
+TOP = {
+    "embedding": "[T, E]",
+    "norm": "[rows, E] what the head reads",
+    "logits": "[rows, V]",
+}
+NEAR = 4  # names that an error suggests
+
+
+def tap_names(num_layers: int) -> list[str]:
+    """Every name, in order of computation."""
+    layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in LAYER]
+    return ["embedding", *layers, "norm", "logits"]
+
+
+def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """The names that patterns stand for, in order of computation. Raises EvaluationError for one that stands for none,
+    with those near it."""
+    if isinstance(patterns, str):
+        raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
+    known = tap_names(num_layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise EvaluationError(_unknown(pattern, num_layers, known))
+    return tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
+    """Those of one layer, without its prefix."""
+    prefix = f"layers.{layer}."
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _unknown(pattern: str, num_layers: int, known: list[str]) -> str:
+    parts = pattern.split(".")
+    if len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= num_layers:
+        return f"tap {pattern!r}: the model has layers 0 .. {num_layers - 1}"
+    close = get_close_matches(pattern, [*known, *LAYER], NEAR, 0.5)
+    names = dict.fromkeys(f"layers.*.{name}" if name in LAYER else name for name in close)
+    hint = f"near ones: {', '.join(names)}" if names else f"names: {', '.join(TOP)}, layers.I. and {', '.join(LAYER)}"
+    return f"unknown tap {pattern!r}; {hint}"
