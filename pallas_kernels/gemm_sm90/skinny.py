@@ -5,6 +5,9 @@ SMs, and for most shapes one wave of tiles, each over all of K, is the whole pro
 are the 64-row operand of wgmma; those that don't exist are neither copied nor stored. Two warps of one warpgroup copy x
 and w into a deep ring, on and on across tiles; one or two warpgroups multiply. An SM takes in 64 bytes a clock at most,
 x's included: where that is the limit, tiles are chosen nearly square.
+
+With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up
+is made of sums in registers: half of a product's results are never written, and nothing reads them.
 """
 
 from dataclasses import dataclass
@@ -19,13 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
 from pallas_kernels.gemm_sm90.smem import swizzled
+from pallas_kernels.row_pieces_sm90 import silu_mul
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
 
 
-@partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "interpret"))
 def gemm(
     x: jax.Array,
     w: jax.Array,
@@ -36,17 +40,22 @@ def gemm(
     residual: jax.Array | None = None,
     out_dtype: jnp.dtype,
     config: Config,
+    gated: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too."""
-    (m, k), n = x.shape, w.shape[0]
+    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too.
+
+    gated: SiLU of the product with w's first half, times that with its second half -> [M, N / 2]; nothing is added.
+    """
+    (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     given = {name: array for name, array in optional.items() if array is not None}
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), {name: a.dtype for name, a in given.items()}, config)
+    assert not (gated and given), "a gated product is neither scaled nor added to"
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), {name: a.dtype for name, a in given.items()}, config, gated)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -55,7 +64,10 @@ def gemm(
         grid_names=("worker",),
         num_threads=plan.computing + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=gated,  # SiLU's exponential, good to 2^-21
+        ),
         interpret=interpret,
         kernel_name="gemm_skinny",
     )
@@ -90,12 +102,23 @@ class Plan:
     """Static sizes."""
 
     m: int
-    n: int
+    n: int  # columns of the result
     k: int
     dtype: jnp.dtype
     out_dtype: jnp.dtype
     extra: dict[str, jnp.dtype]  # the optional arguments that are there
     config: Config
+    gated: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Runs of w's rows that a tile has."""
+        return 2 if self.gated else 1
+
+    @property
+    def columns(self) -> int:
+        """Of a tile's result."""
+        return self.config.columns // self.parts
 
     @property
     def copied(self) -> int:
@@ -129,7 +152,7 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        return self.row_tiles * pl.cdiv(self.n, self.config.columns)
+        return self.row_tiles * pl.cdiv(self.n, self.columns)
 
     @property
     def workers(self) -> int:
@@ -158,9 +181,9 @@ class Plan:
         scratch = {
             "x_s": swizzled((stages, config.rows, self.step), self.dtype),
             "w_s": swizzled((stages, config.columns, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.parts, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
-            "out_s": plgpu.SMEM((self.computing, UNIT, config.columns), self.out_dtype),
+            "out_s": plgpu.SMEM((self.computing, UNIT, self.columns), self.out_dtype),
         }
         if self.vectors:
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
@@ -190,7 +213,7 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
-            pl.when(warp == 0)(lambda: copy_operand(plan, refs, refs.w, refs.w_s, plan.config.columns))
+            pl.when(warp == 0)(lambda: copy_operand(plan, refs, refs.w, refs.w_s, plan.columns, plan.parts))
             pl.when(warp == 1)(lambda: copy_operand(plan, refs, refs.x, refs.x_s, plan.copied))
             if plan.vectors:
                 pl.when(warp == 2)(lambda: copy_vectors(plan, refs))
@@ -205,11 +228,12 @@ def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
     number = lax.axis_index("worker") + i * plan.workers
     row = lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows
-    return row, number // plan.row_tiles * plan.config.columns
+    return row, number // plan.row_tiles * plan.columns
 
 
-def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int) -> None:
-    """The warp that copies x or w, step by step, on and on across tiles."""
+def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
+    """The warp that copies x or w, step by step, on and on across tiles; of w perhaps in parts, each of `rows` rows.
+    Rows that gate's part has past its end are up's, and results of them are not stored."""
     steps, stages, tiles = plan.steps, refs.full.shape[0], tiles_of(plan)
 
     @pl.loop(0, tiles)
@@ -221,8 +245,10 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int) ->
             number = i * steps + s
             slot = lax.rem(number, jnp.int32(stages))
             pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            at = pl.ds(begin, rows), pl.ds(s * plan.step, plan.step)
-            plgpu.copy_gmem_to_smem(source.at[at], target.at[slot, pl.ds(0, rows)], refs.full.at[slot])
+            for part in range(parts):
+                at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
+                to = target.at[slot, pl.ds(part * rows, rows)]
+                plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
 
     @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
     def _(number: jax.Array) -> None:  # no barrier is left in the middle of a phase
@@ -280,18 +306,20 @@ def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, colum
     """Copies 64 rows of the residual to where the result that they are added to will be."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if refs.residual is not None:
-        source = refs.residual.at[pl.ds(row, UNIT), pl.ds(column, plan.config.columns)]
+        source = refs.residual.at[pl.ds(row, UNIT), pl.ds(column, plan.columns)]
         plgpu.copy_gmem_to_smem(source, refs.out_s.at[warpgroup], refs.residual_full.at[warpgroup])
 
 
 def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: jax.Array) -> None:
     """Scales, adds and stores a warpgroup's sums of the tile at `row` and `column`, 64 rows at a time."""
-    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.config.columns)
+    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.columns)
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for first in range(0, plan.rows, UNIT):
         begin = warpgroup * plan.rows + first
         total = sums[first : first + UNIT].astype(jnp.float32)
+        if plan.gated:
+            total = silu_mul(total[:, : plan.columns], total[:, plan.columns :])
 
         def spread(vector: Any, layout: Any, axis: int, shape: Any = total.shape) -> jax.Array:
             value = plgpu.load(vector, layout=layout, optimized=False).astype(jnp.float32)
@@ -310,6 +338,6 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column:
             total = total + plgpu.load(out_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.config.columns)])
+        plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
     if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)

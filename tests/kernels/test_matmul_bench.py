@@ -4,6 +4,7 @@ import json
 
 import jax
 
+from pallas_kernels import layers_bench
 from pallas_kernels.matmul import bench
 from pallas_kernels.matmul.cases import Case
 
@@ -30,10 +31,11 @@ def test_bars_are_xlas_time_and_for_few_rows_the_bandwidth():
 
 
 def test_one_row_a_product_and_a_failure_costs_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(layers_bench, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(bench, "BENCH_CASES", (TINY, Case((8,), 64, 128, "bfloat16")))
-    monkeypatch.setattr(bench, "layers_for", lambda case: 2)
-    monkeypatch.setattr(bench, "device_us_of_each", lambda runs: [10.0 for run in runs if jax.block_until_ready(run())])
+    monkeypatch.setattr(layers_bench, "layers_for", lambda w: 2)
+    times = lambda runs: [10.0 for run in runs if jax.block_until_ready(run())]  # noqa: E731
+    monkeypatch.setattr(layers_bench, "device_us_of_each", times)
     assert bench.main(["--results", str(tmp_path), "--rows", "16"]) == 0
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())

@@ -1,0 +1,5 @@
+"""Gate and up projections of an MLP with their SiLU and product, in one pass."""
+
+from pallas_kernels.swiglu.api import swiglu
+
+__all__ = ["swiglu"]
