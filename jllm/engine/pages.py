@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Reclaimer(Protocol):
-    """Something that holds pages which it can do without: a prefix cache."""
+    """Something that holds pages which it can do without: a prefix cache. The pool tells it who else holds them."""
 
     @property
     def reclaimable(self) -> int:
@@ -14,6 +14,15 @@ class Reclaimer(Protocol):
 
     def reclaim(self, pages: int) -> None:
         """Gives back (PagePool.free) at least so many pages, or all that it can."""
+
+    def holds(self, page: int) -> bool:
+        """Whether it is one of this page's holders."""
+
+    def on_share(self, page: int) -> None:
+        """This page had one holder, and has two."""
+
+    def on_single(self, page: int) -> None:
+        """This page had two holders, and has one."""
 
 
 class PagePool:
@@ -43,7 +52,8 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - self.num_free
+        """Pages that somebody needs: those of a reclaimer alone are not among them."""
+        return self.num_pages - self.num_available
 
     @property
     def largest_run(self) -> int:
@@ -62,6 +72,11 @@ class PagePool:
     def holders(self, page: int) -> int:
         """How many hold this page; 0 when it is free."""
         return self._holders[page]
+
+    def frees(self, page: int) -> bool:
+        """Whether a page becomes available when one who holds it, and is not the reclaimer, frees it."""
+        others = self._holders[page] - 1
+        return not others or (others == 1 and self.reclaimer is not None and self.reclaimer.holds(page))
 
     def free_pages(self) -> list[int]:
         """All free pages, in no particular order."""
@@ -83,9 +98,7 @@ class PagePool:
         """n >= 1 pages in a row from the shortest run that has them, or None: then nothing is taken."""
         if n > self.num_available:
             return None
-        while (
-            n > self.largest_run
-        ):  # what is reclaimed may lie anywhere: more, until it makes a run, or nothing is left
+        while n > self.largest_run:  # what is reclaimed may lie anywhere: more, until it makes a run or nothing is left
             free = self.num_free
             self._reclaim(max(n, free + n - self.largest_run))
             if self.num_free == free:
@@ -104,6 +117,8 @@ class PagePool:
             if not self._taken(page):
                 raise AssertionError(f"page {page} is shared but not taken (the pool has {self.num_pages} pages)")
             self._holders[page] += 1
+            if self._holders[page] == 2 and self.reclaimer:
+                self.reclaimer.on_share(page)
 
     def free(self, pages: Iterable[int]) -> None:
         """One holder less for each of these pages; those without any are free. A page that is not taken is an internal
@@ -115,6 +130,8 @@ class PagePool:
                     raise AssertionError(f"page {page} is freed but not taken (the pool has {self.num_pages} pages)")
                 self._holders[page] -= 1
                 if self._holders[page]:
+                    if self._holders[page] == 1 and self.reclaimer:
+                        self.reclaimer.on_single(page)
                     continue
                 if page != stop:
                     self._insert(start, stop)

@@ -1,0 +1,213 @@
+"""Pages that outlive their sequences, found again by the tokens that they hold.
+
+K and V of a token depend on the tokens before it and on nothing else that could differ within one engine (one set of
+weights, one KV format), so a full page is known by its tokens and by the page before it. The cache is the tree of
+these chains: a page's key is its parent and its tokens. A dict hashes it and compares it, so tokens that merely hash
+alike are never taken for one another.
+
+The cache is one more holder of each of its pages (PagePool.share). A page that nobody else holds is idle, and given
+back when the pool is short: the least recently used first, and no parent before its children, since a page without
+those before it cannot be found. Whoever holds a cached page holds its ancestors, or pages of the same tokens instead
+and none that is cached below (see insert); so below an idle page all are idle, and every idle page can be given back.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from jllm.engine.pages import PagePool
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the cache has of a sequence's beginning."""
+
+    pages: tuple[int, ...] = ()  # full ones, in order
+    source: int | None = None  # a page whose first tokens are those that follow: to be copied, not shared
+    tokens: int = 0  # that all of these hold
+
+
+@dataclass
+class Counts:
+    """Since the cache was made, or its counts were reset."""
+
+    lookups: int = 0  # sequences that looked for their beginning when they were admitted
+    hits: int = 0  # that found some of it
+    hit_tokens: int = 0  # tokens that were not computed
+    inserted: int = 0  # pages
+    evicted: int = 0  # pages
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A cached page."""
+
+    tokens: Tokens
+    page: int
+    parent: "_Node | None"
+    used: int = 0  # when, by the cache's clock
+    idle: bool = False  # nobody but the cache holds the page
+    children: dict[Tokens, "_Node"] = field(default_factory=dict)
+    sorted: list[Tokens] = field(default_factory=list)  # keys of children, ascending
+
+
+class PrefixCache:
+    """A pool's reclaimer (pages.Reclaimer). Costs are in pages looked at, times the logarithm of how many there are."""
+
+    LEAST_PART = 4  # a page is copied for a part of its tokens no smaller than one in so many
+
+    def __init__(self, pool: PagePool):
+        self.pool = pool
+        self.counts = Counts()
+        self._root = _Node((), -1, None)
+        self._nodes: dict[int, _Node] = {}  # by page
+        self._idle = 0
+        self._clock = 0
+        self._leaves: list[tuple[int, int]] = []  # heap of (used, page): idle pages without children, and stale entries
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it holds."""
+        return len(self._nodes)
+
+    @property
+    def reclaimable(self) -> int:
+        return self._idle
+
+    def idle(self, pages: Iterable[int]) -> int:
+        """How many of these cached pages nobody else holds."""
+        return sum(self._nodes[page].idle for page in pages)
+
+    def lookup(self, tokens: Tokens) -> Match:
+        """The longest cached beginning of `tokens`, without the last one: its logits are wanted, so it is computed.
+        Takes nothing yet, see `take`."""
+        size, most = self.pool.page_size, len(tokens) - 1
+        node = self._root
+        pages: list[int] = []
+        while (at := len(pages) * size) + size <= most:
+            child = node.children.get(tokens[at : at + size])
+            if child is None:
+                break
+            node = child
+            pages.append(node.page)
+        part, common = _closest(node, tokens[at : min(at + size, most)])
+        if part is None or common * self.LEAST_PART < size:
+            return Match(tuple(pages), None, at)
+        return Match(tuple(pages), part.page, at + common)
+
+    def take(self, match: Match) -> None:
+        """One more holder for the pages of a match that was just looked up, its source included: free that once the
+        copy is dispatched."""
+        self.pool.share(match.pages if match.source is None else (*match.pages, match.source))
+
+    def count(self, match: Match) -> None:
+        """A sequence begins with what it found, perhaps nothing."""
+        self.counts.lookups += 1
+        self.counts.hits += match.tokens > 0
+        self.counts.hit_tokens += match.tokens
+
+    def insert(self, tokens: Tokens, pages: list[int], *, leaving: bool = False) -> None:
+        """Keeps those of a sequence's pages that `tokens`, its first ones, fill. They must have been read.
+
+        Where the cache has another page of the same tokens (two computed them at a time), the sequence's own is not
+        kept. Pages after such a one are kept only if they have no holder but a sequence that is leaving, i.e. is about
+        to free them: otherwise they would be held while the cached page before them is idle.
+        """
+        size, node, ours = self.pool.page_size, self._root, True
+        for i, page in enumerate(pages[: len(tokens) // size]):
+            key = tokens[i * size : (i + 1) * size]
+            child = node.children.get(key)
+            if child is None:
+                if not ours and not (leaving and self.pool.holders(page) == 1):
+                    break
+                child = self._add(node, key, page)
+            ours = ours and child.page == page
+            self._touch(child)
+            node = child
+
+    def reclaim(self, pages: int) -> None:
+        """Gives back at least so many pages, or all idle ones."""
+        evicted: list[int] = []
+        while len(evicted) < pages and self._leaves:
+            used, page = heappop(self._leaves)
+            node = self._nodes.get(page)
+            if node is not None and self._is_leaf(node) and node.used == used:
+                self._remove(node)
+                evicted.append(page)
+        self.counts.evicted += len(evicted)
+        self.pool.free(sorted(evicted))
+
+    def clear(self) -> None:
+        """Forgets everything: the weights have changed, say. What sequences hold stays theirs."""
+        pages = sorted(self._nodes)
+        self._nodes, self._leaves, self._idle = {}, [], 0
+        self._root = _Node((), -1, None)
+        self.pool.free(pages)
+
+    def holds(self, page: int) -> bool:
+        return page in self._nodes
+
+    # The pool tells of pages that several hold
+
+    def on_share(self, page: int) -> None:
+        """A page with one holder has two now."""
+        node = self._nodes.get(page)
+        if node is not None and node.idle:
+            node.idle = False
+            self._idle -= 1
+
+    def on_single(self, page: int) -> None:
+        """A page with two holders has one now: it is the cache, if the page is cached."""
+        node = self._nodes.get(page)
+        if node is not None:
+            node.idle = True
+            self._idle += 1
+            self._touch(node)
+
+    # The tree
+
+    def _add(self, parent: _Node, tokens: Tokens, page: int) -> _Node:
+        self.pool.share([page])
+        node = self._nodes[page] = parent.children[tokens] = _Node(tokens, page, parent)
+        insort(parent.sorted, tokens)
+        self.counts.inserted += 1
+        return node
+
+    def _remove(self, node: _Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del self._nodes[node.page], parent.children[node.tokens]
+        del parent.sorted[bisect_left(parent.sorted, node.tokens)]
+        self._idle -= 1
+        parent.used = max(parent.used, node.used)
+        self._queue(parent)
+
+    def _touch(self, node: _Node) -> None:
+        self._clock += 1
+        node.used = self._clock
+        self._queue(node)
+
+    def _queue(self, node: _Node) -> None:
+        if not self._is_leaf(node):
+            return
+        heappush(self._leaves, (node.used, node.page))
+        if len(self._leaves) > 2 * len(self._nodes) + 16:  # mostly stale
+            self._leaves = [(n.used, n.page) for n in self._nodes.values() if self._is_leaf(n)]
+            heapify(self._leaves)
+
+    def _is_leaf(self, node: _Node) -> bool:
+        return node.idle and not node.children
+
+
+def _closest(node: _Node, tokens: Tokens) -> tuple[_Node | None, int]:
+    """The child whose page begins with most of `tokens`, and how many that are."""
+    at = bisect_left(node.sorted, tokens)
+    best, most = None, 0
+    for key in node.sorted[max(at - 1, 0) : at + 1]:  # those who share most stand next to it
+        common = next((i for i, (a, b) in enumerate(zip(key, tokens)) if a != b), min(len(key), len(tokens)))
+        if common > most:
+            best, most = node.children[key], common
+    return best, most
