@@ -71,6 +71,8 @@ class Counts:
     finished: int = 0
     recomputed: int = 0  # tokens whose KV was thrown away by preemption
     drains: int = 0  # times that a shortage of pages had to wait for the step in flight
+    outgrown: int = 0  # times that a sequence that needed a page was longer than predicted
+    moved: int = 0  # of these, how often it moved to a longer extent
     copied_pages: int = 0  # on the device: by moves and for sequences that share a partial page
     running_peak: int = 0  # most sequences that ran at once
     # Sums over planned steps, for means:

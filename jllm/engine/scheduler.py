@@ -290,9 +290,11 @@ class Scheduler:
         need, have = self.pool.pages_for(seq.computed + tokens), len(seq.pages)
         if need > have:
             missing = min(need - have, room)
+            self.counts.outgrown += 0 < seq.expected <= seq.computed
             copies = self.policy.grow(seq, missing, others, room) if missing > 0 else []
             self.empty += (len(seq.pages) - have) * self.pool.page_size
             if copies:
+                self.counts.moved += 1
                 draft.copy(copies)
                 seq.mapped = have - len(copies)
                 self.retired.append((self.dispatched + 1, [page for page, _ in copies]))

@@ -11,26 +11,32 @@ from jllm.engine.sequence import Sequence
 
 STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
 
+GARBAGE = 255  # what a page holds that nobody wrote
+
 
 def sample(tokens) -> int:
     """The device's model: the next token is a function of all tokens whose KV it reads, and of their order."""
     return zlib.crc32(bytes(tokens)) % 12
 
 
-def ends(seq: Sequence, token: int, length: int) -> str | None:
-    """Why seq ends with this token, as length tokens are known."""
-    if token in seq.params.stop_token_ids or (token == STOP_TEXT and seq.params.stop):
+def ends(params: SamplingParams, token: int, produced: int) -> str | None:
+    """Why a sequence ends with this token, its `produced`-th."""
+    if token in params.stop_token_ids or (token == STOP_TEXT and params.stop):
         return "stop"
-    return "length" if length == seq.max_length else None
+    return "length" if produced == params.max_new_tokens else None
+
+
+def output_of(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    """The output that a sequence must have, whatever runs beside it."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(sample(tokens))
+        if ends(params, tokens[-1], len(tokens) - len(prompt)):
+            return tokens[len(prompt) :]
 
 
 def alone(seq: Sequence) -> list[int]:
-    """The output that seq must have, whatever runs beside it."""
-    tokens = list(seq.prompt)
-    while True:
-        tokens.append(sample(tokens))
-        if ends(seq, tokens[-1], len(tokens)):
-            return tokens[len(seq.prompt) :]
+    return output_of(seq.prompt, seq.params)
 
 
 @dataclass
@@ -54,6 +60,11 @@ class Device:
 
     def run(self, plan: Plan) -> list[tuple[Sequence, int]]:
         assert len({(slot, index) for slot, index, _ in plan.deltas}) == len(plan.deltas), "two changes of one entry"
+        sources, targets = {page for page, _ in plan.copies}, {page for _, page in plan.copies}
+        assert len(targets) == len(plan.copies), "a page is copied to twice"
+        assert not sources & targets, "a page is both read and written by copies"
+        offsets = range(self.limits.page_size)
+        self.memory |= {(to, i): self.memory.get((page, i), GARBAGE) for page, to in plan.copies for i in offsets}
         for slot, index, page in plan.deltas:
             self.rows[slot].table[index] = page
         out = []
@@ -84,7 +95,7 @@ class Device:
 
     def sample(self, row: Row) -> tuple[Sequence, int]:
         size = self.limits.page_size
-        row.last = sample([self.memory[row.table[i // size], i % size] for i in range(row.length)])
+        row.last = sample([self.memory.get((row.table[i // size], i % size), GARBAGE) for i in range(row.length)])
         row.done = row.last in row.seq.params.stop_token_ids or row.length + 1 == row.seq.max_length
         return row.seq, row.last
 
@@ -98,10 +109,11 @@ class Loop:
         self.device = Device(limits)
         self.unread: deque = deque()  # (plan, outputs, what each of its sequences held)
         self.seqs: list[Sequence] = []
-        self.admitted = False  # by the step before
+        self.admitted = False  # by the newest plan
 
     def add(self, prompt, new_tokens=4, stop_id=False, stop_text=False) -> Sequence:
-        params = SamplingParams(stop_token_ids=(STOP_ID,) if stop_id else (), stop=("x",) if stop_text else ())
+        ids, text = (STOP_ID,) if stop_id else (), ("x",) if stop_text else ()
+        params = SamplingParams(stop_token_ids=ids, stop=text, max_new_tokens=max(1, new_tokens))
         prompt = tuple(range(2, prompt + 2)) if isinstance(prompt, int) else tuple(prompt)
         seq = Sequence(len(self.seqs), 0, prompt, params, 0, len(prompt) + new_tokens)
         self.scheduler.add(seq)
@@ -112,15 +124,22 @@ class Loop:
         s = self.scheduler
         before = {seq: (0 if seq.slot is None else seq.computed) for seq in self.seqs}
         preempted, admissions = {seq: seq.preemptions for seq in self.seqs}, s.counts.admitted
+        waited, oldest = {*s.waiting}, s.running[0] if s.running else None
         plan = s.schedule()
+        assert oldest is None or oldest.preemptions == preempted[oldest], "the oldest was preempted"
+        entered = [seq.arrival for seq in s.running if seq in waited]
+        left = [seq.arrival for seq in s.waiting if seq in waited]
+        assert not entered or not left or max(entered) < min(left), "one that came later was admitted first"
         assert not self.admitted or sum(preempted.values()) == s.counts.preempted, "admitted only to be preempted"
-        self.admitted = s.counts.admitted > admissions
         if plan is None:
             assert self.unread or not (s.running or s.waiting), "nothing runs though nothing stands in the way"
             return None
+        self.admitted = s.counts.admitted > admissions
         assert plan.step == s.dispatched
         self.check(plan, {seq: 0 if seq.preemptions > preempted[seq] else n for seq, n in before.items()})
-        self.unread.append((plan, self.device.run(plan), [(seq, seq.slot, list(seq.pages)) for seq in in_plan(plan)]))
+        read = [page for page, _ in plan.copies]
+        held = [(seq, seq.slot, seq.pages + read) for seq in in_plan(plan)]
+        self.unread.append((plan, self.device.run(plan), held))
         return plan
 
     def check(self, plan: Plan, before: dict[Sequence, int]):
@@ -137,7 +156,7 @@ class Loop:
             assert seq.last_step == plan.step
             assert seq.length + seq.in_flight <= seq.max_length, "dispatched beyond max_length"
             assert seq.computed < seq.max_length, "KV that nothing reads"
-            assert limits.page_size * len(seq.pages) >= seq.computed, "no page for a position that is written"
+            assert limits.page_size * seq.mapped >= seq.computed, "no page for a position that is written"
         for seq in plan.decodes:
             assert seq.computed == before[seq] + 1, "a position is left out or written twice"
         for c in plan.chunks:
@@ -154,7 +173,7 @@ class Loop:
         plan, outputs, _ = self.unread.popleft()
         for seq, token in outputs:
             self.scheduler.on_token(seq, token)
-            if not seq.finished and (reason := ends(seq, token, seq.length)):
+            if not seq.finished and (reason := ends(seq.params, token, len(seq.output))):
                 self.scheduler.finish(seq, reason)
         self.scheduler.step_read(plan.step)
 
@@ -188,8 +207,12 @@ class Loop:
     def check_state(self):
         s, limits = self.scheduler, self.limits
         owners = s.running + s.draining
-        pages = [page for seq in owners for page in seq.pages] + s.pool.free_pages()
-        assert sorted(pages) == list(range(limits.num_pages)), "a page is lost or has two owners"
+        retired = [page for _, pages in s.retired for page in pages]
+        taken = [page for seq in owners for page in seq.pages] + retired
+        assert sorted(taken + s.pool.free_pages()) == list(range(limits.num_pages)), "a page is lost or has two owners"
+        assert all(s.pool.holders(page) == 1 for page in taken), "holders are miscounted"
+        room = sum(len(seq.pages) * limits.page_size - seq.computed for seq in owners)
+        assert s.empty == room, "the room in pages is miscounted"
         slots = [seq.slot for seq in owners] + s.free_slots
         assert sorted(slots) == list(range(limits.max_slots)), "a slot is lost or has two owners"
         for seq in self.seqs:
@@ -198,11 +221,14 @@ class Loop:
                 assert seq.pages == []
         for seq in owners:
             table = self.device.rows[seq.slot].table
-            assert [table.get(i) for i in range(len(seq.pages))] == seq.pages, "the device's page table is another"
+            assert [table.get(i) for i in range(seq.mapped)] == seq.pages[: seq.mapped], (
+                "the device's page table is another"
+            )
         for _, _, held in self.unread:
             for seq, slot, taken in held:
                 assert seq.slot == slot, "a slot was given back though an unread step uses it"
-                assert seq.pages[: len(taken)] == taken, "pages were given back though an unread step may write them"
+                kept = {*seq.pages, *retired}
+                assert kept.issuperset(taken), "pages were given back though an unread step may write them"
         for order in ([seq.request_id for seq in s.running], [seq.request_id for seq in s.waiting]):
             assert order == sorted(order), "one that came later stands before one that came earlier"
         order = [seq.request_id for seq in [*s.running, *s.waiting]]
@@ -217,10 +243,10 @@ class Loop:
         for seq in self.seqs:
             expected = alone(seq)
             if seq.finish_reason == "abort":
-                assert seq.output == expected[: len(seq.output)]
+                assert seq.output == expected[: len(seq.output)], "another output than alone"
             else:
-                assert seq.output == expected
-                assert seq.finish_reason == ends(seq, seq.output[-1], seq.length)
+                assert seq.output == expected, "another output than alone"
+                assert seq.finish_reason == ends(seq.params, seq.output[-1], len(seq.output))
 
 
 def in_plan(plan: Plan) -> list[Sequence]:

@@ -1,14 +1,22 @@
-"""Any interleaving of requests, steps, late reads, stops, aborts and device errors; and faults that must be caught."""
+"""Any interleaving of requests, steps, late reads, stops, aborts and device errors under any KV policy; and faults that
+must be caught."""
 
+import random
 import sys
+import zlib
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from jllm.engine.scheduler import Limits, Plan, Scheduler
-from tests.engine.scheduler_harness import Loop
+from jllm.engine.kv_policy import Paged, make_policy
+from jllm.engine.length import Longest, Oracle, Quantile
+from jllm.engine.scheduler import Limits, Scheduler
+from tests.engine.scheduler_harness import Loop, output_of
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import (  # noqa: E402
     RuleBasedStateMachine,
@@ -16,7 +24,6 @@ from hypothesis.stateful import (  # noqa: E402
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 
@@ -39,14 +46,38 @@ def requests(most):
     return st.tuples(st.integers(2, most), st.booleans(), st.booleans())
 
 
+class Wrong(Longest):
+    """Any length from 1 to 16, too short as often as not."""
+
+    def predict(self, prompt, params, quantile, produced=0):
+        return produced + 1 + zlib.crc32(bytes((*prompt, produced))) % 16
+
+
+@st.composite
+def policies(draw):
+    """What makes a policy, and whether it never preempts: since all memory that it will need is taken at admission."""
+    name = draw(st.sampled_from(["paged", "reserve", "extent"]))
+    predictors = {
+        "longest": Longest,
+        "oracle": lambda: Oracle(lambda *request: len(output_of(*request))),
+        "quantile": Quantile,
+        "wrong": Wrong,
+    }
+    if name == "paged":
+        predictors["none"] = lambda: None
+    predictor = draw(st.sampled_from(sorted(predictors)))
+    options = {"predictor": predictors[predictor](), "watermark": draw(st.sampled_from([0.0, 0.2]))}
+    options["overflow"] = draw(st.sampled_from(["scatter", "move"]))
+    return make_policy(name, **options), name == "reserve" or (name == "extent" and predictor in ("longest", "oracle"))
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, run, stop, are aborted and lose their device in any order; reads are 0 or 1 steps late."""
 
-    scheduler = Scheduler
-
     @initialize(limits=limits(), data=st.data())
     def start(self, limits, data):
-        self.loop = Loop(limits, self.scheduler)
+        policy, self.calm = data.draw(policies(), "policy")
+        self.loop = Loop(limits, partial(Scheduler, policy=policy))
         self.add(data)
 
     @rule(data=st.data())
@@ -88,6 +119,7 @@ class Machine(RuleBasedStateMachine):
     def state(self):
         if hasattr(self, "loop"):
             self.loop.check_state()
+            assert not (self.calm and self.loop.scheduler.counts.preempted), "preempted though all was known before"
 
     def teardown(self):
         if hasattr(self, "loop") and not isinstance(sys.exception(), Exception):  # else a rule failed: show that
@@ -119,7 +151,7 @@ class FreesAtOnce(Scheduler):
 class ForgetsDelta(Scheduler):
     def schedule(self):
         plan = super().schedule()
-        return plan and Plan(plan.step, plan.decodes, plan.chunks, plan.deltas[: 2 if plan.step % 2 else None])
+        return plan and replace(plan, deltas=plan.deltas[: 2 if plan.step % 2 else None])
 
 
 class PreemptsInFlight(Scheduler):
@@ -161,12 +193,67 @@ class KeepsComputed(Scheduler):
 class AdmitsGreedily(Scheduler):
     """Leaves no page for what runs."""
 
-    def _admit(self, seq, draft):
-        return super()._admit(seq, draft)
-
     def _renew(self):
         super()._renew()
         self.policy.admit = lambda seq, running: self.pool.pages_for(seq.length) <= self.pool.num_free
+
+
+class ForgetsCopies(Scheduler):
+    def schedule(self):
+        plan = super().schedule()
+        return plan and replace(plan, copies=())
+
+
+class FreesMovedPagesAtOnce(Scheduler):
+    """Though the step before may write them, and the copy reads them."""
+
+    def _grow(self, *args):
+        found = super()._grow(*args)
+        while self.retired:
+            self.pool.free(self.retired.pop()[1])
+        return found
+
+
+class ForgetsMovedPages(Scheduler):
+    def _grow(self, *args):
+        found = super()._grow(*args)
+        self.retired.clear()
+        return found
+
+
+class KeepsTheOldTable(Scheduler):
+    """Writes only the new pages of a moved sequence into the page table."""
+
+    def _grow(self, seq, tokens, draft, others=0):
+        mapped, page = seq.mapped, seq.pages[:1]
+        found = super()._grow(seq, tokens, draft, others)
+        if page and seq.pages[:1] != page:
+            draft.deltas[:] = [delta for delta in draft.deltas if delta[0] != seq.slot or delta[1] >= mapped]
+        return found
+
+
+class PreemptsTheOldest(Scheduler):
+    def _renew(self):
+        super()._renew()
+        self.policy.victim = lambda running, pages: running[0]
+
+
+class AdmitsWhatFits(Scheduler):
+    """Lets a later one pass the first that waits."""
+
+    def _admit(self, seq, draft):
+        if super()._admit(seq, draft):
+            return True
+        if len(self.waiting) > 1 and super()._admit(self.waiting[1], draft):
+            self.waiting[0], self.waiting[1] = self.waiting[1], self.waiting[0]
+            return True
+        return False
+
+
+class CountsNoRoom(Scheduler):
+    def _release(self, seq):
+        super()._release(seq)
+        self.empty = 0
 
 
 FAULTS = {
@@ -178,13 +265,46 @@ FAULTS = {
     WritesPastItsPages: "no page for a position that is written",
     KeepsComputed: "a position is left out or written twice|the oldest is held up|nothing can run",
     AdmitsGreedily: "admitted only to be preempted",
+    PreemptsTheOldest: "the oldest was preempted",
+    AdmitsWhatFits: "one that came later was admitted first",
+    CountsNoRoom: "the room in pages is miscounted",
 }
+MOVING = {
+    ForgetsCopies: "another output than alone",
+    FreesMovedPagesAtOnce: "given back though an unread step",
+    ForgetsMovedPages: "a page is lost or has two owners",
+    KeepsTheOldTable: "the device's page table is another",
+}
+EXTENT = make_policy("extent", predictor=Wrong(), overflow="move")
 
 
-@pytest.mark.parametrize(("fault", "message"), FAULTS.items())
-def test_the_machine_catches(fault, message):
-    machine = type(fault.__name__, (Machine,), {"scheduler": fault})
+def play(scheduler, policy, runs: int) -> Counter[str]:
+    """Random requests, some of them aborted, on small pools; returns what happened in all runs together."""
+    total: Counter[str] = Counter()
+    for seed in range(runs):
+        rng = random.Random(seed)
+        loop = Loop(Limits(3, 12, 9, 3, 2, rng.randint(8, 16), 16), partial(scheduler, policy=policy))
+        for _ in range(60):
+            if len(loop.seqs) < 12 and rng.random() < 0.3:
+                loop.add([rng.randint(2, 11) for _ in range(rng.randint(1, 5))], rng.randint(1, 12), rng.random() < 0.5)
+            if loop.seqs and rng.random() < 0.05:
+                loop.abort(rng.choice(loop.seqs))
+            loop.step(late=rng.randint(0, 1))
+        loop.run()
+        total.update({k: v for k, v in vars(loop.scheduler.counts).items() if isinstance(v, int)})
+    return total
+
+
+@pytest.mark.parametrize(("fault", "message"), {**FAULTS, **MOVING}.items())
+def test_the_checks_catch(fault, message):
+    """Of the same requests, which the right scheduler passes (see the next test)."""
     with pytest.raises(AssertionError, match=message):
-        run_state_machine_as_test(
-            machine, settings=settings(CONFIG, max_examples=5000, phases=[Phase.generate], report_multiple_bugs=False)
-        )
+        play(fault, EXTENT if fault in MOVING else Paged, 100)
+
+
+def test_what_the_faults_are_tried_on_does_happen():
+    paged, moving = play(Scheduler, Paged, 100), play(Scheduler, EXTENT, 100)
+    assert paged["preempted"] > 20
+    assert min(moving["preempted"], moving["moved"]) > 20
+    assert moving["copied_pages"] > moving["moved"]
+    assert moving["outgrown"] > moving["moved"]
