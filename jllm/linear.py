@@ -29,6 +29,7 @@ from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, take_rows
 from pallas_kernels.silu_mul_quant import silu_mul_quant
+from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
 Rows = jax.Array | QuantizedRows
@@ -74,6 +75,19 @@ def norm_linear(
         return _straight(rows, w, bias, None, out_dtype=out_dtype)
 
     return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(x, weight, w, bias)
+
+
+def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight, backend: str | None) -> bool:
+    """Whether gate and up projection, SiLU and product can be one operation: of plain weights, for a reader of plain
+    rows. A backend "mosaic" that is named means the kernel for SiLU."""
+    plain = not isinstance(w, QuantizedWeight) and bias is None
+    return plain and _rows_kind(reader) is None and backend != "mosaic"
+
+
+def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
+    """swiglu of norm of x [T, E] with w [2F, E], which is plain: [T, F]."""
+    assert not isinstance(w, QuantizedWeight), "see fuses_swiglu"
+    return swiglu(norm_quant(x, weight, eps=eps, backend=backend)[0], w, backend=backend)
 
 
 def silu_linear(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import embed, linear, norm_linear, silu_linear
+from jllm.linear import embed, fuses_swiglu, linear, norm_linear, norm_swiglu, silu_linear
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import of_layer, resolve_taps
@@ -198,10 +198,15 @@ def _layer(
     middle = linear(out, p.o, p.o_bias, residual=x, backend=backend)
     tap("middle", lambda: middle)
     tap("mlp_norm", lambda: norm_quant(middle, p.mlp_norm, eps=config.norm_eps, backend=backend)[0])
-    gate_up = project(middle, p.mlp_norm, p.gate_up, p.gate_up_bias)
-    tap("gate_up", lambda: gate_up)
-    tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))
-    y = silu_linear(gate_up, p.down, p.down_bias, residual=middle, backend=backend)
+    if fuses_swiglu(p.gate_up, p.gate_up_bias, p.down, backend) and "gate_up" not in taps:
+        rows = norm_swiglu(middle, p.mlp_norm, p.gate_up, eps=config.norm_eps, backend=backend)
+        tap("silu_mul", lambda: rows)
+        y = linear(rows, p.down, p.down_bias, residual=middle, out_dtype=x.dtype, backend=backend)
+    else:
+        gate_up = project(middle, p.mlp_norm, p.gate_up, p.gate_up_bias)
+        tap("gate_up", lambda: gate_up)
+        tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))
+        y = silu_linear(gate_up, p.down, p.down_bias, residual=middle, backend=backend)
     tap("output", lambda: y)
     return y, pages, found
 

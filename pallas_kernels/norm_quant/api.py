@@ -1,6 +1,7 @@
 """norm_quant: the residual addition and the norm before a projection, in 16 bits or quantized for that projection."""
 
 from functools import partial
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,20 @@ from pallas_kernels.norm_quant.config import DEFAULT_KINDS, check_supported
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 
 
+@overload
+def norm_quant(
+    x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None = ..., backend: str | None = ...
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def norm_quant(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    eps: float,
+    residual: jax.Array | None = ...,
+    kind: str | None,
+    backend: str | None = ...,
+) -> tuple[jax.Array | QuantizedRows, jax.Array]: ...
 def norm_quant(
     x: jax.Array,
     weight: jax.Array,

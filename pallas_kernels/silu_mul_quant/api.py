@@ -1,6 +1,7 @@
 """silu_mul_quant: the gated activation of an MLP, in 16 bits or quantized for the product that follows."""
 
 from functools import partial
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from pallas_kernels.silu_mul_quant import reference, xla
 from pallas_kernels.silu_mul_quant.config import DEFAULT_KINDS, check_supported
 
 
+@overload
+def silu_mul_quant(gate_up: jax.Array, *, backend: str | None = ...) -> jax.Array: ...
+@overload
+def silu_mul_quant(gate_up: jax.Array, *, kind: str | None, backend: str | None = ...) -> jax.Array | QuantizedRows: ...
 def silu_mul_quant(
     gate_up: jax.Array, *, kind: str | None = None, backend: str | None = None
 ) -> jax.Array | QuantizedRows:

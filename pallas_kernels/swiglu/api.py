@@ -35,6 +35,4 @@ def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
         check_concrete(x, w)
         return jnp.asarray(reference.swiglu(x, w)).astype(x.dtype)
     rows = matmul(x.reshape(-1, x.shape[-1]), w, backend=backend)
-    y = silu_mul_quant(rows, backend=backend)
-    assert isinstance(y, jax.Array)
-    return y.reshape(*x.shape[:-1], w.shape[0] // 2)
+    return silu_mul_quant(rows, backend=backend).reshape(*x.shape[:-1], w.shape[0] // 2)
