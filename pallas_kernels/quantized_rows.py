@@ -1,8 +1,9 @@
 """Rows in eight bits with a scale each: what quantized matmuls take as their left operand.
 
 Symmetric and dynamic: the scale of a row is its largest magnitude over the largest code, so that a token's codes depend
-on that token alone. The arithmetic is spelled out as products (with 1/127 or 1/448, and with one reciprocal a row),
-because XLA on a GPU would turn the divisions into them, and the kernels that quantize give the same bits.
+on that token alone; or static, one scale found ahead for all rows. The arithmetic is spelled out as products (with
+1/127 or 1/448, and with one reciprocal a row), because XLA on a GPU would turn the divisions into them, and the kernels
+that quantize give the same bits.
 """
 
 from dataclasses import dataclass
@@ -26,24 +27,34 @@ class QuantizedRows:
     scales: jax.Array  # float32 (float64 of float64 inputs) [...], positive
 
 
-def quantize_rows(x: jax.Array, kind: str, *, per_tensor: bool = False) -> QuantizedRows:
+def quantize_rows(
+    x: jax.Array, kind: str, *, per_tensor: bool = False, scale: jax.Array | None = None
+) -> QuantizedRows:
     """x [..., E] of bf16, f16, f32 or f64 -> values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row.
 
     In c = promote_types(x.dtype, float32): scale = max(absmax * c(1/largest), the smallest normal c), codes are
     x * (1 / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that
     holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
-    token's codes then depend on its company. Raises ValueError for another kind, dtype or an E of zero.
+    token's codes then depend on its company. With `scale` [1], positive, all rows have that one: what is beyond it is
+    clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. Raises ValueError for another
+    kind, dtype, an E of zero, or `scale` and `per_tensor` at once.
     """
     check_kind(kind)
     if x.ndim < 1 or x.shape[-1] < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected floating point [..., E] with E of at least 1")
+    if scale is not None and (per_tensor or scale.shape != (1,)):
+        raise ValueError(f"scale has shape {scale.shape} and per_tensor={per_tensor}, expected one scale or per_tensor")
     x = x.astype(compute_dtype(x.dtype))
-    absmax = jnp.max(jnp.abs(x), axis=-1)
+    absmax, lowest = jnp.max(jnp.abs(x), axis=-1), -LARGEST[kind]
     if per_tensor:
         absmax = jnp.broadcast_to(jnp.max(absmax, initial=0), absmax.shape)
-    scales = absmax * jnp.asarray(1 / LARGEST[kind], x.dtype)
-    scales = jnp.maximum(scales, jnp.finfo(x.dtype).smallest_normal.astype(x.dtype))
-    scaled = jnp.clip(x * (1 / scales)[..., None], -LARGEST[kind], LARGEST[kind])
+    if scale is None:
+        scales = absmax * jnp.asarray(1 / LARGEST[kind], x.dtype)
+        scales = jnp.maximum(scales, jnp.finfo(x.dtype).smallest_normal.astype(x.dtype))
+    else:
+        scales = jnp.where(jnp.isfinite(absmax), scale[0].astype(x.dtype), jnp.asarray(jnp.nan, x.dtype))
+        lowest = -128.0 if kind == "int8" else lowest
+    scaled = jnp.clip(x * (1 / scales)[..., None], lowest, LARGEST[kind])
     codes = jnp.round(scaled) if kind == "int8" else scaled
     return QuantizedRows(codes.astype(KINDS[kind]), scales)
 

@@ -43,7 +43,7 @@ class WeightFormat:
     group: int | None = None  # values along K that share a scale; None: a row's
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
-    activations: str | None = None  # "int8" or "fp8": one scale a token, found when it comes; None: 16 bits
+    activations: str | None = None  # "int8" or "fp8", one scale a token as it comes, or input_scale; None: 16 bits
     per_tensor: bool = False  # one activation scale for all tokens, for experiments: a token depends on its company
 
     @property
@@ -82,6 +82,7 @@ class QuantizedWeight:
     columns: jax.Array | None  # int32 [K]: stored column i multiplies input columns[i]; None: in order
     shape: tuple[int, int] = field(metadata={"static": True})  # (N, K)
     format: WeightFormat = field(metadata={"static": True})
+    input_scale: jax.Array | None = None  # float32 [1], of every input token, found ahead; None: each has its own
 
 
 def parse_weight_format(name: str) -> WeightFormat:

@@ -102,9 +102,16 @@ def group_weight(
 
 
 def row_weight(
-    module: str, codes: np.ndarray, scales: np.ndarray, fmt: WeightFormat, *, zeros: np.ndarray | None = None
+    module: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    fmt: WeightFormat,
+    *,
+    zeros: np.ndarray | None = None,
+    input_scale: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """(code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N]."""
+    """(code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N], and one
+    scale of all inputs, of any float."""
     N, K = codes.shape
     if fmt.codes == "fp8" and (codes.view(np.uint8) & 0x7F == 0x7F).any():  # e4m3fn has no infinity
         raise CheckpointError(f"tensor {module}.weight holds NaN")
@@ -114,12 +121,23 @@ def row_weight(
         values[:N, K:] = zeros[:, None]  # what is padded stands for zero
     rows = (0, padded(N) - N)
     single = np.pad(_finite(module, scales, np.float32), rows)
-    return _assemble(values, single, None if zeros is None else np.pad(zeros, rows), (N, K), fmt)
+    zeros = None if zeros is None else np.pad(zeros, rows)
+    if input_scale is not None:
+        input_scale = positive_scale(f"{module}.input_scale", input_scale)
+    return _assemble(values, single, zeros, (N, K), fmt, input_scale=input_scale)
+
+
+def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
+    """The one scale in tensor `name`, float32 [1]. Raises CheckpointError where nothing can be divided by it."""
+    single = scale.astype(np.float32).reshape(1)
+    if not (np.isfinite(single) & (single >= np.finfo(np.float32).tiny)).all():
+        raise CheckpointError(f"tensor {name} holds {single[0]:g}, expected a positive number")
+    return single
 
 
 def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights stacked along N: of the same columns in the same order, and of one format, but for zero points, which
-    those without get where others have them."""
+    those without get where others have them. Inputs, which they share, get the largest of their scales, as in vLLM."""
     first, rows = parts[0], [w.shape[0] for w in parts]
 
     def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
@@ -133,14 +151,22 @@ def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros = stack([np.zeros(w.scales.shape, np.int8) if w.zeros is None else w.zeros for w in parts], -1)
     fmt = replace(first.format, zero_point=zeros is not None)
     values, scales = stack([w.values for w in parts], 0), stack([w.scales for w in parts], -1)
-    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns)
+    of_inputs = [w.input_scale for w in parts if w.input_scale is not None]
+    largest = np.max(of_inputs, axis=0) if of_inputs else None
+    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns, largest)
 
 
 def _assemble(
-    values: Any, scales: Any, zeros: Any, shape: tuple[int, int], fmt: WeightFormat, columns: Any = None
+    values: Any,
+    scales: Any,
+    zeros: Any,
+    shape: tuple[int, int],
+    fmt: WeightFormat,
+    columns: Any = None,
+    input_scale: Any = None,
 ) -> QuantizedWeight:
     """A QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
-    return QuantizedWeight(values, scales, zeros, None, columns, shape, fmt)
+    return QuantizedWeight(values, scales, zeros, None, columns, shape, fmt, input_scale)
 
 
 def _finite(module: str, scales: np.ndarray, dtype: type) -> np.ndarray:

@@ -15,8 +15,10 @@ not packed), which only weights that are not symmetric have. With actorder "grou
 of each input, of weights in groups alone. w = (code - zero) * scale. Definition: compressed-tensors,
 compressors/naive_quantized and pack_quantized, utils/match.py.
 
-Inputs are quantized as config_groups say: not at all, or per token as they come, to what the weights are. Fixed scales
-of inputs (input_scale), inputs with one scale for all tokens, and quantized KV caches are refused by name.
+Inputs are quantized as config_groups say, to what the weights are: not at all; with a scale for each token as it comes;
+or, where they are not dynamic, all with the one stored as input_scale [1]. Modules that are merged have the same
+inputs, and so the same scale; where theirs differ, the largest counts, as in vLLM. One scale for the tokens of a step,
+zero points of inputs, and quantized KV caches are refused by name.
 """
 
 from collections.abc import Mapping
@@ -46,6 +48,7 @@ class Scheme:
     symmetric: bool
     reordered: bool  # weight_g_idx says in which group an input is
     activations: str | None
+    static: bool  # input_scale is stored
 
 
 @dataclass(frozen=True)
@@ -93,30 +96,33 @@ class CompressedTensors:
 @dataclass(frozen=True)
 class FP8:
     """quant_method "fp8", as AutoFP8 and vLLM have it: weight float8_e4m3fn [N, K] and one weight_scale; inputs are
-    quantized as they come. ignored_layers names modules, or parts of their names."""
+    quantized as they come, or with activation_scheme "static" by one input_scale. ignored_layers names modules, or
+    parts of their names."""
 
     ignore: tuple[str, ...]
+    scheme: Scheme
     mark: str = "weight_scale"
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "FP8":
         """Raises CheckpointError for what is not supported, by name."""
-        read_choice(raw, "activation_scheme", "dynamic", ("dynamic",))
+        static = read_choice(raw, "activation_scheme", "dynamic", ("dynamic", "static")) == "static"
         read_choice(raw, "kv_cache_scheme", None, (None,))
         read_choice(raw, "weight_block_size", None, (None,))
-        return FP8(read_names(raw, "ignored_layers") + read_names(raw, "modules_to_not_convert"))
+        ignore = read_names(raw, "ignored_layers") + read_names(raw, "modules_to_not_convert")
+        return FP8(ignore, replace(_PLAIN_FP8, static=static))
 
     def exempt(self, module: str) -> bool:
         return module == "lm_head" or any(name in module for name in self.ignore)
 
     def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        return _wanted(module, shape, _PLAIN_FP8)
+        return _wanted(module, shape, self.scheme)
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        return _read(module, shape, tensors, _PLAIN_FP8)
+        return _read(module, shape, tensors, self.scheme)
 
 
-_PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=False, activations="fp8")
+_PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=False, activations="fp8", static=False)
 
 
 def _rank(target: str, module: str) -> int:
@@ -140,11 +146,11 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
     bits = read_choice(weights, "num_bits", 8, (4, 8) if packed else (8,))
     group = _read_group(weights, ("tensor", "channel") if kind == "float" else ("tensor", "channel", "group"))
     symmetric = read_choice(weights, "symmetric", True, (True,) if kind == "float" else (False, True))
-    activations = None
+    activations, static = None, False
     if raw.get("input_activations") is not None:
         if packed or group > 0 or not symmetric:
             raise refuse(raw, "input_activations", "null, where weights are packed, in groups or not symmetric")
-        activations = _read_activations(read_object(raw, "input_activations"), kind)
+        activations, static = _read_activations(read_object(raw, "input_activations"), kind)
     return Scheme(
         targets=targets,
         codes="fp8" if kind == "float" else f"int{bits}",
@@ -153,6 +159,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
         symmetric=symmetric,
         reordered=group > 0 and weights.get("actorder") in ("group", "dynamic", True),
         activations=activations,
+        static=static,
     )
 
 
@@ -164,14 +171,15 @@ def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
     return read_group(weights, "group_size", None) if strategy == "group" else {"tensor": 0, "channel": -1}[strategy]
 
 
-def _read_activations(raw: Mapping[str, Any], kind: str) -> str:
-    """Codes of inputs: those of the weights, a scale for each token as it comes."""
+def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
+    """Codes of inputs, which are those of the weights, and whether one scale for all of them is stored; else each token
+    has one as it comes."""
     read_choice(raw, "type", "int", (kind,))
     read_choice(raw, "num_bits", 8, (8,))
-    read_choice(raw, "dynamic", False, (True,))
-    read_choice(raw, "strategy", None, ("token",))
+    static = not read_choice(raw, "dynamic", False, (True, False))
+    read_choice(raw, "strategy", "tensor" if static else None, ("tensor" if static else "token",))
     read_choice(raw, "symmetric", True, (True,))
-    return "fp8" if kind == "float" else "int8"
+    return "fp8" if kind == "float" else "int8", static
 
 
 def _wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wanted]:
@@ -190,6 +198,9 @@ def _wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wa
     else:
         wanted["weight"] = Wanted((N, K), ("F8_E4M3" if scheme.codes == "fp8" else "I8",))
         wanted["weight_zero_point"] = plain_zeros
+    if scheme.static:
+        wanted["input_scale"] = Wanted((1,), FLOATS, instead=Wanted((), FLOATS))
+        wanted["input_zero_point"] = Wanted((1,), ("I8", "F8_E4M3"), optional=True)
     if scheme.reordered:
         wanted["weight_g_idx"] = Wanted((K,), ("I32", "I64"))
     return wanted
@@ -208,7 +219,9 @@ def _read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]
             raise CheckpointError(f"tensor {module}.weight_zero_point is not zero, but symmetric = true")
     if scheme.codes == "fp8" or scheme.activations:
         fmt = WeightFormat(scheme.codes, activations=scheme.activations)
-        return row_weight(module, tensors["weight"], scales[:, 0], fmt)
+        if "input_zero_point" in tensors and tensors["input_zero_point"].view(np.uint8).any():
+            raise CheckpointError(f"tensor {module}.input_zero_point is not zero, but symmetric = true")
+        return row_weight(module, tensors["weight"], scales[:, 0], fmt, input_scale=tensors.get("input_scale"))
     codes = _unpack(module, shape, tensors, bits) if scheme.packed else tensors["weight"]
     order = None
     if scheme.reordered:

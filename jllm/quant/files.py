@@ -1,8 +1,9 @@
 """Our own layout of quantized checkpoints.
 
 A quantized weight is stored under its name (params.py) and that of each array of QuantizedWeight: say
-`model.layers.0.self_attn.qkv_proj.values`, `.scales`, and where it has them `.zeros`, `.scale_steps`, `.columns`, in
-the layouts of pallas_kernels/quantized_weights.py. Other tensors keep their Hugging Face names. config.json says
+`model.layers.0.self_attn.qkv_proj.values`, `.scales`, and where it has them `.zeros`, `.scale_steps`, `.columns` and
+`.input_scale`, in the layouts of pallas_kernels/quantized_weights.py. Other tensors keep their Hugging Face names.
+config.json says
 
     "quantization_config": {"quant_method": "jllm", "version": 1, "name": "w8a8", "rules": [["o_proj", "bf16"], ...]}
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.param_specs import LeafSpec
+from jllm.quant.codes import positive_scale
 from jllm.quant.schemes import Scheme, choose_format, scheme_of
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import NAMES, StoredTensor
@@ -61,12 +63,15 @@ def stored_weights(
 def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping[str, StoredTensor]) -> StoredWeight:
     N, K = spec.shape
     reordered = fmt.activations is None and f"{name}.columns" in stored
-    wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=reordered))
+    fixed = fmt.activations is not None and not fmt.per_tensor and f"{name}.input_scale" in stored
+    wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=reordered, fixed=fixed))
 
     def build(found: Mapping[str, np.ndarray]) -> QuantizedWeight:
         columns = found.get(f"{name}.columns")
         if columns is not None and not np.array_equal(np.sort(columns), np.arange(K)):
             raise CheckpointError(f"tensor {name}.columns is not a permutation of {K} columns")
+        if fixed:
+            positive_scale(f"{name}.input_scale", found[f"{name}.input_scale"])
         leaves: dict[str, Any] = dict.fromkeys(field.name for field in fields(QuantizedWeight))
         leaves |= {full.rpartition(".")[2]: array for full, array in found.items()}
         return QuantizedWeight(**leaves | {"shape": (N, K), "format": fmt})
@@ -74,8 +79,9 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
     return StoredWeight({full: (NAMES[np.dtype(a.dtype)], a.shape) for full, a in wanted.items()}, build)
 
 
-def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool) -> QuantizedWeight:
-    """A QuantizedWeight of jax.ShapeDtypeStruct."""
+def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool, fixed: bool) -> QuantizedWeight:
+    """A QuantizedWeight of jax.ShapeDtypeStruct; `fixed`: with one scale of all inputs."""
     w = jax.eval_shape(partial(encode, fmt=fmt), jax.ShapeDtypeStruct(shape, jnp.float32))
     columns: Any = jax.ShapeDtypeStruct(shape[1:], jnp.int32)
-    return replace(w, columns=columns) if reordered else w
+    scale: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return replace(w, columns=columns if reordered else None, input_scale=scale if fixed else None)

@@ -122,6 +122,11 @@ def _check_alike(name: str, modules: Sequence[str], parts: Sequence[QuantizedWei
     first = parts[0]
     in_order: Any = np.arange(first.shape[1])
     for module, part in zip(modules, parts, strict=True):
+        if (part.input_scale is None) != (first.input_scale is None):
+            raise CheckpointError(
+                f"{name} is one weight, but of {modules[0]} and {module} only one has an input_scale; "
+                "modules that are merged must be stored alike"
+            )
         if replace(part.format, zero_point=False) != replace(first.format, zero_point=False):
             raise CheckpointError(
                 f"{name} is one weight, but {modules[0]} is stored as {first.format.name} and {module} as "

@@ -57,9 +57,11 @@ def test_zero_rows_and_tiny_rows(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_and_infinity_stay_visible_and_in_their_rows(kind):
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_nan_and_infinity_stay_visible_and_in_their_rows(kind, scale):
     x = jnp.asarray([[1.0, jnp.nan], [1.0, 2.0], [1.0, -jnp.inf]])
-    back = np.asarray(dequantize_rows(quantize_rows(x, kind)))
+    given = None if scale is None else jnp.asarray([scale], jnp.float32)
+    back = np.asarray(dequantize_rows(quantize_rows(x, kind, scale=given)))
     assert np.isnan(back[0]).all()
     assert np.isfinite(back[1]).all()
     assert not np.isfinite(back[2]).any()
@@ -77,6 +79,20 @@ def test_rows_do_not_depend_on_their_company_unless_asked(kind):
     assert len(set(shared.scales.tolist())) == 1
     assert shared.scales[0] == jnp.max(together.scales)
     assert quantize_rows(x[:0], kind, per_tensor=True).values.shape == (0, 64)
+
+
+def test_a_given_scale_is_that_of_all_rows_and_clips_what_is_beyond():
+    x, scale = jnp.asarray([[0.0, 0.26, 63.4], [-64.1, -1000.0, 1000.0]]), jnp.asarray([0.5], jnp.float32)
+    rows = quantize_rows(x, "int8", scale=scale)
+    np.testing.assert_array_equal(rows.values, [[0, 1, 127], [-128, -128, 127]])
+    np.testing.assert_array_equal(rows.scales, [0.5, 0.5])
+    floats = quantize_rows(x, "fp8", scale=scale)
+    np.testing.assert_array_equal(floats.values.astype("float32"), [[0, 0.5, 128], [-128, -448, 448]])
+    np.testing.assert_array_equal(quantize_rows(x[1], "fp8", scale=scale).values, floats.values[1])
+    with pytest.raises(ValueError, match=r"scale has shape \(2,\) and per_tensor=False, expected one scale"):
+        quantize_rows(x, "int8", scale=jnp.ones(2))
+    with pytest.raises(ValueError, match=r"per_tensor=True, expected one scale or per_tensor"):
+        quantize_rows(x, "int8", scale=scale, per_tensor=True)
 
 
 def test_is_a_pytree_and_casts():

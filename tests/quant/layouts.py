@@ -27,6 +27,9 @@ NF4_LEVELS = np.array(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
     np.float32,
 )  # fmt: skip
+# Of a model that was calibrated: modules of the same inputs have the same. Powers of two, which every dtype holds.
+INPUT_SCALES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 2.0**-5)
+INPUT_SCALES |= {"o_proj": 2.0**-6, "down_proj": 2.0**-4}
 DTYPE_NAMES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64",
@@ -233,6 +236,7 @@ def compressed(
     group: int | None = None,
     symmetric: bool = True,
     activations: bool = True,
+    static: bool = False,
     actorder: str | None = None,
     ignore: tuple[str, ...] = ("lm_head",),
     targets: tuple[str, ...] = ("Linear",),
@@ -243,6 +247,7 @@ def compressed(
     """One config group; scales [1], [N, 1] or [N, G]; packed values are stored plus 2^(bits-1)."""
     spec = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "group_size": group}
     inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    inputs |= {"strategy": "tensor", "dynamic": False, "observer": "minmax"} if static else {}
     groups = {"targets": list(targets), "weights": spec | {"dynamic": False, "actorder": actorder}}
     groups |= {"input_activations": inputs if activations else None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
@@ -277,14 +282,18 @@ def compressed(
         found["weight_scale"] = scales.reshape(1) if strategy == "tensor" else scales
         if actorder == "group":
             found["weight_g_idx"] = groups.astype(np.int32)
+        if static:
+            found["input_scale"] = np.array([INPUT_SCALES[module.rpartition(".")[2]]], dtype)
         out.tensors |= {f"{module}.{name}": array for name, array in found.items()}
     return out
 
 
-def autofp8(weights: Mapping[str, np.ndarray], **extra: Any) -> Written:
+def autofp8(weights: Mapping[str, np.ndarray], *, static: bool = False, **extra: Any) -> Written:
     """One scale a tensor, of no dimension; lm_head is not quantized."""
-    written = compressed(weights, form="float-quantized", kind="float", strategy="tensor", dtype=np.float32)
-    written.config = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]} | extra
+    options: dict[str, Any] = {"form": "float-quantized", "kind": "float", "strategy": "tensor", "static": static}
+    written = compressed(weights, dtype=np.float32, **options)
+    scheme = "static" if static else "dynamic"
+    written.config = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]} | extra
     written.tensors = {n: a.reshape(()) if n.endswith("_scale") else a for n, a in written.tensors.items()}
     return written
 

@@ -48,6 +48,9 @@ CASES = {
     "fp8-tensor": (partial(float8, strategy="tensor", dtype=np.float32), "fp8", 0),
     "fp8-weight": (partial(float8, activations=False), "fp8-weight", 0),
     "fp8-autofp8": (layouts.autofp8, "fp8", 0),
+    "int8-static": (partial(compressed, static=True), "w8a8", 0),
+    "fp8-static": (partial(float8, static=True), "fp8", 0),
+    "fp8-autofp8-static": (partial(layouts.autofp8, static=True), "fp8", 0),
     "packed-4": (partial(packed, bits=4, strategy="group", group=32), "w4a16-g32", 0),
     "packed-4-zp": (partial(packed, bits=4, strategy="group", group=32, symmetric=False), "w4a16-g32-zp", 0),
     "packed-4-older": (
@@ -99,6 +102,8 @@ def test_weights_are_those_of_the_definition(name, tmp_path):
     assert {field for field, leaf in leaves.items() if not isinstance(leaf, QuantizedWeight)} == plain
     reordered = {f for f, leaf in leaves.items() if isinstance(leaf, QuantizedWeight) and leaf.columns is not None}
     assert reordered == (set(LINEARS) if name in REORDERED else set())
+    static = {f: leaf.input_scale for f, leaf in leaves.items() if getattr(leaf, "input_scale", None) is not None}
+    assert static == ({field: 2.0**-n for field, n in STATIC.items()} if name in FIXED else {})
     for field in ("embed", "norm"):
         assert jnp.array_equal(getattr(params, field), getattr(layouts.small_model().params, field))
 
@@ -129,4 +134,6 @@ def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
     assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
+FIXED = ("int8-static", "fp8-static", "fp8-autofp8-static")
+STATIC = {"qkv": 5, "o": 6, "gate_up": 5, "down": 4}
 REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "int8-actorder")

@@ -15,6 +15,7 @@ from tests.quant.layouts import autofp8, awq, compressed, gptq, llm_int8, nf4
 
 Q, K, O = (f"model.layers.0.self_attn.{x}_proj" for x in "qko")
 packed = partial(compressed, form="pack-quantized", activations=False, bits=4, strategy="group", group=32)
+static = partial(compressed, static=True)
 act = partial(gptq, desc_act=True)
 
 
@@ -85,7 +86,8 @@ UNSUPPORTED = {
     "awq-fast": (awq, config(version="gemv_fast"), 'version = "gemv_fast" .* supported: "gemm", "gemv"'),
     "awq-gemv": (awq, config(version="gemv", group_size=48), "group_size = 48 .* with version gemv"),
     "ct-format": (compressed, config(format="nvfp4-pack-quantized"), 'format = "nvfp4-pack-quantized" .*"'),
-    "ct-static": (compressed, inputs(dynamic=False, strategy="tensor"), "dynamic = false .* supported: true"),
+    "ct-static": (compressed, inputs(dynamic=False), 'strategy = "token" .* supported: "tensor"'),
+    "ct-local": (compressed, inputs(dynamic="local"), 'dynamic = "local" .* supported: true, false'),
     "ct-tensor": (compressed, inputs(strategy="tensor"), 'strategy = "tensor" .* supported: "token"'),
     "ct-asymmetric": (compressed, inputs(symmetric=False), "symmetric = false is not supported"),
     "ct-kv": (compressed, config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme = .* supported: null"),
@@ -96,7 +98,7 @@ UNSUPPORTED = {
     "ct-w4a8": (packed, group(input_activations={"num_bits": 8}), "input_activations = .* where weights are packed"),
     "ct-sparse": (compressed, config(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
     "ct-groups": (compressed, config(config_groups={}), "config_groups"),
-    "fp8-static": (autofp8, config(activation_scheme="static"), 'activation_scheme = "static" .*"dynamic"'),
+    "fp8-scheme": (autofp8, config(activation_scheme="token"), 'activation_scheme = "token" .*"dynamic", "static"'),
     "fp8-block": (autofp8, config(weight_block_size=[128, 128]), r"weight_block_size = \[128, 128\] .*null"),
     "bnb-fp4": (nf4, config(bnb_4bit_quant_type="fp4"), 'bnb_4bit_quant_type = "fp4" .* supported: "nf4"'),
     "bnb-neither": (nf4, config(load_in_4bit=False), "one of load_in_4bit and load_in_8bit"),
@@ -130,6 +132,15 @@ DISAGREE = {
     "ct-shape": (packed, put(f"{O}.weight_shape", np.array([64, 60])), rf"{O}.weight_shape holds \[64, 60\], but"),
     "ct-scale": (packed, edit(f"{O}.weight_scale", first(1e30)), f"{O}: its scales reach .*, which is beyond float16"),
     "ct-groups": (packed, weights(group_size=16), rf"{Q}.weight_scale has shape \[64, 2\], but .* says \[64, 4\]"),
+    "ct-scale-0": (static, edit(f"{O}.input_scale", first(0)), f"{O}.input_scale holds 0, expected a positive number"),
+    "ct-scale-nan": (static, edit(f"{O}.input_scale", first(np.nan)), f"{O}.input_scale holds nan, expected a pos"),
+    "ct-zero-point": (static, put(f"{O}.input_zero_point", np.ones(1, np.int8)), f"{O}.input_zero_point is not zero"),
+    "ct-no-scale": (static, drop(f"{O}.input_scale"), f"missing, by its quantization_config, .* {O}.input_scale"),
+    "ct-scales": (static, put(f"{O}.input_scale", np.ones(2, np.float32)), rf"{O}.input_scale has shape \[2\], but"),
+    "fp8-static": (autofp8, config(activation_scheme="static"), f"missing.* {Q}.input_scale"),
+    "fp8-dynamic": (
+        partial(autofp8, static=True), config(activation_scheme="dynamic"), "no use for, .*proj.input_scale"
+    ),
     "fp8-nan": (autofp8, edit(f"{O}.weight", first(ml_dtypes.float8_e4m3fn(np.nan))), f"tensor {O}.weight holds NaN"),
     "fp8-int8": (autofp8, edit(f"{O}.weight", lambda x: x.view(np.int8)), f"{O}.weight is stored as I8, .* F8_E4M3"),
     "nf4-map": (nf4, edit(f"{O}.weight.quant_map", first(-0.9)), f"{O}.weight.quant_map does not hold"),
@@ -151,6 +162,18 @@ def test_what_is_not_supported_is_named(case, tmp_path):
 @pytest.mark.parametrize("case", DISAGREE)
 def test_tensors_that_disagree_with_the_config_are_named(case, tmp_path):
     fails(tmp_path, *DISAGREE[case])
+
+
+def test_modules_of_one_weight_all_have_a_scale_of_inputs_or_none(tmp_path):
+    def layout(given):
+        written = compressed(given)
+        groups = written.config["config_groups"]
+        fixed = compressed({K: given[K]}, static=True, targets=(K,))
+        groups["group_1"] = fixed.config["config_groups"]["group_0"]
+        written.tensors |= fixed.tensors
+        return written
+
+    fails(tmp_path, layout, config(), f"qkv_proj is one weight, but of {Q} and {K} only one has an input_scale")
 
 
 def test_modules_of_one_weight_must_have_one_format(tmp_path):

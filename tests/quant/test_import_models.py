@@ -23,6 +23,7 @@ LAYOUTS = {
     "awq": awq,
     "int8": compressed,
     "fp8": partial(compressed, form="float-quantized", kind="float"),
+    "fp8-static": partial(layouts.autofp8, static=True),
     "nf4": partial(nf4, double=True),
 }
 
@@ -61,9 +62,20 @@ def test_logits_are_those_of_the_weights_that_are_stored(name, tmp_path):
     sixteen = map_quantized(lambda w: replace(w, format=replace(w.format, activations=None)), loaded.params)
     # Inputs in 16 bits (here 32): only the order of sums differs, and for nested NF4 scales their rounding to float16.
     assert far(full_logits(replace(loaded, params=sixteen), TOKENS), wanted) < (4e-3 if name == "nf4" else 2e-6)
-    if name in ("int8", "fp8"):  # inputs of 8 bits: their rounding shows, and is small (int8: 1/254 of the largest)
+    if name.startswith(("int8", "fp8")):  # inputs of 8 bits: their rounding shows, and is small (1/254 of the largest)
         assert 1e-4 < far(full_logits(loaded, TOKENS), wanted) < (0.1 if name == "int8" else 0.3)
     assert far(full_logits(model, TOKENS), wanted) > 1e-3  # else the weights could be the unquantized ones
+
+
+def test_modules_of_the_same_inputs_get_the_largest_of_their_scales(tmp_path):
+    def layout(weights):
+        written = compressed(weights, static=True, dtype=np.float32)
+        written.tensors["model.layers.0.self_attn.k_proj.input_scale"] = np.array([0.25], np.float32)
+        return written
+
+    layouts.write(tmp_path / "m", layouts.small_model(), layout)
+    layer = jllm.load(tmp_path / "m").params.layers[0]
+    assert (layer.qkv.input_scale, layer.gate_up.input_scale) == (0.25, layouts.INPUT_SCALES["up_proj"])
 
 
 @pytest.mark.parametrize("changes", [{}, {"activations": False, "symmetric": False}])
@@ -181,8 +193,9 @@ def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path):
     assert np.array_equal(found, written.weights[o])
 
 
-def test_saved_again_in_our_own_layout(tmp_path):
-    layouts.write(tmp_path / "m", layouts.small_model(), LAYOUTS["gptq"])
+@pytest.mark.parametrize("name", ["gptq", "fp8-static"])
+def test_saved_again_in_our_own_layout(name, tmp_path):
+    layouts.write(tmp_path / "m", layouts.small_model(), LAYOUTS[name])
     loaded = jllm.load(tmp_path / "m")
     save(tmp_path / "again", loaded.params, loaded.config)
     assert_same_bits(jllm.load(tmp_path / "again").params, loaded.params)

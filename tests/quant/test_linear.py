@@ -1,5 +1,7 @@
 """linear() on every kind of leaf, against the formula in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
 
+STATIC = 0.02  # scale of inputs: the largest of normal ones are clipped
 FORMATS = [
     "w8a8",
     "fp8",
@@ -23,6 +26,7 @@ FORMATS = [
     "nf4",
     "nf4-dq",
 ]
+FIXED = ["w8a8-static", "fp8-static"]
 EPS = 1e-5
 # Compiled whole, as the model compiles them: op by op they take ten times as long.
 encode = jax.jit(quantized_weights.encode, static_argnums=1)
@@ -34,11 +38,24 @@ def normal(seed, *shape, dtype="float64"):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def quantized(w: jax.Array, name: str) -> QuantizedWeight:
+    """In the format called `name`, with a fixed scale of its inputs where that ends so."""
+    found = encode(w, parse_weight_format(name.removesuffix("-static")))
+    scale = STATIC if name.startswith("w8a8") else STATIC / 4  # clips from 2.54 or 2.24 on
+    return replace(found, input_scale=jnp.asarray([scale], "float32")) if name in FIXED else found
+
+
 def fake_quantized(x: np.ndarray, name: str) -> np.ndarray:
     """What rows stand for once they are quantized, from the definition."""
-    kind = parse_weight_format(name).activations
+    kind = parse_weight_format(name.removesuffix("-static")).activations
     if kind is None:
         return x
+    if name == "w8a8-static":
+        scale = float(np.float32(STATIC))
+        return np.clip(np.round(x / scale), -128, 127) * scale
+    if name == "fp8-static":
+        scale = float(np.float32(STATIC / 4))
+        return np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
     largest = 127 if kind == "int8" else 448
     absmax = np.abs(x).max(axis=None if name.endswith("tensor") else -1, keepdims=True)
     codes = x / (absmax / largest)
@@ -57,12 +74,12 @@ def dtype(request):
         yield request.param
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS + FIXED)
 def test_products(name, dtype):
     added = dtype == "float64"
-    fmt = parse_weight_format(name)
+    fmt = parse_weight_format(name.removesuffix("-static"))
     N, K = (96, 128) if fmt.group else (70, 52)  # the second is padded
-    w = encode(normal(0, N, K, dtype=dtype), fmt)
+    w = quantized(normal(0, N, K, dtype=dtype), name)
     x = normal(1, 2, 5, K, dtype=dtype)
     bias, residual = (normal(2, N, dtype=dtype), normal(3, 2, 5, N, dtype=dtype)) if added else (None, None)
     got = linear(x, w, bias, residual=residual)
@@ -74,12 +91,12 @@ def test_products(name, dtype):
     assert relative(got, want) < (1e-12 if dtype == "float64" else 1e-3 if fmt.activations else 1e-5)
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
+@pytest.mark.parametrize("name", [None, *FORMATS, *FIXED])
 def test_norm_and_silu_give_what_the_reader_takes(name, dtype):
     """One pass quantizes; the rows are those of quantizing afterwards."""
     reader: QuantizedWeight | jax.Array = normal(0, 64, 128, dtype=dtype)
     if name is not None:
-        reader = encode(reader, parse_weight_format(name))
+        reader = quantized(reader, name)
     x, weight, gate_up = normal(1, 6, 128, dtype=dtype), normal(2, 128, dtype=dtype), normal(3, 6, 256, dtype=dtype)
     normed = norm(x, weight, EPS, reader)
     gated = silu_mul(gate_up, reader)
