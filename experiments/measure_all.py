@@ -45,7 +45,7 @@ COMMANDS = (
     Command(
         "tests-products",
         f"{PYTEST} tests/kernels/test_gemm_skinny.py tests/kernels/test_gemm_tall.py"
-        " tests/kernels/test_matmul_mosaic.py tests/kernels/test_scaled_matmul_mosaic.py",
+        " tests/kernels/test_matmul_mosaic.py tests/kernels/test_scaled_matmul_mosaic.py tests/kernels/test_swiglu.py",
         150,
         timed=False,
     ),
@@ -73,6 +73,9 @@ COMMANDS = (
         "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
         f" --stages {QUANT_STAGES} --results {{results}}",
         150,
+    ),
+    Command(
+        "swiglu", "-m pallas_kernels.swiglu.bench --rows 1 16 64 128 256 --widths 11008 --tune --results {results}", 60
     ),
     Command("matmul", "-m pallas_kernels.matmul.bench --rows 1 16 64 128 256 --results {results}", 60),
     Command(
