@@ -59,8 +59,19 @@ COMMANDS = (
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
     Command(
         "decode_attention",
-        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed formats --results {results}",
+        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed --results {results}",
         90,
+    ),
+    Command(
+        "decode_formats",
+        "-m pallas_kernels.decode_attention.bench --parts formats --label formats --results {results}",
+        90,
+    ),
+    Command(
+        "decode_formats_v",
+        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --v-in-registers --label formats-v"
+        " --results {results}",
+        60,
     ),
     Command(
         "weight_only_matmul",

@@ -16,6 +16,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--label", help="to tell runs of parts of a benchmark apart: a part of the result's name")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     return parser
 
@@ -30,7 +31,7 @@ def record(
     """Measures `rows` one by one; `summarize` may complete them and gives the bars. A row with "error" makes the
     result incomplete. Returns the exit status."""
     command = ["python", "-m", f"pallas_kernels.{operation}.bench", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, operation, command)
+    result = ResultFile(args.results, operation + (f"-{args.label}" if args.label else ""), command)
     for row in rows:
         result.add(row)
         print(row, flush=True)

@@ -36,8 +36,8 @@ def test_one_row_a_product_and_a_failure_costs_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(layers_bench, "layers_for", lambda w: 2)
     times = lambda runs: [10.0 for run in runs if jax.block_until_ready(run())]  # noqa: E731
     monkeypatch.setattr(layers_bench, "device_us_of_each", times)
-    assert bench.main(["--results", str(tmp_path), "--rows", "16"]) == 0
-    (path,) = tmp_path.glob("*.json")
+    assert bench.main(["--results", str(tmp_path), "--rows", "16", "--label", "few"]) == 0
+    (path,) = tmp_path.glob("matmul-few-*.json")
     result = json.loads(path.read_text())
     found = {row.get("peer"): row for row in result["rows"]}
     assert found["xla"]["us"] == 5.0
