@@ -90,7 +90,7 @@ class OnDemand:
         return min(enough)[2] if enough else max(others, key=self._frees)
 
     def _frees(self, seq: Sequence) -> int:
-        return sum(self.pool.holders(page) == 1 for page in seq.pages)
+        return sum(map(self.pool.frees, seq.pages))
 
     def observe(self, seq: Sequence) -> None:
         if self.predictor is not None and seq.finish_reason in ("stop", "length"):

@@ -1,6 +1,7 @@
 """What the scheduler decides: its limits, the plan of a step, and counts of what happened."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from jllm.engine.sequence import Sequence
@@ -57,7 +58,27 @@ class Plan:
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     decode_rows: int = 0  # compute at least so many, though fewer decode
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
+    loads: tuple[Sequence, ...] = ()  # whose snapshot goes to their first pages before all copies
     preempted: tuple[Sequence, ...] = ()  # since the plan before
+
+
+@dataclass
+class Draft:
+    """The parts of the next plan that several hands add to."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    deltas: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # to: from
+    loads: list[Sequence] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.chunks or self.deltas or self.copies or self.loads)
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Pages to copy (from, to). Copies happen all at once: what is itself to be copied is still where it was."""
+        for source, target in pairs:
+            self.copies[target] = self.copies.get(source, source)
 
 
 @dataclass

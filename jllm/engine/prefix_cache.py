@@ -32,11 +32,12 @@ class Match:
 
 @dataclass
 class Counts:
-    """Since the cache was made, or its counts were reset."""
+    """What came of a cache, or of several that followed one another: see sharing.Sharing."""
 
-    lookups: int = 0  # sequences that looked for their beginning when they were admitted
-    hits: int = 0  # that found some of it
-    hit_tokens: int = 0  # tokens that were not computed
+    lookups: int = 0  # sequences that were admitted
+    hits: int = 0  # that found some of their beginning in the cache
+    hit_tokens: int = 0  # tokens that were not computed, since they were in the cache
+    forked_tokens: int = 0  # the same, since another sequence or a snapshot had them
     inserted: int = 0  # pages
     evicted: int = 0  # pages
 
@@ -59,9 +60,9 @@ class PrefixCache:
 
     LEAST_PART = 4  # a page is copied for a part of its tokens no smaller than one in so many
 
-    def __init__(self, pool: PagePool):
+    def __init__(self, pool: PagePool, counts: Counts | None = None):
         self.pool = pool
-        self.counts = Counts()
+        self.counts = Counts() if counts is None else counts
         self._root = _Node((), -1, None)
         self._nodes: dict[int, _Node] = {}  # by page
         self._idle = 0
@@ -102,12 +103,6 @@ class PrefixCache:
         """One more holder for the pages of a match that was just looked up, its source included: free that once the
         copy is dispatched."""
         self.pool.share(match.pages if match.source is None else (*match.pages, match.source))
-
-    def count(self, match: Match) -> None:
-        """A sequence begins with what it found, perhaps nothing."""
-        self.counts.lookups += 1
-        self.counts.hits += match.tokens > 0
-        self.counts.hit_tokens += match.tokens
 
     def insert(self, tokens: Tokens, pages: list[int], *, leaving: bool = False) -> None:
         """Keeps those of a sequence's pages that `tokens`, its first ones, fill. They must have been read.

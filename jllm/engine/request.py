@@ -79,10 +79,14 @@ class SamplingParams:
             raise RequestError(f"{name} must be {right}, not {getattr(self, name)!r}")
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty asks which tokens there were."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def penalizes(self) -> bool:
         """Whether the step must keep token counts or add a bias for this request."""
-        off = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
-        return not off or bool(self.logit_bias)
+        return self.counts_tokens or bool(self.logit_bias)
 
 
 def _is_int(x) -> bool:

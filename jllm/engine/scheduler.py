@@ -17,36 +17,23 @@ that waits. Every decode and the oldest prefill advance in every step, but for a
 the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
 oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
 
-Where a sequence begins with KV that exists already (a prefix found in a cache, a fork), _admit is the place: before it
-asks the policy it sets seq.pages to full pages that it shares (PagePool.share), seq.cached and seq.computed to the
-tokens in them; a partial page is copied to the first page of its own: draft.copy([(from, to)]).
+What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
+(sharing.py). Before the policy is asked for more, seq.pages are full pages that it shares, and pages of its own that
+the plan fills (copies, loads); seq.computed are the tokens in all of these, seq.cached those in the shared ones.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import islice
+from operator import attrgetter
 
 from jllm.engine.kv_policy import Paged, Policy
 from jllm.engine.pages import PagePool
-from jllm.engine.plan import Chunk, Counts, Limits, Plan
+from jllm.engine.plan import Chunk, Counts, Draft, Limits, Plan
 from jllm.engine.sequence import Sequence
+from jllm.engine.sharing import Beginning, Sharing
 from jllm.errors import RequestError
-
-
-@dataclass
-class _Draft:
-    """The parts of the next plan that several hands add to."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    deltas: list[tuple[int, int, int]] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)  # to: from
-
-    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Pages to copy (from, to). Copies happen all at once: what is itself to be copied is still where it was."""
-        for source, target in pairs:
-            self.copies[target] = self.copies.get(source, source)
 
 
 class Scheduler:
@@ -61,6 +48,8 @@ class Scheduler:
     members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
 
     policy makes the KV policy for a pool (see kv_policy.make_policy); by default pages on demand.
+
+    prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
     """
 
     PATIENCE = 8
@@ -74,6 +63,7 @@ class Scheduler:
         *,
         static: bool = False,
         policy: Callable[[PagePool], Policy] = Paged,
+        prefix_cache: bool = False,
     ):
         self.limits, self.make_policy = limits, policy
         self.prompt_sizes, self.decode_sizes, self.static = prompt_sizes, decode_sizes, static
@@ -85,6 +75,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of arrival, as are those that wait
         self.arrivals = 0  # sequences that were ever added
+        self.sharing = Sharing(prefix_cache)
         self.dispatched = -1  # newest step planned
         self.read = -1  # newest step read
         self._renew()
@@ -92,6 +83,9 @@ class Scheduler:
     def _renew(self) -> None:
         self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
         self.policy = self.make_policy(self.pool)
+        self.sharing.renew(self.pool)
+        self.returns = 0  # how often pages were given back
+        self.refused: tuple[Sequence, int] | None = None  # who had to wait for pages, and when, by self.returns
         self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))
         self.empty = 0  # tokens that the pages of sequences have room for and do not hold
         self.preempted: list[Sequence] = []  # since the last plan
@@ -123,6 +117,7 @@ class Scheduler:
 
     def reset_counts(self) -> None:
         self.counts = Counts()
+        self.sharing.reset_counts()
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
@@ -137,10 +132,10 @@ class Scheduler:
         budget = self._fill(prefills, budget, len(decodes))
         if not budget or not (prefills or (self.waiting and self.free_slots)):
             decodes = self._trim(decodes)
-        draft = _Draft()
+        draft = Draft()
         self._map(short, {*decodes, *prefills}, draft)
         self._prefill(prefills, budget, draft)
-        if not (decodes or draft.chunks or draft.deltas or draft.copies):
+        if not decodes and draft.empty:
             if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
                 self.joining = 0
                 return self.schedule()
@@ -149,7 +144,7 @@ class Scheduler:
             return None
         return self._plan(decodes, draft)
 
-    def _plan(self, decodes: list[Sequence], draft: _Draft) -> Plan:
+    def _plan(self, decodes: list[Sequence], draft: Draft) -> Plan:
         """The draft as a plan, which counts as dispatched."""
         self.dispatched += 1
         for seq in decodes:
@@ -173,10 +168,11 @@ class Scheduler:
             tuple(draft.deltas),
             rows,
             copies,
+            tuple(draft.loads),
             tuple(preempted),
         )
 
-    def _count(self, draft: _Draft) -> None:
+    def _count(self, draft: Draft) -> None:
         counts, running = self.counts, len(self.running)
         counts.steps += 1
         counts.copied_pages += len(draft.copies)
@@ -214,7 +210,7 @@ class Scheduler:
             self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
             self._preempt(self.policy.victim(self.running, missing))
 
-    def _map(self, short: list[Sequence], taking_part: set[Sequence], draft: _Draft) -> None:
+    def _map(self, short: list[Sequence], taking_part: set[Sequence], draft: Draft) -> None:
         """A page for the next token of each that takes part."""
         left = len(short)
         for seq in short:
@@ -248,7 +244,7 @@ class Scheduler:
         turned = decodes[self.turn :] + decodes[: self.turn]
         return turned[:fits]
 
-    def _prefill(self, running: list[Sequence], budget: int, draft: _Draft) -> None:
+    def _prefill(self, running: list[Sequence], budget: int, draft: Draft) -> None:
         """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
         for seq in running:
             budget -= self._chunk(seq, budget, draft)
@@ -259,19 +255,37 @@ class Scheduler:
                 break
             budget -= self._chunk(self.waiting.popleft(), budget, draft)
 
-    def _admit(self, seq: Sequence, draft: _Draft) -> bool:
-        """Gives seq a slot and what the policy gives it to begin with; False if it must wait."""
-        if not self.policy.admit(seq, self.running):
+    def _admit(self, seq: Sequence, draft: Draft) -> bool:
+        """Gives seq a slot, the tokens that it need not compute, and what the policy gives it to begin with; False if
+        it must wait. Whom the policy refused is not looked at again before pages were given back."""
+        if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
             return False
+        for beginning in self.sharing.beginnings(seq):
+            if self.sharing.take(seq, beginning):
+                if self.policy.admit(seq, self.running):
+                    break
+                self.sharing.give_back(seq, beginning)
+        else:
+            self.refused = seq, self.returns
+            return False
+        self._begin(seq, beginning, draft)
+        return True
+
+    def _begin(self, seq: Sequence, beginning: Beginning, draft: Draft) -> None:
+        self.sharing.count(beginning)
+        if beginning.source is not None:  # held until its copy has been dispatched
+            draft.copy([(beginning.source, seq.pages[len(beginning.pages)])])
+            self.retired.append((self.dispatched + 1, [beginning.source]))
+        if beginning.snapshot:
+            draft.loads.append(seq)
         seq.slot = self.free_slots.pop()
         seq.prefill_end = seq.length
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed
-        insort(self.running, seq, key=_arrival)
+        insort(self.running, seq, key=attrgetter("arrival"))
         self.counts.admitted += 1
         self.joining -= self.static
-        return True
 
-    def _chunk(self, seq: Sequence, budget: int, draft: _Draft) -> int:
+    def _chunk(self, seq: Sequence, budget: int, draft: Draft) -> int:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
         if not budget or len(draft.chunks) == self.limits.max_chunks:
             return 0
@@ -281,7 +295,7 @@ class Scheduler:
             draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
-    def _grow(self, seq: Sequence, tokens: int, draft: _Draft, others: int = 0) -> int:
+    def _grow(self, seq: Sequence, tokens: int, draft: Draft, others: int = 0) -> int:
         """Take the pages that seq's next tokens need and put them into the page table, as far as the policy and the
         room for changes go, leaving a page and a change to each of so many others; returns how many of the tokens have
         their page."""
@@ -311,6 +325,8 @@ class Scheduler:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a token that was not in flight")
         seq.in_flight -= 1
         seq.output.append(token)
+        if seq.length == seq.prefill_end + 1:
+            self.sharing.on_first_token(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence that waits or runs. Its slot and pages stay taken until the last step that may write them
@@ -336,6 +352,7 @@ class Scheduler:
         self.read = step
         while self.retired and self.retired[0][0] <= step:
             self.pool.free(self.retired.pop(0)[1])
+            self.returns += 1
         for seq in [s for s in self.draining if s.last_step <= step]:
             self.draining.remove(seq)
             self._release(seq)
@@ -373,10 +390,10 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         assert seq.slot is not None
         self.empty -= len(seq.pages) * self.pool.page_size - seq.computed
+        self.sharing.on_release(seq)
         self.policy.release(seq)
+        self.returns += 1
         self.free_slots.append(seq.slot)
         seq.slot, seq.mapped = None, 0
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival
+        if seq.finished:
+            seq.origin = seq.snapshot = None

@@ -1,8 +1,12 @@
 """The host's record of one sample of one request."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Optional
 
 from jllm.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jllm.snapshot import Snapshot
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +35,9 @@ class Sequence:
     in_flight: int = 0  # tokens sampled on the device and not yet read
     expected: int = 0  # tokens of KV that it is thought to come to, once somebody asked
     arrival: int = -1  # the place in the order of arrival, given by the scheduler
+    origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
+    common: int = 0  # tokens that both begin with
+    snapshot: "Snapshot | None" = None  # K and V of its first tokens, on the host: these are taken as they are
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None

@@ -127,19 +127,6 @@ def test_clear_forgets_and_takes_nothing_from_anyone():
     assert cache.pool.num_free == 4
 
 
-def test_counts():
-    cache = make(8, 4)
-    keep(cache, range(8))
-    for tokens in ((0, 1, 2, 3, 9), (7, 7), (0, 1, 2, 3, 4, 5, 9)):
-        match = cache.lookup(tokens)
-        cache.take(match)
-        cache.count(match)
-        cache.pool.free(match.pages)
-        cache.pool.free([] if match.source is None else [match.source])
-    c = cache.counts
-    assert (c.lookups, c.hits, c.hit_tokens, c.inserted, c.evicted) == (3, 2, 4 + 6, 2, 0)
-
-
 def test_a_long_sequence_costs_what_its_pages_do():
     """Work is counted, not timed: looks into the tree."""
     looks = []

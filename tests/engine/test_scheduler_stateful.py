@@ -185,9 +185,9 @@ class WritesPastItsPages(Scheduler):
 class KeepsComputed(Scheduler):
     """Takes the KV of the first token to outlive a preemption."""
 
-    def _requeue(self, seq):
-        super()._requeue(seq)
-        seq.computed = 1
+    def _begin(self, seq, beginning, draft):
+        seq.computed = min(seq.preemptions, 1)
+        super()._begin(seq, beginning, draft)
 
 
 class AdmitsGreedily(Scheduler):

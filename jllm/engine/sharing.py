@@ -1,0 +1,126 @@
+"""What a sequence begins with instead of computing it: pages that the prefix cache has, pages of the sequence that it
+continues, or a snapshot that was given with it.
+
+Full pages are shared: whoever holds them only reads them. Of a page that the sequence would write to, it gets a copy of
+its own (copy on write); its last token is always computed, since its logits are wanted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jllm.engine.pages import PagePool
+from jllm.engine.prefix_cache import Counts, PrefixCache
+from jllm.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first `tokens` of a sequence, from elsewhere."""
+
+    pages: tuple[int, ...] = ()  # full ones of others, to be shared
+    source: int | None = None  # a page of another, to be copied for the tokens that follow
+    tokens: int = 0
+    snapshot: bool = False  # they are in the sequence's snapshot instead, which goes to pages of its own
+    cached: bool = False  # they are the prefix cache's
+
+
+class Sharing:
+    """Beginnings of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache."""
+
+    def __init__(self, keep: bool):
+        self.counts = Counts()
+        self.keep = keep
+        self.cache: PrefixCache | None = None
+
+    def renew(self, pool: PagePool) -> None:
+        """A new pool, and with it an empty cache."""
+        self.pool = pool
+        self.cache = pool.reclaimer = PrefixCache(pool, self.counts) if self.keep else None
+
+    def reset_counts(self) -> None:
+        self.counts = Counts()
+        if self.cache is not None:
+            self.cache.counts = self.counts
+
+    def must_wait(self, seq: Sequence) -> bool:
+        """Whether the sequence that this one continues is about to compute what both begin with."""
+        origin = seq.origin
+        if origin is None or not _may_skip(seq) or origin.slot is None or origin.finished or not origin.prefilling:
+            return False
+        return _known(origin) < min(seq.common, seq.length - 1)
+
+    def beginnings(self, seq: Sequence) -> Iterator[Beginning]:
+        """What seq could begin with, best first. The last one never needs more pages than seq would without it."""
+        if seq.snapshot is not None and not self._continues(seq).tokens:
+            yield Beginning(tokens=min(seq.snapshot.length, seq.length - 1), snapshot=True)
+            return
+        best = self._continues(seq)
+        if self.cache is not None and seq.snapshot is None and _may_skip(seq):
+            match = self.cache.lookup(seq.tokens)
+            if match.tokens >= best.tokens:
+                best = Beginning(match.pages, match.source, match.tokens, cached=True)
+        yield best
+        if best.source is not None:  # that page is held besides seq's own until it is copied
+            yield Beginning(best.pages, None, len(best.pages) * self.pool.page_size, cached=best.cached)
+
+    def take(self, seq: Sequence, beginning: Beginning) -> bool:
+        """Gives seq these pages, and one for the copy, or those that its snapshot needs; False, and nothing is taken,
+        when there are too few."""
+        held = [*beginning.pages, *([] if beginning.source is None else [beginning.source])]
+        self.pool.share(held)
+        own = 0 if beginning.source is None else 1
+        if beginning.snapshot:
+            own = self.pool.pages_for(beginning.tokens)
+        pages = self.pool.allocate(own)
+        if pages is None:
+            self.pool.free(held)
+            return False
+        seq.pages = [*beginning.pages, *pages]
+        seq.computed, seq.cached = beginning.tokens, len(beginning.pages) * self.pool.page_size
+        return True
+
+    def give_back(self, seq: Sequence, beginning: Beginning) -> None:
+        """The reverse of take."""
+        self.pool.free(seq.pages)
+        self.pool.free([] if beginning.source is None else [beginning.source])
+        seq.pages, seq.computed, seq.cached = [], 0, 0
+
+    def count(self, beginning: Beginning) -> None:
+        """A sequence was admitted with this."""
+        counts, found = self.counts, beginning.tokens if beginning.cached else 0
+        counts.lookups += self.keep
+        counts.hits += found > 0
+        counts.hit_tokens += found
+        counts.forked_tokens += beginning.tokens - found
+
+    def on_first_token(self, seq: Sequence) -> None:
+        """The first token since seq was admitted has been read, and so has all that it prefilled."""
+        if self.cache is not None and seq.snapshot is None:
+            self.cache.insert(seq.tokens[: seq.prefill_end], seq.pages)
+
+    def on_release(self, seq: Sequence) -> None:
+        """seq is about to free its pages, and nothing writes them any more."""
+        # Logits that are not finite may come from K and V that are not.
+        if self.cache is not None and seq.snapshot is None and seq.finish_reason != "error":
+            self.cache.insert(seq.tokens[: _known(seq)], seq.pages, leaving=True)
+
+    def _continues(self, seq: Sequence) -> Beginning:
+        """What seq can have of the sequence that it continues, as long as that one holds its pages."""
+        origin = seq.origin
+        if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
+            return Beginning()
+        tokens = min(_known(origin), seq.common, seq.length - 1)
+        full, part = divmod(tokens, self.pool.page_size)
+        return Beginning(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
+
+
+def _may_skip(seq: Sequence) -> bool:
+    """Whether nobody asks for what only computing a token gives: its log-probability in a prompt, its count for
+    penalties, which the device takes from the chunks."""
+    return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
+
+
+def _known(seq: Sequence) -> int:
+    """Tokens known to the host whose K and V are in seq's pages once all dispatched steps have run: the newest token's
+    are not, and a token that the host has not read may have ended seq on the device."""
+    return min(seq.computed, seq.length - 1)
