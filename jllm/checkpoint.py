@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,7 +53,7 @@ def find_model(path_or_id: str | Path) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    wanted = ["model*.safetensors", "*.json", "*.model", "*.jinja"]
+    wanted = ["model*.safetensors", "gptq_model*.safetensors", "*.json", "*.model", "*.jinja"]
     try:
         found = huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"], etag_timeout=5)
     except errors.GatedRepoError:
@@ -173,36 +173,55 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return read_header(path / WEIGHTS)
     if shards:
         raise CheckpointError(f"{path}: has shards of safetensors, but no {INDEX} to list them")
+    if (found := _of_another_name(path, names)) is not None:
+        return found
     if other := [name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack"))]:
         raise CheckpointError(f"{path}: has {other[0]}, but no {WEIGHTS}: convert the weights to safetensors")
     raise CheckpointError(f"{path}: has neither {WEIGHTS} nor {INDEX}")
 
 
-def _sharded_tensors(path: Path) -> dict[str, StoredTensor]:
-    index = path / INDEX
+def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor] | None:
+    """The tensors of the only index, or else of the only file, that is called neither as ours are nor as adapters and
+    originals are: AutoGPTQ's gptq_model-4bit-128g.safetensors, or model.fp16.safetensors."""
+    if indices := [name for name in names if name.endswith(".safetensors.index.json")]:
+        files = indices
+    else:
+        files = [n for n in names if n.endswith(".safetensors") and not n.startswith(("adapter_", "consolidated"))]
+    if len(files) > 1:
+        missing = f"neither {WEIGHTS} nor {INDEX}; which of them is the model? Keep one, or the index of its shards"
+        raise CheckpointError(f"{path}: has {files[0]} and {files[1]}, but {missing}")
+    if not files:
+        return None
+    return _sharded_tensors(path, files[0]) if indices else read_header(path / files[0])
+
+
+def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
+    index = path / name
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index}: not a readable index: a JSON object with a weight_map is needed") from None
-    if odd := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
+    if odd := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not the name of a file beside it")
-    if missing := [name for name in files if not (path / name).exists()]:
+    if missing := [file for file in files if not (path / file).exists()]:
         raise CheckpointError(f"{path}: {len(missing)} of {len(files)} shards missing, the first is {missing[0]}")
     if WEIGHTS not in files and (path / WEIGHTS).exists():
-        raise CheckpointError(f"{path}: has both {WEIGHTS} and {INDEX}, which does not list it; remove one")
+        raise CheckpointError(f"{path}: has both {WEIGHTS} and {index.name}, which does not list it; remove one")
     extra = sorted(file.name for file in path.iterdir() if SHARD.fullmatch(file.name) and file.name not in files)
     if extra:
-        raise CheckpointError(f"{path}: shard {extra[0]} is not listed in {INDEX}")
+        raise CheckpointError(f"{path}: shard {extra[0]} is not listed in {index.name}")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(path / file).items():
             if places.get(name) != file:
                 where = f"places it in {places[name]}" if name in places else "does not list it"
-                raise CheckpointError(f"{path / file}: holds tensor {name}, but {INDEX} {where}")
+                raise CheckpointError(f"{path / file}: holds tensor {name}, but {index.name} {where}")
             tensors[name] = tensor
     if missing := sorted(set(places) - set(tensors)):
-        raise CheckpointError(f"{path / places[missing[0]]}: lacks tensor {missing[0]}, which {INDEX} places in it")
+        raise CheckpointError(
+            f"{path / places[missing[0]]}: lacks tensor {missing[0]}, which {index.name} places in it"
+        )
     return tensors
 
 

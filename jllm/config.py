@@ -26,6 +26,7 @@ from jllm.hf_fields import (
 )
 
 ROPE_KINDS = ("default", "linear", "llama3")
+_LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and the method that they imply
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -125,7 +126,7 @@ def load_config(path: str | Path) -> LlamaConfig:
 def load_quantization(path: str | Path) -> dict[str, Any] | None:
     """What a model directory says about how its weights are quantized: `quantization_config` in config.json (older
     files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is none.
-    Raises ConfigError."""
+    Raises ConfigError, also where both are there and contradict each other."""
     file = Path(path) / "config.json"
     if not file.exists():
         return None
@@ -134,9 +135,19 @@ def load_quantization(path: str | Path) -> dict[str, Any] | None:
     if found is not None and not isinstance(found, dict):
         raise ConfigError(f"{file}: quantization_config is a {type(found).__name__}, not a JSON object")
     for name, method in _QUANTIZATION_FILES.items():
-        if not found and (file.parent / name).exists():
-            found = {"quant_method": method} | _read_json(file.parent / name)
+        if not (file.parent / name).exists():
+            continue
+        beside = {"quant_method": method} | _read_json(file.parent / name)
+        if not found:
+            found = beside
+        elif found.get("quant_method") == beside["quant_method"] and (odd := _differing(found, beside)):
+            one, other = (json.dumps(config[odd[0]]) for config in (found, beside))
+            raise ConfigError(f"{file}: quantization_config says {odd[0]} = {one}, but {name} beside it says {other}")
     return found or None
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [key for key in _LAYOUT if key in one and key in other and one[key] != other[key]]
 
 
 def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConfig:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -295,6 +296,9 @@ def test_find_model(tmp_path, monkeypatch):
 
     def hub(name, *, allow_patterns, ignore_patterns, etag_timeout):
         assert name == "org/model-1.5B"
+        for file in ("model-00001-of-00002.safetensors", "gptq_model-4bit-128g.safetensors", "quantize_config.json"):
+            assert any(fnmatch(file, pattern) for pattern in allow_patterns)
+        assert not any(fnmatch("consolidated.safetensors", pattern) for pattern in allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)

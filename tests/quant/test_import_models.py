@@ -1,5 +1,6 @@
 """Models from other projects' checkpoints: what they compute, and what stands around the quantized weights."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ import pytest
 
 import jllm
 from jllm.checkpoint import save
+from jllm.errors import CheckpointError, ConfigError
 from jllm.params import LINEARS
 from pallas_kernels.quantized_weights import QuantizedWeight, decode
 from tests.checkpoint_cases import assert_same_bits
@@ -105,6 +107,48 @@ def test_config_in_a_file_beside(layout, file, tmp_path):
     inside, beside = (jllm.load(tmp_path / d).params for d in ("in", "beside"))
     assert quantized(beside)
     assert_same_bits(inside, beside)
+
+
+def test_a_config_in_both_places_must_agree(tmp_path):
+    layouts.write(tmp_path / "m", layouts.small_model(), gptq)
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    beside = tmp_path / "m" / "quantize_config.json"
+    beside.write_text(json.dumps(raw | {"damp_percent": 0.1}))  # says nothing of the layout
+    assert quantized(jllm.load(tmp_path / "m").params)
+    beside.write_text(json.dumps(raw | {"checkpoint_format": "gptq_v2"}))
+    message = r'checkpoint_format = "gptq", but quantize_config.json beside it says "gptq_v2"'
+    with pytest.raises(ConfigError, match=message) as error:
+        jllm.load(tmp_path / "m")
+    assert "\n" not in str(error.value)
+    beside.write_text(json.dumps({"quant_method": "awq", "bits": 8}))  # another method's: not asked
+    assert quantized(jllm.load(tmp_path / "m").params)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_files_that_autogptq_called_after_the_quantization(shards, tmp_path):
+    layouts.write(tmp_path / "m", layouts.small_model(), gptq, shards=shards)
+    want = jllm.load(tmp_path / "m").params
+    for file in list((tmp_path / "m").glob("model*")):
+        text = file.read_text().replace("model-", "gptq_model-4bit-32g-") if file.suffix == ".json" else None
+        name = file.name.replace("model", "gptq_model-4bit-32g", 1)
+        file.rename(tmp_path / "m" / name)
+        if text is not None:
+            (tmp_path / "m" / name).write_text(text)
+    assert_same_bits(jllm.load(tmp_path / "m").params, want)
+    (tmp_path / "m" / "adapter_model.safetensors").write_bytes(b"")  # is none
+    assert_same_bits(jllm.load(tmp_path / "m").params, want)
+
+
+def test_of_two_files_of_other_names_none_is_guessed(tmp_path):
+    layouts.write(tmp_path / "m", layouts.small_model(), gptq)
+    for name in ("gptq_model-4bit-32g", "gptq_model-8bit-32g"):
+        (tmp_path / "m" / f"{name}.safetensors").write_bytes((tmp_path / "m" / "model.safetensors").read_bytes())
+    assert quantized(jllm.load(tmp_path / "m").params)  # of model.safetensors
+    (tmp_path / "m" / "model.safetensors").unlink()
+    message = r"has gptq_model-4bit-32g.safetensors and gptq_model-8bit-32g.safetensors, but neither model.safetensors"
+    with pytest.raises(CheckpointError, match=message) as error:
+        jllm.load(tmp_path / "m")
+    assert "\n" not in str(error.value)
 
 
 def test_older_names_of_awq_fields(tmp_path):
