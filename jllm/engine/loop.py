@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,40 +15,20 @@ import jax
 from jllm.batch import Rung, choose_rung
 from jllm.engine.checks import check_request, token_ids
 from jllm.engine.device import Device
+from jllm.engine.live import Live, Samples, take_prompt_scores, token_logprob
 from jllm.engine.metrics import Counts, Metrics, Times
 from jllm.engine.options import Sizes, make_options
 from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
-from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
+from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Plan, Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.engine.trace import Recorder
 from jllm.errors import EngineClosed, RequestError
 from jllm.step import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
-
-
-@dataclass
-class _Live:
-    """What the loop knows of an unfinished sequence beyond what the scheduler does."""
-
-    seq: Sequence
-    output: OutputText
-    stop_ids: frozenset[int]
-    submitted: float
-    first_token: float | None = None
-    last_token: float = 0.0  # when the newest token was read, once there is one
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_scores: dict[int, tuple[float, int]] = field(default_factory=dict)  # log p and rank, by position
-
-
-@dataclass
-class _Request:
-    """What samples of one prompt have in common."""
-
-    samples: int = 0  # that were ever started: the next sample index
-    unfinished: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,8 +60,12 @@ class Engine:
             static=self._options.batching == "static",
             policy=self._options.make_policy(),
         )
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._requests: dict[int, _Request] = {}  # the unfinished ones
+        self._trace = None
+        if self._options.trace is not None:
+            about = self._options.memory
+            self._trace = Recorder(self._options.trace, sizes.limits, sizes.ladder, about)
+        self._live: dict[tuple[int, int], Live] = {}
+        self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._penalized = 0  # unfinished sequences that ask for penalties or a bias
         self._in_flight: _InFlight | None = None
         self._next_id = 0
@@ -148,7 +132,7 @@ class Engine:
         self._check_open()
         live = self._find(request_id, sample)
         seq = live.seq
-        index = self._requests[request_id].samples
+        index = self._requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         new = self._add(twin)
         for token in seq.output:
@@ -163,7 +147,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
-        for sample in range(request.samples):
+        for sample in range(request.started):
             if (request_id, sample) in self._live:
                 self._finish(self._live[request_id, sample], "abort")
 
@@ -171,6 +155,8 @@ class Engine:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times)."""
         self._check_open()
         try:
+            if self._trace:
+                self._trace.planning()
             plan = self._scheduler.schedule()
             before, self._in_flight = self._in_flight, None
             if plan is not None:
@@ -187,6 +173,8 @@ class Engine:
             what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
             self.close(f"a step {what} half-way")
             raise
+        if self._trace and not self._live:
+            self._trace.flush()
         events, self._events = self._events, []
         return events
 
@@ -202,11 +190,12 @@ class Engine:
             running=len(s.running),
             waiting=len(s.waiting),
             pages_free=s.pool.num_free,
-            pages_used=s.pool.num_pages - s.pool.num_free,
+            pages_used=s.pool.num_used,
             pages_total=s.pool.num_pages,
-            preemptions=s.counts.preempted,
-            drains=s.counts.drains,
-            recomputed_tokens=s.counts.recomputed,
+            page_size=s.pool.page_size,
+            fragmentation=s.pool.fragmentation,
+            empty_tokens=s.empty,
+            scheduled=s.counts,
             compiled_steps=len(self._device.used),
             counts=self._counts,
             times=self._times,
@@ -225,25 +214,29 @@ class Engine:
         self._closed = reason
         self._in_flight = None
         self._device.close()
+        if self._trace:
+            self._trace.close()
 
     def _check_open(self) -> None:
         if self._closed is not None:
             raise EngineClosed(f"this engine takes no more work: {self._closed}")
 
-    def _add(self, seq: Sequence) -> _Live:
+    def _add(self, seq: Sequence) -> Live:
         self._scheduler.add(seq)
+        if self._trace:
+            self._trace.request(seq)
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
-        live = _Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
+        live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
         self._live[seq.request_id, seq.sample] = live
-        request = self._requests.setdefault(seq.request_id, _Request())
-        request.samples = max(request.samples, seq.sample + 1)
+        request = self._requests.setdefault(seq.request_id, Samples())
+        request.started = max(request.started, seq.sample + 1)
         request.unfinished += 1
         self._penalized += seq.params.penalizes
         return live
 
-    def _find(self, request_id: int, sample: int) -> _Live:
+    def _find(self, request_id: int, sample: int) -> Live:
         live = self._live.get((request_id, sample))
         if live is None:
             raise RequestError(f"request {request_id} has no running sample {sample}")
@@ -268,6 +261,8 @@ class Engine:
             self._device.copy_pages(plan.copies)
         outputs = self._device.run(buffer, layout, variant)
         counts, pool = self._counts, self._scheduler.pool
+        if self._trace:
+            self._trace.dispatched(plan, rung, pool.num_used)
         counts.steps += 1
         counts.tokens += len(plan.decodes) + tokens
         counts.rows += rung.size
@@ -282,7 +277,7 @@ class Engine:
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
-            self._read_prompt_scores(step.plan, outputs)
+            take_prompt_scores(step.plan, outputs, lambda seq: self._live.get((seq.request_id, seq.sample)))
         tokens, now = outputs.tokens.tolist(), time.perf_counter()
         rows = list(enumerate(step.plan.decodes))
         rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
@@ -294,8 +289,10 @@ class Engine:
             self._times.inter_token.add(now - last, times)
         self._newest.clear()
         self._scheduler.step_read(step.plan.step)
+        if self._trace:
+            self._trace.read(step.plan.step)
 
-    def _take(self, live: _Live, token: int, outputs: Outputs, row: int, now: float) -> None:
+    def _take(self, live: Live, token: int, outputs: Outputs, row: int, now: float) -> None:
         """One new token of an unfinished sequence, read at `now`."""
         seq = live.seq
         if token == NOT_FINITE:
@@ -316,7 +313,7 @@ class Engine:
             return
         live.output.push(token)
         if outputs.logprobs is not None and seq.params.logprobs is not None:
-            live.logprobs.append(_token_logprob(token, outputs, row, seq.params.logprobs))
+            live.logprobs.append(token_logprob(token, outputs, row, seq.params.logprobs))
         if live.output.stopped:
             self._finish(live, "stop")
         elif seq.length >= seq.max_length:
@@ -326,25 +323,14 @@ class Engine:
             if text or tokens:
                 self._events.append(Event(seq.request_id, seq.sample, text, tokens))
 
-    def _read_prompt_scores(self, plan: Plan, outputs: Outputs) -> None:
-        assert outputs.prompt_logprobs is not None
-        assert outputs.prompt_ranks is not None
-        scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist()))
-        at = 0
-        for chunk in plan.chunks:
-            live = self._live.get((chunk.seq.request_id, chunk.seq.sample))
-            if live is not None and chunk.seq.params.prompt_logprobs:
-                last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
-                for position in range(chunk.start, last):
-                    live.prompt_scores[position + 1] = scores[at + position - chunk.start]
-            at += len(chunk.tokens)
-
-    def _finish(self, live: _Live, reason: str) -> None:
+    def _finish(self, live: Live, reason: str) -> None:
         seq = live.seq
         live.output.finish()
         if reason == "length" and live.output.stopped:  # bytes held back completed a stop string
             reason = "stop"
         self._scheduler.finish(seq, reason)
+        if self._trace:
+            self._trace.end(seq, reason)
         del self._live[seq.request_id, seq.sample]
         self._penalized -= seq.params.penalizes
         self._requests[seq.request_id].unfinished -= 1
@@ -352,27 +338,11 @@ class Engine:
             del self._requests[seq.request_id]
             self._counts.requests_finished += 1
         text, tokens = live.output.take(final=True)
-        completion = self._completion(live, reason)
-        self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))
-
-    def _completion(self, live: _Live, reason: str) -> Completion:
-        seq, tokens = live.seq, tuple(live.output.tokens)
-        scores = None
-        if seq.params.prompt_logprobs:
-            scores = [score for _, score in sorted(live.prompt_scores.items())]
         total = time.perf_counter() - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
-        return Completion(
-            token_ids=tokens,
-            text=None if self._tokenizer is None else live.output.text,
-            finish_reason=reason,
-            logprobs=None if seq.params.logprobs is None else tuple(live.logprobs[: len(tokens)]),
-            prompt_logprobs=None if scores is None else tuple(logprob for logprob, _ in scores),
-            timings=Timings(live.first_token, total, len(seq.prompt), len(tokens)),
-            seed=seq.seed,
-            prompt_ranks=None if scores is None else tuple(rank for _, rank in scores),
-        )
+        completion = live.completion(reason, total, text=self._tokenizer is not None)
+        self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""
@@ -389,14 +359,8 @@ class Engine:
             self.close(f"there is no room for a new state after a device error: {_first_line(again)}")
             self._check_open()
         self._scheduler.reset()
-
-
-def _token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
-    assert outputs.logprobs is not None
-    assert outputs.top_ids is not None
-    assert outputs.top_logprobs is not None
-    top = zip(outputs.top_ids[row, :n].tolist(), outputs.top_logprobs[row, :n].tolist())
-    return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
+        if self._trace:
+            self._trace.lost()
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jllm.engine.plan import Counts as Scheduled
+
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -92,10 +94,11 @@ class Metrics:
     pages_free: int
     pages_used: int
     pages_total: int
-    preemptions: int
-    drains: int  # steps that waited for a read because pages were short
-    recomputed_tokens: int
+    page_size: int  # tokens
+    fragmentation: float  # share of free pages outside of the longest run of them
+    empty_tokens: int  # tokens that the pages of samples have room for and do not hold
     compiled_steps: int  # different ones that this engine needed
+    scheduled: Scheduled  # what the scheduler counted
     counts: Counts
     times: Times
 
@@ -104,8 +107,28 @@ class Metrics:
         """The share of computed rows that only fill up a rung of the ladder."""
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
+    def memory(self) -> dict[str, Any]:
+        """What became of the page pool. Means are over planned steps; shares are of the pages in use."""
+        s = self.scheduled
+        steps, used = max(1, s.steps), s.page_steps * self.page_size
+        return {
+            "preemptions": s.preempted,
+            "preemptions_by_cause": dict(s.preempted_by),
+            "recomputed_tokens": s.recomputed,
+            "drains": s.drains,  # steps that waited for a read because pages were short
+            "outgrown": s.outgrown,  # times that a sample turned out longer than predicted when it needed a page
+            "moves": s.moved,
+            "copied_pages": s.copied_pages,
+            "running_peak": s.running_peak,
+            "running_mean": s.running_steps / steps,
+            "pages_mean": s.page_steps / steps,
+            "wasted_share": s.empty_steps / used if used else 0.0,
+            "fragmentation_mean": s.fragmentation / steps,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
-        gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in ("counts", "times")}
+        parts = ("scheduled", "counts", "times")
+        gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
-        return {**gauges, **vars(self.counts), "slack": self.slack, **times}
+        return {**gauges, **self.memory(), **vars(self.counts), "slack": self.slack, **times}

@@ -12,6 +12,7 @@ from jllm.engine.length import NAMES as PREDICTORS
 from jllm.engine.length import Predictor, make_predictor
 from jllm.engine.pages import PagePool
 from jllm.engine.plan import Limits
+from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
@@ -42,6 +43,9 @@ class EngineOptions:
     admission_quantile: float | None = None  # of the predicted lengths; default: QUANTILE
     watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
+    trace: Sink | None = (
+        None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
+    )
     # What an engine would do without one of its ideas, for experiments that measure what the idea is worth:
     batching: str = "merge"  # or "static": nobody joins before the longest of a batch has ended
     sampling: str = "threshold"  # or "sort": each row's logits sorted
@@ -64,6 +68,8 @@ class EngineOptions:
         for name, choices in POLICIES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+        if self.trace is not None and not isinstance(self.trace, Sink):
+            raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -104,6 +110,15 @@ class EngineOptions:
         if self.length_predictor is None:
             return self.kv_policy == "extent"
         return self.kv_policy != "reserve" and self.length_predictor != "none"
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The options that decide about memory, as plain data."""
+        names = ("kv_policy", "length_predictor", "admission_quantile", "watermark", "extent_overflow", "kv_cache")
+        found = {name: getattr(self, name) for name in names}
+        if not isinstance(self.length_predictor, str | None):
+            found["length_predictor"] = type(self.length_predictor).__name__
+        return found
 
     def make_policy(self) -> Callable[[PagePool], Policy]:
         """What makes the KV policy for a pool; all that it makes share one predictor, which learns."""

@@ -1,0 +1,72 @@
+"""What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jllm.engine.output import OutputText
+from jllm.engine.plan import Plan
+from jllm.engine.request import Completion, Timings, TokenLogprob
+from jllm.engine.sequence import Sequence
+from jllm.step import Outputs
+
+
+@dataclass
+class Live:
+    """An unfinished sample."""
+
+    seq: Sequence
+    output: OutputText
+    stop_ids: frozenset[int]
+    submitted: float
+    first_token: float | None = None
+    last_token: float = 0.0  # when the newest token was read, once there is one
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_scores: dict[int, tuple[float, int]] = field(default_factory=dict)  # log p and rank, by position
+
+    def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
+        """The sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
+        seq, tokens, scores = self.seq, tuple(self.output.tokens), None
+        if seq.params.prompt_logprobs:
+            scores = [score for _, score in sorted(self.prompt_scores.items())]
+        return Completion(
+            token_ids=tokens,
+            text=self.output.text if text else None,
+            finish_reason=reason,
+            logprobs=None if seq.params.logprobs is None else tuple(self.logprobs[: len(tokens)]),
+            prompt_logprobs=None if scores is None else tuple(logprob for logprob, _ in scores),
+            timings=Timings(self.first_token, seconds, len(seq.prompt), len(tokens)),
+            seed=seq.seed,
+            prompt_ranks=None if scores is None else tuple(rank for _, rank in scores),
+        )
+
+
+@dataclass
+class Samples:
+    """Those of one request."""
+
+    started: int = 0  # ever: the next sample index
+    unfinished: int = 0
+
+
+def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
+    """Of the token sampled in a row, with the n most likely ones."""
+    assert outputs.logprobs is not None
+    assert outputs.top_ids is not None
+    assert outputs.top_logprobs is not None
+    top = zip(outputs.top_ids[row, :n].tolist(), outputs.top_logprobs[row, :n].tolist())
+    return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
+
+
+def take_prompt_scores(plan: Plan, outputs: Outputs, live: Callable[[Sequence], Live | None]) -> None:
+    """Gives the scores of a step's prompt tokens to the samples that asked for them."""
+    assert outputs.prompt_logprobs is not None
+    assert outputs.prompt_ranks is not None
+    scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist()))
+    at = 0
+    for chunk in plan.chunks:
+        sample = live(chunk.seq)
+        if sample is not None and chunk.seq.params.prompt_logprobs:
+            last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
+            for position in range(chunk.start, last):
+                sample.prompt_scores[position + 1] = scores[at + position - chunk.start]
+        at += len(chunk.tokens)

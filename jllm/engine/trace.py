@@ -1,0 +1,210 @@
+"""The schedule as a small trace: what each step computed and when, for replays and simulations without a device.
+
+`Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. By "type":
+
+    engine   once, first: version, limits (plan.Limits), ladder, and the options that decide about memory
+    request  a sample is added: request, sample, known (tokens that it begins with), max_length, t
+    step     a step was read (or lost with its device: read is null): its number; decodes; keys, the tokens of KV that
+             these read; chunks as [request, sample, start, tokens, final]; rung as [decode rows, tokens, chunks];
+             pages in use, copies, preempted as [request, sample]; planned, dispatched, read
+    end      a sample is over: request, sample, output (tokens in all), reason, t
+
+Times are seconds since the trace began, on a monotonic clock. Steps stand in the order in which they ran.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jllm.batch import Rung
+from jllm.engine.plan import Limits, Plan
+from jllm.engine.sequence import Sequence
+from jllm.errors import InputFileError, OutputError
+
+VERSION = 1
+Record = dict[str, Any]
+Sink = str | os.PathLike | list
+
+
+class Recorder:
+    """Writes a trace; the engine calls it where something happens."""
+
+    def __init__(self, sink: Sink, limits: Limits, ladder: tuple[Rung, ...], options: Record):
+        self._start = time.perf_counter()
+        self._planned = 0.0
+        self._steps: dict[int, Record] = {}  # dispatched and not read
+        self._sink = sink
+        if not isinstance(sink, list):
+            try:
+                self._file = open(sink, "w", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                raise OutputError(f"trace: {os.fspath(sink)} can't be written: {error.strerror}") from None
+        rungs = [[r.decodes, r.tokens, r.chunks] for r in ladder]
+        self._add({"type": "engine", "version": VERSION, "limits": asdict(limits), "ladder": rungs, **options})
+
+    def request(self, seq: Sequence) -> None:
+        about = {"known": seq.length, "max_length": seq.max_length, "t": self._now()}
+        self._add({"type": "request", **_name(seq), **about})
+
+    def planning(self) -> None:
+        """The next step begins to be planned."""
+        self._planned = self._now()
+
+    def dispatched(self, plan: Plan, rung: Rung, pages: int) -> None:
+        self._steps[plan.step] = {
+            "type": "step",
+            "step": plan.step,
+            "decodes": len(plan.decodes),
+            "keys": sum(seq.computed for seq in plan.decodes),
+            "chunks": [[c.seq.request_id, c.seq.sample, c.start, len(c.tokens), c.final] for c in plan.chunks],
+            "rung": [rung.decodes, rung.tokens, rung.chunks],
+            "pages": pages,
+            "copies": len(plan.copies),
+            "preempted": [[seq.request_id, seq.sample] for seq in plan.preempted],
+            "planned": self._planned,
+            "dispatched": self._now(),
+            "read": None,
+        }
+
+    def read(self, step: int) -> None:
+        self._add({**self._steps.pop(step), "read": self._now()})
+
+    def lost(self) -> None:
+        """The device, and with it all that was in flight."""
+        for step in sorted(self._steps):
+            self._add(self._steps.pop(step))
+
+    def end(self, seq: Sequence, reason: str) -> None:
+        self._add({"type": "end", **_name(seq), "output": len(seq.output), "reason": reason, "t": self._now()})
+
+    def flush(self) -> None:
+        if not isinstance(self._sink, list):
+            self._file.flush()
+
+    def close(self) -> None:
+        self.lost()
+        if not isinstance(self._sink, list):
+            self._file.close()
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._start, 7)
+
+    def _add(self, record: Record) -> None:
+        if isinstance(self._sink, list):
+            self._sink.append(record)
+            return
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise OutputError(f"trace: {os.fspath(self._sink)} can't be written: {error.strerror}") from None
+
+
+def _name(seq: Sequence) -> Record:
+    return {"request": seq.request_id, "sample": seq.sample}
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """A sample of a request; what is None had not happened when the trace ended."""
+
+    request: int
+    sample: int
+    known: int  # tokens that it began with
+    max_length: int
+    arrival: float  # seconds
+    output: int | None = None  # tokens, those known at the start included where it is a fork
+    reason: str | None = None
+    end: float | None = None  # seconds
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step; see the module for the fields."""
+
+    step: int
+    decodes: int
+    keys: int
+    chunks: tuple[tuple[int, int, int, int, bool], ...]
+    rung: Rung
+    pages: int
+    copies: int
+    preempted: tuple[tuple[int, int], ...]
+    planned: float
+    dispatched: float
+    read: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts."""
+        return sum(chunk[3] for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole trace. `engine` is its first record as it stands."""
+
+    engine: Record
+    limits: Limits
+    requests: tuple[TracedRequest, ...]  # in the order of arrival
+    steps: tuple[TracedStep, ...]
+
+
+def read_trace(source: Sink) -> Trace:
+    """The trace in a file or a list. InputFileError, with the line's number, for what is no trace."""
+    name = "trace" if isinstance(source, list) else os.fspath(source)
+    number = 0
+    try:
+        records = source if isinstance(source, list) else map(json.loads, _lines(source))
+        engine: Record | None = None
+        requests: dict[tuple[int, int], TracedRequest] = {}
+        steps: list[TracedStep] = []
+        for number, record in enumerate(records, 1):
+            kind = record["type"]
+            if (kind == "engine") != (number == 1):
+                raise ValueError("the first record, and no other, must be of type engine")
+            if kind == "engine":
+                if record["version"] != VERSION:
+                    raise ValueError(f"version {record['version']}, this reads {VERSION}")
+                engine, limits = record, Limits(**record["limits"])
+            elif kind == "step":
+                steps.append(_step(record))
+            else:
+                _request(requests, kind, record)
+    except OSError as error:
+        raise InputFileError(f"{name}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputFileError(f"{name}: line {max(1, number)} is not of a trace: {what}") from None
+    if engine is None:
+        raise InputFileError(f"{name}: an empty trace")
+    return Trace(engine, limits, tuple(requests.values()), tuple(steps))
+
+
+def _lines(path: str | os.PathLike) -> Iterable[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines()
+
+
+def _step(record: Record) -> TracedStep:
+    names = ("step", "decodes", "keys", "pages", "copies", "planned", "dispatched", "read")
+    return TracedStep(
+        chunks=tuple((r, s, start, n, bool(final)) for r, s, start, n, final in record["chunks"]),
+        rung=Rung(*record["rung"]),
+        preempted=tuple((r, s) for r, s in record["preempted"]),
+        **{name: record[name] for name in names},
+    )
+
+
+def _request(requests: dict[tuple[int, int], TracedRequest], kind: str, record: Record) -> None:
+    key = record["request"], record["sample"]
+    if kind == "request":
+        requests[key] = TracedRequest(*key, record["known"], record["max_length"], record["t"])
+    elif kind == "end":
+        if key not in requests:
+            raise ValueError(f"request {key[0]} sample {key[1]} ends and never came")
+        requests[key] = replace(requests[key], output=record["output"], reason=record["reason"], end=record["t"])
+    else:
+        raise ValueError(f"unknown type {kind!r}")
