@@ -26,6 +26,7 @@ from jllm.engine.sequence import Sequence
 from jllm.errors import InputFileError, OutputError
 
 VERSION = 1
+LINES = 1024  # that wait in memory at most
 Record = dict[str, Any]
 Sink = str | os.PathLike | list
 
@@ -38,13 +39,10 @@ class Recorder:
         self._planned = 0.0
         self._steps: dict[int, Record] = {}  # dispatched and not read
         self._sink = sink
-        if not isinstance(sink, list):
-            try:
-                self._file = open(sink, "w", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
-                raise OutputError(f"trace: {os.fspath(sink)} can't be written: {error.strerror}") from None
+        self._lines: list[str] = []  # that are not in the file yet
         rungs = [[r.decodes, r.tokens, r.chunks] for r in ladder]
         self._add({"type": "engine", "version": VERSION, "limits": asdict(limits), "ladder": rungs, **options})
+        self.flush(mode="w")
 
     def request(self, seq: Sequence) -> None:
         about = {"known": seq.length, "max_length": seq.max_length, "t": self._now()}
@@ -81,14 +79,20 @@ class Recorder:
     def end(self, seq: Sequence, reason: str) -> None:
         self._add({"type": "end", **_name(seq), "output": len(seq.output), "reason": reason, "t": self._now()})
 
-    def flush(self) -> None:
-        if not isinstance(self._sink, list):
-            self._file.flush()
+    def flush(self, mode: str = "a") -> None:
+        """Writes what waits to the file, which is open for no longer than that: engines are not always closed."""
+        if isinstance(self._sink, list):
+            return
+        try:
+            with open(self._sink, mode, encoding="utf-8") as file:
+                file.writelines(self._lines)
+        except OSError as error:
+            raise OutputError(f"trace: {os.fspath(self._sink)} can't be written: {error.strerror}") from None
+        self._lines.clear()
 
     def close(self) -> None:
         self.lost()
-        if not isinstance(self._sink, list):
-            self._file.close()
+        self.flush()
 
     def _now(self) -> float:
         return round(time.perf_counter() - self._start, 7)
@@ -97,10 +101,9 @@ class Recorder:
         if isinstance(self._sink, list):
             self._sink.append(record)
             return
-        try:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        except OSError as error:
-            raise OutputError(f"trace: {os.fspath(self._sink)} can't be written: {error.strerror}") from None
+        self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
+        if len(self._lines) == LINES:
+            self.flush()
 
 
 def _name(seq: Sequence) -> Record:
