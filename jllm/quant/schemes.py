@@ -16,12 +16,13 @@ stay, and `*` stands for anything (`layers.*.o_proj`, `*_proj`). What no rule ma
 matches one with the format "bf16". A format is one of parse_weight_format's, or several in order of preference with
 "|" between them, of which the first counts that can hold the weight's shape. Modules that are one weight must come to
 one format. Without a rule of its own, the head of a tied model is its embedding, whatever that becomes; a rule for
-lm_head gives it a head of its own.
+lm_head gives it a head of its own. Every rule must decide something: one that matches no name, or only names that
+earlier ones have taken, is an error.
 """
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -72,24 +73,37 @@ class Scheme:
     def formats(self, num_layers: int) -> dict[str, Formats]:
         """Name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
 
-        Raises QuantizationError for a pattern that matches nothing, and for merged modules of different formats.
+        Raises QuantizationError for a pattern that matches nothing, or only what earlier rules have taken, and for
+        merged modules of different formats.
         """
         modules = weight_modules(num_layers)
-        known = dict.fromkeys(name for weight, parts in modules.items() for name in (weight, *parts))
-        for pattern, _ in self.rules:
-            if not any(matches(pattern, name) for name in known):
-                raise QuantizationError(f"scheme {self.name!r}: pattern {pattern!r} matches no weight; {near(pattern)}")
-        chosen = {weight: self._choose(weight, parts) for weight, parts in modules.items()}
-        return {weight: parse_formats(name) for weight, name in chosen.items() if name is not None}
-
-    def _choose(self, weight: str, parts: tuple[str, ...]) -> str | None:
-        """The format's name by the first rule that matches, None where none does."""
-        found = {
-            part: next(
-                (name for pattern, name in self.rules if matches(pattern, weight) or matches(pattern, part)), None
-            )
+        matching = {
+            (weight, part): [i for i, (pattern, _) in enumerate(self.rules) if _matches_module(pattern, weight, part)]
+            for weight, parts in modules.items()
             for part in parts
         }
+        self._check_rules(list(matching.values()))
+        chosen = {weight: self._choose(weight, parts, matching) for weight, parts in modules.items()}
+        return {weight: parse_formats(name) for weight, name in chosen.items() if name is not None}
+
+    def _check_rules(self, matching: Sequence[Sequence[int]]) -> None:
+        """Raises QuantizationError for a rule that decides nothing; `matching`: for each module, rules by number."""
+        for i, (pattern, _) in enumerate(self.rules):
+            found = [rules for rules in matching if i in rules]
+            if not found:
+                raise QuantizationError(f"scheme {self.name!r}: pattern {pattern!r} matches no weight; {near(pattern)}")
+            if all(rules[0] < i for rules in found):
+                first = ", ".join(dict.fromkeys(repr(self.rules[rules[0]][0]) for rules in found))
+                raise QuantizationError(
+                    f"scheme {self.name!r}: pattern {pattern!r} matches only what {first} before it has taken: the "
+                    "first rule that matches wins; put it earlier, or leave it out"
+                )
+
+    def _choose(
+        self, weight: str, parts: tuple[str, ...], matching: Mapping[tuple[str, str], Sequence[int]]
+    ) -> str | None:
+        """The format's name by the first rule that matches, None where none does."""
+        found = {part: next((self.rules[i][1] for i in matching[weight, part]), None) for part in parts}
         if len(set(found.values())) > 1:
             given = ", ".join(f"{part.rpartition('.')[2]}: {name or 'none'}" for part, name in found.items())
             raise QuantizationError(
@@ -180,6 +194,10 @@ def read_scheme(file: Path) -> Scheme:
     if not isinstance(raw, dict):
         raise QuantizationError(f"{file}: holds a {type(raw).__name__}, not a scheme")
     return Scheme.from_dict({"name": file.stem} | raw, source=str(file))
+
+
+def _matches_module(pattern: str, weight: str, part: str) -> bool:
+    return matches(pattern, weight) or matches(pattern, part)
 
 
 def matches(pattern: str, name: str) -> bool:
