@@ -98,9 +98,10 @@ class PagePool:
         """n >= 1 pages in a row from the shortest run that has them, or None: then nothing is taken."""
         if n > self.num_available:
             return None
-        while n > self.largest_run:  # what is reclaimed may lie anywhere: more, until it makes a run or nothing is left
+        self._reclaim(n)
+        while n > self.largest_run:  # what is reclaimed may lie anywhere: one by one, until some make a run
             free = self.num_free
-            self._reclaim(max(n, free + n - self.largest_run))
+            self._reclaim(free + 1)
             if self.num_free == free:
                 return None
         length = self._lengths[bisect_left(self._lengths, n)]
@@ -145,7 +146,7 @@ class PagePool:
 
     def _reclaim(self, n: int) -> None:
         """Until n pages are free, as far as there are some to reclaim."""
-        if self.reclaimer and self.reclaimer.reclaimable:
+        if n > self.num_free and self.reclaimer and self.reclaimer.reclaimable:
             self.reclaimer.reclaim(n - self.num_free)
 
     def _take(self, start: int, n: int) -> list[int]:

@@ -46,24 +46,153 @@ def test_a_page_twice_in_one_list():
         pool.free([page, page])
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.integers(1, 12), st.lists(st.one_of(st.integers(0, 13), st.just("free")), max_size=40))
+def test_runs_are_the_shortest_that_fit_and_freed_neighbours_merge():
+    pool = PagePool(16, 8)
+    pages = pool.allocate(16)
+    pool.free([2, 3, 4, 8, 9, 12])
+    assert (pool.num_free, pool.largest_run, pool.fragmentation) == (6, 3, 0.5)
+    assert pool.allocate_run(4) is None
+    assert pool.allocate_run(2) == [8, 9]
+    assert pool.allocate_run(2) == [2, 3]
+    assert pool.extend(3, 5) == [4]
+    assert pool.extend(3, 5) == []
+    assert pool.extend(15, 1) == []
+    pool.free([11, 13])
+    assert pool.allocate_run(3) == [11, 12, 13]
+    assert pages == list(range(16))
+
+
+def test_scattered_pages_come_from_short_runs():
+    pool = PagePool(12, 8)
+    pool.allocate(12)
+    pool.free([0, 2, 4, 5, 6, 7])
+    assert sorted(pool.allocate(3)) == [0, 2, 4]
+    assert pool.largest_run == 3
+
+
+def test_shared_pages_are_free_when_the_last_holder_frees_them():
+    pool = PagePool(4, 8)
+    pages = pool.allocate(2)
+    pool.share(pages)
+    pool.share(pages[:1])
+    assert [pool.holders(page) for page in (*pages, 3)] == [3, 2, 0]
+    pool.free(pages)
+    pool.free(pages)
+    assert (pool.num_free, pool.holders(pages[0])) == (3, 1)
+    pool.free(pages[:1])
+    assert pool.num_free == 4
+    with pytest.raises(AssertionError, match="page 0 is shared but not taken"):
+        pool.share([0])
+
+
+class Hoard:
+    """Holds every other page and gives back the newest first."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        pages = pool.allocate(pool.num_pages)
+        self.pages = pages[::2]
+        pool.free(pages[1::2])
+
+    @property
+    def reclaimable(self):
+        return len(self.pages)
+
+    def holds(self, page):
+        return page in self.pages
+
+    def on_share(self, page):
+        raise AssertionError("nobody shares these")
+
+    def reclaim(self, pages):
+        for _ in range(min(pages, len(self.pages))):
+            self.pool.free([self.pages.pop()])
+
+
+def test_what_is_short_is_reclaimed_and_no_more():
+    pool = PagePool(12, 8)
+    pool.reclaimer = hoard = Hoard(pool)
+    assert (pool.num_free, pool.num_available) == (6, 12)
+    assert len(pool.allocate(8)) == 8
+    assert len(hoard.pages) == 4
+    assert pool.allocate(5) is None
+    pool = PagePool(12, 8)
+    pool.reclaimer = hoard = Hoard(pool)
+    assert pool.allocate_run(5) == [7, 8, 9, 10, 11]
+    assert len(hoard.pages) == 4, "reclaimed more than it took"
+    assert pool.allocate_run(7) == [0, 1, 2, 3, 4, 5, 6]
+    assert pool.allocate_run(1) is None
+
+
+class Model:
+    """The same by looking at all pages."""
+
+    def __init__(self, num_pages):
+        self.holders = [0] * num_pages
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(length, start) of each free run, ascending."""
+        runs, start = [], None
+        for page, holders in enumerate([*self.holders, 1]):
+            if not holders and start is None:
+                start = page
+            elif holders and start is not None:
+                runs.append((page - start, start))
+                start = None
+        return sorted(runs)
+
+
+actions = st.one_of(
+    st.tuples(st.sampled_from(["allocate", "run"]), st.integers(1, 9)),
+    st.tuples(st.sampled_from(["free", "share", "extend"]), st.integers(0, 8)),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(1, 20), st.lists(actions, max_size=40))
 def test_pages_are_conserved(num_pages, actions):
-    pool, held = PagePool(num_pages, 8), []
-    for action in actions:
-        if action == "free":
-            if held:
-                pool.free(held.pop(len(held) // 2))
-            continue
-        free = pool.num_free
-        pages = pool.allocate(action)
-        assert (pages is None) == (action > free)
-        if pages is not None:
-            assert len(pages) == action
+    pool, model, held = PagePool(num_pages, 8), Model(num_pages), []
+    for name, n in actions:
+        largest = max((length for length, _ in model.runs), default=0)
+        free = model.holders.count(0)
+        taken: list[int] | None = []
+        if name == "allocate":
+            taken = pool.allocate(n)
+            assert (taken is None) == (n > free)
+        elif name == "run":
+            taken = pool.allocate_run(n)
+            assert (taken is None) == (n > largest)
+            if taken is not None:
+                assert taken == list(range(taken[0], taken[0] + n))
+                assert any(
+                    taken[0] == at and not any(n <= m < length for m, _ in model.runs) for length, at in model.runs
+                )
+        elif held and name == "extend":
+            last = held[n % len(held)][-1]
+            taken = pool.extend(last, n)
+            behind = next((length for length, at in model.runs if at == last + 1), 0)
+            assert taken == list(range(last + 1, last + 1 + min(n, behind)))
+        elif held and name == "free":
+            pages = held.pop(n % len(held))
+            pool.free(pages)
+            for page in pages:
+                model.holders[page] -= 1
+        elif held:
+            pages = held[n % len(held)]
+            pool.share(pages)
             held.append(pages)
-        taken = [page for pages in held for page in pages]
-        assert len(set(taken)) == len(taken) == num_pages - pool.num_free
-        assert set(taken) <= set(range(num_pages))
+            for page in pages:
+                model.holders[page] += 1
+        if taken:
+            assert all(not model.holders[page] for page in taken), "a page is handed out twice"
+            for page in taken:
+                model.holders[page] += 1
+            held.append(taken)
+        assert sorted(pool.free_pages()) == [page for page in range(num_pages) if not model.holders[page]]
+        assert [pool.holders(page) for page in range(num_pages)] == model.holders
+        assert pool.largest_run == max((length for length, _ in model.runs), default=0)
+        assert pool.num_free == model.holders.count(0)
     for pages in held:
         pool.free(pages)
-    assert sorted(pool.allocate(num_pages)) == list(range(num_pages))
+    assert pool.allocate_run(num_pages) == list(range(num_pages))
