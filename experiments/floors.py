@@ -14,8 +14,9 @@ import jax
 
 from experiments.decode_step import HBM
 from jllm.config import LlamaConfig
+from jllm.engine.plan import Limits, Plan
 from jllm.engine.request import SamplingParams
-from jllm.engine.scheduler import Limits, Scheduler
+from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
 from jllm.params import Params
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -97,6 +98,18 @@ class Work:
     pairs: float  # prompt queries times the keys that each sees
 
 
+def work_of(plan: Plan) -> Work:
+    """Of a step that was just planned: its sequences count the tokens that it computes already."""
+    spans = [(c.start, len(c.tokens)) for c in plan.chunks]
+    return Work(
+        len(plan.decodes),
+        sum(n for _, n in spans),
+        len(plan.decodes) + sum(c.final for c in plan.chunks),
+        sum([seq.computed for seq in plan.decodes]) + sum(at + n for at, n in spans),
+        sum(n * (at + (n + 1) / 2) for at, n in spans),
+    )
+
+
 def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Work]:
     """The merge schedule of requests [prompt, output] that are all there from the start, read one step late."""
     scheduler = Scheduler(limits)
@@ -106,14 +119,7 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
     while not scheduler.idle:
         plan = scheduler.schedule()
         if plan is not None:
-            spans = [(c.start, len(c.tokens)) for c in plan.chunks]
-            yield Work(
-                len(plan.decodes),
-                sum(n for _, n in spans),
-                len(plan.decodes) + sum(c.final for c in plan.chunks),
-                sum(seq.computed for seq in plan.decodes) + sum(at + n for at, n in spans),
-                sum(n * (at + (n + 1) / 2) for at, n in spans),
-            )
+            yield work_of(plan)
         if before is not None:
             for seq in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
                 scheduler.on_token(seq, 1)

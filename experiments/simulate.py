@@ -1,0 +1,217 @@
+"""KV policies and length predictors on a workload, without a GPU: the engine's scheduler, and steps that are costed.
+
+    python -m experiments.simulate --policy paged reserve extent --predictor none quantile oracle --pool-gib 16 32 64
+    python -m experiments.simulate --config llama-3-8b --kv-cache bf16 int8-g8 --slots 128 512 --rate 25
+    python -m experiments.simulate --requests 100000 --rate 27.8     # an hour of traffic
+
+Every combination is one row. The pool has so many pages as --pool-gib hold; weights count for time alone. A request
+allows --max-new-tokens and makes what the workload says, which only the oracle knows. Step times are those of a cost
+model fitted to measured steps (cost_model.py; --floor takes floors alone), the same for every policy; the file says
+which results it is from, and how far from them. Nothing is measured but `host_us`: this machine's own microseconds in
+the scheduler for each running sequence and step. reserve asks no predictor, and is simulated once.
+
+A workload is the name of one of workloads/, or a file: {"requests": [[prompt, output], ..]}, or JSON lines {"prompt":
+[ids] or their number, "output": tokens}. With --requests as many are drawn from it, with replacement, fixed seed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
+from experiments.qps import bar, positive, rounded, token_bytes
+from experiments.result_file import ResultFile
+from experiments.simulation.requests import Workload, arrivals, read_workload
+from experiments.simulation.run import Simulation, Truth
+from jllm.engine.length import NAMES
+from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions
+from jllm.errors import ConfigError, JllmError
+from jllm.pretrained import Model
+
+Row = dict[str, Any]
+GIB = 1 << 30
+HOST_BAR = 5.0  # microseconds a running sequence and step
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulation: what its row is called."""
+
+    config: str
+    scheme: str | None
+    kv_cache: str | None
+    policy: str
+    predictor: str | None  # a name, "oracle", or None: the policy's own default
+    slots: int
+    pool_gib: float
+    quantile: float | None = None
+    overflow: str | None = None
+    page_size: int = 16
+    step_tokens: int = 2048
+
+    def about(self) -> Row:
+        return {
+            "model": self.config, "scheme": self.scheme or "bf16", "kv": self.kv_cache or "bf16",
+            "kv_policy": self.policy, "predictor": self.predictor or "none", "quantile": self.quantile,
+            "slots": self.slots, "pool_gib": self.pool_gib,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model's shapes and the costs of its steps, for one KV format."""
+
+    model: Model
+    cost: CostModel
+
+
+def make_costs(config: str, scheme: str | None, kv_cache: str | None, floor: bool = False) -> Costs:
+    """Raises ConfigError for an unknown configuration."""
+    if not (CONFIGS / f"{config}.json").exists():
+        known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+        raise ConfigError(f"no configuration is called {config!r}; known are {known}")
+    model = model_shapes(config, scheme)
+    return Costs(model, make_cost_model(model, kv_cache, Shares() if floor else calibrated(kv_cache)))
+
+
+def options_of(case: Case, costs: Costs, truth: Truth, learned: Any = None) -> EngineOptions:
+    """The engine's options, its checks included. Raises ConfigError."""
+    page_bytes = case.page_size * token_bytes(costs.model, case.kv_cache)
+    predictor: Any = truth.oracle() if case.predictor == "oracle" else learned or case.predictor
+    return EngineOptions(
+        max_slots=case.slots,
+        page_size=case.page_size,
+        num_pages=int(case.pool_gib * GIB / page_bytes),
+        max_step_tokens=case.step_tokens,
+        kv_cache=case.kv_cache,
+        kv_policy=case.policy,
+        length_predictor=predictor,
+        admission_quantile=case.quantile,
+        extent_overflow=case.overflow if case.policy == "extent" else None,
+    )
+
+
+def simulate(
+    case: Case,
+    costs: Costs,
+    workload: Workload,
+    *,
+    max_new_tokens: int | None = None,
+    requests: int | None = None,
+    rate: float | None = None,
+    seed: int = 0,
+    learned: Any = None,
+) -> Row:
+    """One row. Raises ConfigError or RequestError where the engine would."""
+    truth = Truth()
+    options = options_of(case, costs, truth, learned)
+    longest = max_new_tokens or workload.longest_output
+    simulation = Simulation(costs.model.config, options, costs.cost, longest, truth=truth)
+    simulation.run(arrivals(workload.samples, requests, rate, seed))
+    about = {"workload": workload.name, "rate": rate, "max_new_tokens": longest}
+    return case.about() | about | rounded(simulation.row())
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """The product of what was asked for. Raises ConfigError where nothing is left of it."""
+    found = []
+    for kv, slots, gib, policy in product(args.kv_cache, args.slots, args.pool_gib, args.policy):
+        for predictor in predictors_of(policy, args.predictor):
+            quantile = args.quantile if predictor not in (None, "oracle", "longest") else None
+            found.append(
+                Case(
+                    args.config, args.quantize, None if kv == "bf16" else kv, policy, predictor, slots, gib, quantile,
+                    args.overflow, args.page_size, args.step_tokens,
+                )
+            )  # fmt: skip
+    return found
+
+
+def predictors_of(policy: str, names: list[str]) -> list[str | None]:
+    """Those that a policy can be asked with; None for its default."""
+    if policy == "reserve":
+        return [None]
+    fit: list[str | None] = [name for name in names if policy != "extent" or name != "none"]
+    if not fit:
+        raise ConfigError("extent needs a predictor: --predictor longest, quantile or oracle")
+    return [None if name == "none" else name for name in fit]
+
+
+def simulate_all(args: argparse.Namespace) -> Iterator[Row]:
+    workload = read_workload(args.workload)
+    todo = cases(args)
+    costs = {kv: make_costs(args.config, args.quantize, kv, args.floor) for kv in {case.kv_cache for case in todo}}
+    for case in tqdm(todo, delay=2):
+        yield simulate(
+            case, costs[case.kv_cache], workload, max_new_tokens=args.max_new_tokens, requests=args.requests,
+            rate=args.rate, seed=args.seed,
+        )  # fmt: skip
+
+
+def bars(rows: list[Row]) -> list[Row]:
+    """What the scheduler itself may cost, of the longest run where one is an hour's traffic."""
+    hours = [row for row in rows if row["requests"] >= 100_000 and row["seconds"] >= 0.98 * HOUR]
+    return [
+        bar(f"host work a running request a step, {row['kv_policy']}, {row['requests']} requests in "
+            f"{row['seconds']:.0f} s", row["host_us"], "us", HOST_BAR, most=True)
+        for row in hours
+    ]  # fmt: skip
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"])
+    parser.add_argument("--predictor", nargs="+", choices=(*NAMES, "oracle"), default=["none"])
+    parser.add_argument("--quantile", type=float, help="of predicted lengths, that admission counts on")
+    parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests go on")
+    parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
+    parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0, 64.0], help="sizes of the page pool")
+    parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
+    parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
+    parser.add_argument("--quantize", help="scheme of the weights (default: bf16)")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens in a step")
+    parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
+    parser.add_argument("--requests", type=positive, help="so many draws from the workload (default: it, once)")
+    parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
+    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
+    parser.add_argument("--seed", type=int, default=0, help="of draws and arrivals")
+    parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    args = parser.parse_args(argv)
+    if args.rate is not None and not args.rate > 0:
+        parser.error(f"--rate must be > 0, not {args.rate}")
+    if not min(args.pool_gib) > 0:
+        parser.error("--pool-gib must be > 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.simulate", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        shares = Shares() if args.floor else calibrated(None)
+        result = ResultFile(args.results, f"simulate_{args.config}", command, cost_model=vars(shares))
+        for row in simulate_all(args):
+            result.add(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        result.finish(bars=bars(result.document["rows"]), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Requests for the simulator: lengths alone, or real prompts with the lengths of real outputs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jllm.errors import InputFileError
+
+WORKLOADS = Path(__file__).parents[1] / "workloads"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request of a workload, as a user would send it, and what becomes of it."""
+
+    prompt: tuple[int, ...]  # token ids; where a workload has lengths alone, so many ones
+    output: int  # tokens that it makes before it stops, the end token included
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples of one kind."""
+
+    name: str
+    samples: tuple[Sample, ...]
+    texts: bool  # whether the prompts are real ones, so that something can be told from them
+
+    @property
+    def longest_output(self) -> int:
+        return max(sample.output for sample in self.samples)
+
+
+def read_workload(name: str) -> Workload:
+    """The workload workloads/<name>.json or .jsonl, or that of a file: {"requests": [[prompt, output], ..]} in tokens,
+    or a line {"prompt": [token ids] or their number, "output": tokens} for each. Raises InputFileError."""
+    found = [path for suffix in (".json", ".jsonl") if (path := WORKLOADS / f"{name}{suffix}").exists()]
+    path = found[0] if found else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(f"{path}: no such workload, or not readable: {error}") from None
+    if path.suffix == ".jsonl":
+        pairs = [_line(f"{path}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    else:
+        try:
+            pairs = [(p, o) for p, o in json.loads(text)["requests"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
+    if not pairs:
+        raise InputFileError(f"{path}: a workload needs requests")
+    samples = tuple(_sample(f"{path}: request {i}", *pair) for i, pair in enumerate(pairs, 1))
+    return Workload(path.stem, samples, all(isinstance(prompt, list) for prompt, _ in pairs))
+
+
+def _line(where: str, line: str) -> tuple[Any, Any]:
+    try:
+        document = json.loads(line)
+        return document["prompt"], document["output"]
+    except (ValueError, KeyError, TypeError):
+        raise InputFileError(f'{where}: expected {{"prompt": [ids] or a number, "output": tokens}}') from None
+
+
+def _sample(where: str, prompt: Any, output: Any) -> Sample:
+    ids = [1] * prompt if isinstance(prompt, int) and not isinstance(prompt, bool) else prompt
+    good = isinstance(ids, list) and ids and all(isinstance(i, int) and i >= 0 for i in ids)
+    if not good or not isinstance(output, int) or output < 1:
+        raise InputFileError(f"{where}: needs at least 1 prompt token and 1 output token")
+    return Sample(tuple(ids), output)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A sample that is sent at a time, in seconds from the start."""
+
+    sample: Sample
+    at: float
+
+
+def arrivals(samples: Sequence[Sample], count: int | None, rate: float | None, seed: int) -> Iterator[Arrival]:
+    """The workload once (count None), or `count` draws from it; all at once, or `rate` a second by a Poisson process.
+    The same for the same seed."""
+    rng = np.random.default_rng(seed)
+    at = 0.0
+    for i in range(len(samples) if count is None else count):
+        sample = samples[i if count is None else int(rng.integers(len(samples)))]
+        yield Arrival(sample, at)
+        if rate is not None:
+            at += float(rng.exponential(1 / rate))

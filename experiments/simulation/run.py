@@ -1,0 +1,230 @@
+"""Simulated serving: the engine's own scheduler and policies plan, a cost model says how long each step takes.
+
+Time goes as in jllm/engine/loop.py: a step is dispatched before the tokens of the one before are read, the device runs
+one after the other, and the host plans while it does.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.cost_model import CostModel
+from experiments.floors import work_of
+from experiments.qps import EACH_TOKEN, FIRST_TOKEN
+from experiments.simulation.requests import Arrival
+from jllm.batch import choose_rung
+from jllm.config import LlamaConfig
+from jllm.engine.length import Oracle
+from jllm.engine.metrics import Histogram
+from jllm.engine.options import EngineOptions, Sizes, resolve
+from jllm.engine.plan import Plan
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Scheduler
+from jllm.engine.sequence import Sequence
+
+Row = dict[str, Any]
+TIMED = 16  # of so many turns of the loop one is timed: to ask for the time of a thread takes time
+
+
+@dataclass
+class Truth:
+    """How long the output of each unfinished request will be, by the seed that tells requests apart."""
+
+    outputs: dict[int, int] = field(default_factory=dict)
+
+    def oracle(self) -> Oracle:
+        return Oracle(lambda prompt, params: self.outputs[params.seed or 0])
+
+
+@dataclass
+class Tally:
+    """What the simulated clock says, in bounded memory."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    good: int = 0
+    seconds: float = 0.0  # to the last token
+    rows: int = 0  # that steps computed
+    tokens: int = 0  # that they were asked for
+    running_seconds: float = 0.0  # sum of sequences held times seconds
+    host_seconds: float = 0.0  # of this machine's own time in the scheduler, in those turns of the loop that are timed
+    host_turns: int = 0  # running sequences in these turns
+    first_token: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+
+
+@dataclass
+class _Live:
+    """An unfinished request."""
+
+    seq: Sequence
+    output: int
+    arrived: float
+    first: float = -1.0
+    last: float = -1.0  # when its newest token was read
+
+
+class Simulation:
+    """One engine without a device. `max_new_tokens` is what every request allows; its output, at most that, is what it
+    really makes. `truth` is where an Oracle among the options finds that."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        options: EngineOptions,
+        cost: CostModel,
+        max_new_tokens: int,
+        *,
+        truth: Truth | None = None,
+        host_us: float = 0.0,
+    ):
+        assert options.num_pages is not None
+        self.sizes: Sizes = resolve(options, config, options.num_pages)
+        self.context, self.cost, self.max_new_tokens = config.context, cost, max_new_tokens
+        self.truth = truth or Truth()
+        self.host_us = host_us  # simulated: for each running sequence and step
+        self.scheduler = Scheduler(
+            self.sizes.limits,
+            self.sizes.prompt_sizes,
+            self.sizes.decode_sizes,
+            static=options.batching == "static",
+            policy=options.make_policy(),
+        )
+        self.tally = Tally()
+        self._live: dict[int, _Live] = {}
+
+    def run(self, coming: Iterable[Arrival]) -> Tally:
+        """Serves all of them; `coming` in the order of their times."""
+        for _ in self.steps(coming):
+            pass
+        return self.tally
+
+    def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[Plan, float]]:
+        """The same, yielding each step's plan and seconds as it is dispatched."""
+        scheduler, tally = self.scheduler, self.tally
+        source = iter(coming)
+        arrival = next(source, None)
+        host = device = 0.0  # when each is free
+        before: tuple[Plan, float] | None = None  # the unread step, and when it ends
+        turn = 0
+        while arrival is not None or self._live or before is not None:
+            while arrival is not None and arrival.at <= host:
+                self._add(arrival)
+                arrival = next(source, None)
+            turn += 1
+            clock = time.thread_time if turn % TIMED == 0 else _no_time
+            start = clock()
+            plan = scheduler.schedule()
+            tally.host_seconds += clock() - start
+            unread = before
+            before = None
+            running = len(scheduler.running)
+            tally.host_turns += running * (turn % TIMED == 0)
+            if plan is not None:
+                host += 1e-6 * self.host_us * running
+                seconds = self.seconds(plan)
+                device = max(device, host) + seconds
+                tally.running_seconds += running * seconds
+                before = (plan, device)
+                yield plan, seconds
+            if unread is not None:
+                host = max(host, unread[1])
+                self._read(unread[0], host, clock)
+            elif plan is None:
+                assert arrival is not None, "nothing runs and nothing comes, but requests are unfinished"
+                host = max(host, arrival.at)
+
+    def seconds(self, plan: Plan) -> float:
+        """What the device takes for a plan, in the compiled size that holds it."""
+        work = work_of(plan)
+        decodes = max(work.decodes, plan.decode_rows)
+        rung = choose_rung(self.sizes.ladder, decodes, work.tokens, len(plan.chunks))
+        self.tally.rows += rung.size
+        self.tally.tokens += work.decodes + work.tokens
+        copied = len(plan.copies) * self.sizes.limits.page_size * self.cost.token_bytes
+        return self.cost.seconds(work, rung.size) + 2 * copied / self.cost.floor.bandwidth
+
+    def _add(self, arrival: Arrival) -> None:
+        sample, number = arrival.sample, self.tally.requests
+        longest = min(self.max_new_tokens, self.context - len(sample.prompt))
+        output = min(sample.output, longest)
+        self.truth.outputs[number] = output
+        params = SamplingParams(max_new_tokens=longest, seed=number)
+        seq = Sequence(number, 0, sample.prompt, params, number, len(sample.prompt) + longest)
+        self._live[number] = _Live(seq, output, arrival.at)
+        self.scheduler.add(seq)
+        self.tally.requests += 1
+        self.tally.prompt_tokens += len(sample.prompt)
+        self.tally.output_tokens += output
+
+    def _read(self, plan: Plan, now: float, clock: Callable[[], float]) -> None:
+        """The tokens of a step, read at `now`: each sampled sequence has one more."""
+        live, scheduler, ended = self._live, self.scheduler, []
+        newest: Counter[float] = Counter()
+        sampled = [*plan.decodes, *(c.seq for c in plan.chunks if c.final)]
+        start = clock()
+        for seq in sampled:
+            scheduler.on_token(seq, 1)
+        host = clock() - start
+        for seq in sampled:
+            one = live.get(seq.request_id)
+            if one is None:  # surplus of one that has ended
+                continue
+            if one.last < 0:
+                one.first = now
+                self.tally.first_token.add(now - one.arrived)
+            else:
+                newest[one.last] += 1
+            one.last = now
+            if len(seq.output) == one.output:
+                ended.append(one)
+        for last, times in newest.items():
+            self.tally.inter_token.add(now - last, times)
+        start = clock()
+        for one in ended:
+            scheduler.finish(one.seq, "length" if one.seq.length == one.seq.max_length else "stop")
+        scheduler.step_read(plan.step)
+        self.tally.host_seconds += host + clock() - start
+        for one in ended:
+            self._end(one, now)
+
+    def _end(self, one: _Live, now: float) -> None:
+        del self._live[one.seq.request_id]
+        del self.truth.outputs[one.seq.request_id]
+        self.tally.seconds = now
+        pace = (now - one.first) / max(1, one.output - 1)
+        self.tally.good += one.first - one.arrived <= FIRST_TOKEN and pace <= EACH_TOKEN
+
+    def row(self) -> Row:
+        """The figures of a run that is over."""
+        tally, counts, limits = self.tally, self.scheduler.counts, self.sizes.limits
+        steps, pages = max(1, counts.steps), max(1, counts.page_steps)
+        first, each = tally.first_token, tally.inter_token
+        return {
+            "source": "simulated",
+            "requests": tally.requests, "seconds": tally.seconds, "qps": tally.requests / tally.seconds,
+            "output_tokens_s": tally.output_tokens / tally.seconds,
+            "goodput": tally.good / tally.seconds,
+            "ttft_ms_p50": _ms(first.percentile(50)), "ttft_ms_p99": _ms(first.percentile(99)),
+            "itl_ms_p50": _ms(each.percentile(50)), "itl_ms_p99": _ms(each.percentile(99)),
+            "held_mean": tally.running_seconds / tally.seconds, "held_peak": counts.running_peak,
+            "preemption_rate": counts.preempted / tally.requests,
+            "recomputed_share": counts.recomputed / (tally.prompt_tokens + tally.output_tokens),
+            "fragmentation": counts.fragmentation / steps,
+            "wasted_pages": counts.empty_steps / (pages * limits.page_size),
+            "pages_used": counts.page_steps / steps / limits.num_pages,
+            "copied_pages": counts.copied_pages,
+            "slack": (tally.rows - tally.tokens) / tally.rows, "steps": counts.steps,
+            "host_us": 1e6 * tally.host_seconds / max(1, tally.host_turns),
+        }  # fmt: skip
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
