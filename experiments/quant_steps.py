@@ -7,14 +7,12 @@ KV format, batches) is compiled for all schemes before its first step is timed. 
 of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of --repeats.
 Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py, at --bandwidth.
 
-The last row is a verdict on claim C7, that W8A8 doubles the speed of 16-bit products; C8, on INT4 weights, has a run of
-its own (experiments.claims), whose steps are these. Others read a file through rows_of(path). --draw FILE.json draws a
-run's crossover as SVG beside it.
+What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
+itself. Files are read through rows_of(path). --draw FILE.json draws a run's crossover as SVG beside it.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -191,7 +189,7 @@ def read_document(path: Path) -> Row:
 
 
 def rows_of(path: str | Path) -> list[Row]:
-    """The measured rows of a run's file, for claims and pages; what failed is left out, and so are verdicts.
+    """The measured rows of a run's file, for claims and pages; what failed is left out.
 
     Each has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
     (times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and
@@ -207,25 +205,6 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
         for r in rows
         if r.get("scheme") == scheme and f"{kind}_ms" in r and r["kv"] == "bf16"
     }
-
-
-def verdicts(rows: list[Row]) -> Iterator[Row]:
-    """On C7, where a run has what it is about."""
-    found = {kind: speedups(rows, "w8a8-all", kind) for kind in KINDS}
-    times = [s for by_batch in found.values() for s in by_batch.values()]
-    if found["decode"]:
-        text = "; ".join(
-            f"{kind} {', '.join(f'{s:.2f} times at batch {b}' for b, s in by_batch.items())}"
-            for kind, by_batch in found.items()
-            if by_batch
-        )
-        verdict = "yes" if statistics.median(times) >= 2 else "partly" if max(times) >= 1.5 else "no"
-        yield {
-            "claim": "C7",
-            "stated": "+100 % over 16-bit products",
-            "measured": f"whole steps: {text}",
-            "verdict": verdict,
-        }
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
@@ -334,13 +313,6 @@ def main(argv: list[str] | None = None) -> int:
     good = [r for r in result.document["rows"] if "error" not in r]
     complete = len(good) == len(result.document["rows"])
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
-    for one in verdicts(good):
-        one |= {"verdict": "toy size: no verdict"} if toy else {}
-        result.add(one)
-        print(
-            f"{one['claim']}: stated {one['stated']}; measured: {one['measured']}; verdict: {one['verdict']}",
-            flush=True,
-        )
     result.finish(bars=[] if toy else list(bars(good)), complete=complete)
     if args.json:
         print(json.dumps(result.document))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.floors import make_floor
-from experiments.quant_steps import bars, main, parse_stage, rows_of, speedups, verdicts
+from experiments.quant_steps import bars, main, parse_stage, rows_of, speedups
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
 from jllm.quant.quantize import quantize
@@ -21,13 +21,11 @@ def decode_rows(scheme: str, speeds: dict[int, float]) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize(("speed", "verdict"), [(2.1, "yes"), (1.7, "partly"), (1.3, "no")])
-def test_verdict_on_w8a8(speed, verdict):
-    rows = decode_rows("w8a8-all", {1: speed, 64: speed})
+def test_speedups_are_those_of_one_cache():
+    rows = decode_rows("w8a8-all", {1: 2.1, 64: 1.7})
     rows += [{**row, "kv": "int8-g8", "over_bf16": 9.0} for row in rows]  # another cache is another question
-    (found,) = verdicts(rows)
-    assert (found["claim"], found["verdict"]) == ("C7", verdict)
-    assert not list(verdicts([row for row in rows if row["kv"] != "bf16"]))
+    assert speedups(rows, "w8a8-all", "decode") == {1: 2.1, 64: 1.7}
+    assert speedups(rows, "w8a8-all", "prefill") == speedups(rows, "nf4", "decode") == {}
 
 
 def test_bars_are_those_of_the_batch():
@@ -83,9 +81,9 @@ def test_what_cannot_be_drawn_is_said_in_a_line(tmp_path, capsys):
     assert not list(tmp_path.glob("*.svg"))
 
 
-def test_rows_of_leaves_out_what_failed_and_verdicts(tmp_path):
+def test_rows_of_leaves_out_what_failed(tmp_path):
     good = decode_rows("w4a16-g128", {1: 2.5})
-    others = [{**good[0], "error": "no room"}, {"kind": "decode", "kv": "bf16", "error": "no time"}, {"claim": "C7"}]
+    others = [{**good[0], "error": "no room"}, {"kind": "decode", "kv": "bf16", "error": "no time"}]
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"experiment": "quant_steps", "device": "cpu", "rows": [*others, *good]}))
     assert rows_of(path) == good
