@@ -1,0 +1,242 @@
+"""A model of lm-eval (EleutherAI's lm-evaluation-harness), called `jllm`: its tasks through the engine that serves.
+
+    python -m jllm.lm_eval run --model jllm --model_args pretrained=DIR,quantize=w8a8,kv_cache=int8-g8 --tasks hellaswag
+
+This is lm-eval's own command, all of its options included, with one more model. Needs the extra `eval`. In Python:
+
+    lm_eval.simple_evaluate(model=JllmLM(DIR, kv_cache="int8-g8"), tasks=["lambada_openai"])
+
+Texts become tokens, and long ones windows, as in lm-eval's class for transformers ("hf"), so that a model in the same
+dtype gets the same scores. What an answer does not depend on is the company: batches are whatever the engine makes.
+"""
+
+import math
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from jllm.engine.loop import Engine
+from jllm.engine.request import Completion, SamplingParams
+from jllm.errors import EvaluationError, JllmError
+from jllm.pretrained import BUNDLED, Model, load
+
+SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SCORE = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True, prompt_logprobs=True)
+MAX_SLOTS = 32  # by default
+
+
+@register_model("jllm")
+class JllmLM(TemplateLM):
+    """pretrained, dtype and quantize are those of jllm.load; kv_cache, max_slots, max_step_tokens, page_size, num_pages
+    and backend those of the engine. batch_size, if it is not lm-eval's default of 1 or "auto", stands for max_slots.
+
+    max_length: most tokens that a token sees before it, at most (and by default) the model's context. add_bos_token:
+    whether texts get the prefix that the tokenizer knows of (default: they do); prefix_token_id: what stands before a
+    text without context (default: the tokenizer's BOS, or else its end token). seed: of sampled answers, each with its
+    own. Raises EvaluationError for what cannot be evaluated, and whatever load and Engine raise.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | Model = BUNDLED,
+        *,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        max_slots: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool = True,
+        prefix_token_id: int | None = None,
+        seed: int = 1234,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **engine: Any,
+    ):
+        super().__init__()
+        if device not in (None, "cuda:0"):  # the latter is lm-eval's default
+            raise EvaluationError(f"device={device!r} has no meaning here: JAX chooses the device (JAX_PLATFORMS)")
+        if max_batch_size is not None:
+            raise EvaluationError("max_batch_size has no meaning here: max_slots is what there is")
+        self._name = str(pretrained) if isinstance(pretrained, str | Path) else "jllm"
+        model = pretrained if isinstance(pretrained, Model) else load(pretrained, dtype=dtype, quantize=quantize)
+        if model.tokenizer is None:
+            raise EvaluationError(f"{self._name} has no tokenizer, and lm-eval's tasks are texts")
+        context = model.config.context
+        self.max_length = context if max_length is None else max_length
+        if not 0 < self.max_length <= context:
+            raise EvaluationError(f"max_length must be in 1 .. {context}, the model's context, not {max_length}")
+        self.tokenizer: Any = model.tokenizer
+        self.max_gen_toks, self._add_bos, self._seed = max_gen_toks, add_bos_token, seed
+        self._prefix = prefix_token_id
+        self._info = {"quantize": quantize, "kv_cache": engine.get("kv_cache")}
+        self._model = model
+        # The last token of a window is only scored, and one is sampled after it: two positions that nobody looks at.
+        roomy = replace(model, config=replace(model.config, context=self.max_length + 2))
+        self._engine = Engine(roomy, max_slots=_slots(max_slots, batch_size), **engine)
+
+    @property
+    def eot_token_id(self) -> int:
+        ends = self.tokenizer.eos_ids or self._model.config.eos_ids
+        if not ends:
+            raise EvaluationError(f"{self._name} names no end token: give prefix_token_id")
+        return ends[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        if self._prefix is not None:
+            return self._prefix
+        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            raise EvaluationError("tasks that begin the answer themselves are not supported with a chat template")
+        return self.tokenizer.chat(chat_history)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval keeps beside results."""
+        leaves = jax.tree.leaves(self._model.params)
+        parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+        return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.norm.dtype), **self._info}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """A text that begins with BOS, written out, gets no second one."""
+        add = self._add_bos if add_special_tokens is None else add_special_tokens
+        return self.tokenizer.encode(string, add_bos=add)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows, owners = [], []
+        for i, request in enumerate(requests):
+            (string,) = request.args
+            tokens = self.tok_encode(string)
+            if not tokens:
+                raise EvaluationError(f"document {i} is empty: nothing to score")
+            rolled = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for window in map(make_disjoint_window, rolled):
+                windows.append((None, *window))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += logprob
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Of (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and whether
+        each of them was the most likely one. What is too long loses its beginning."""
+        prompts = []
+        for _, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise EvaluationError(
+                    f"a continuation must have 1 .. {self.max_length} tokens (max_length), not {len(continuation)}"
+                )
+            prompts.append((context + continuation)[-(self.max_length + 1) :])
+        done = self._run(prompts, [SCORE] * len(prompts), "loglikelihood", disable_tqdm)
+        answers = []
+        for (key, _, continuation), completion in zip(requests, done, strict=True):
+            n = len(continuation)
+            assert completion.prompt_logprobs is not None
+            assert completion.prompt_ranks is not None
+            greedy = all(rank == 1 for rank in completion.prompt_ranks[-n:])
+            answers.append((math.fsum(completion.prompt_logprobs[-n:]), greedy))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answers[-1])
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts, params = [], []
+        for i, request in enumerate(requests):
+            context, given = request.args
+            params.append(self._sampling(given, (self._seed + i) % 2**32))
+            room = self.max_length - params[-1].max_new_tokens
+            if room < 1:
+                raise EvaluationError(
+                    f"{params[-1].max_new_tokens} new tokens (max_gen_toks) leave no room for a prompt in "
+                    f"{self.max_length} (max_length)"
+                )
+            prompts.append(self.tok_encode(context)[-room:])
+        texts = []
+        for request, done in zip(requests, self._run(prompts, params, "generate_until", disable_tqdm), strict=True):
+            texts.append(self._without_lead(done.text or ""))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def _sampling(self, given: dict[str, Any], seed: int) -> SamplingParams:
+        """From a task's generation_kwargs. Raises EvaluationError for one that is not known."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        stop = handle_stop_sequences(options.pop("until", None), eos=None)
+        temperature = options.pop("temperature", 1.0)
+        temperature = temperature if options.pop("do_sample") else 0.0
+        tokens = options.pop("max_gen_toks")
+        chosen = {name: options.pop(name) for name in SAMPLING if name in options}
+        if options:
+            known = ("until", "max_gen_toks", "do_sample", "temperature", *SAMPLING)
+            raise EvaluationError(f"generation option {next(iter(options))!r} is not known; known: {', '.join(known)}")
+        return SamplingParams(
+            temperature=temperature, max_new_tokens=tokens, stop=tuple(filter(None, stop)),
+            stop_token_ids=self.tokenizer.eos_ids, seed=seed, **chosen,
+        )  # fmt: skip
+
+    def _without_lead(self, text: str) -> str:
+        """Without the spaces that decoding drops from the start of a text: answers are decoded alone, as in "hf"."""
+        spaces = len(text) - len(text.lstrip(" "))
+        return text[min(spaces, self.tokenizer.vocabulary.leading_spaces) :]
+
+    def _run(
+        self, prompts: list[list[int]], params: Sequence[SamplingParams], what: str, quiet: bool
+    ) -> list[Completion]:
+        """All of them together; completions by prompt."""
+        ids = {self._engine.submit(prompt, p): i for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))}
+        done: dict[int, Completion] = {}
+        with tqdm(total=len(ids), desc=f"Running {what} requests", disable=quiet) as bar:
+            for event in self._engine.run():
+                if event.completion is not None:
+                    if event.completion.finish_reason == "error":
+                        raise EvaluationError(f"request {ids[event.id]}: the model's logits are not finite")
+                    done[ids[event.id]] = event.completion
+                    bar.update()
+        return [done[i] for i in range(len(ids))]
+
+
+def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
+    """max_slots, or what lm-eval's --batch_size asks for."""
+    asked = str(batch_size or 1)
+    if asked == "1" or asked.startswith("auto"):
+        return max_slots or MAX_SLOTS
+    if not asked.isdigit() or max_slots not in (None, int(asked)):
+        raise EvaluationError(f"batch_size must be a number, the same as max_slots, not {batch_size!r}")
+    return int(asked)
+
+
+def main() -> int:
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")  # lm-eval's bootstrap; a fork of what JAX runs in may hang
+    sys.exit(main())
