@@ -106,7 +106,8 @@ class OnDemand:
         return []
 
     def _expect(self, seq: Sequence, running: List[Sequence] = ()) -> int:
-        """Tokens of KV that seq is expected to come to, more than it is known to have."""
+        """Tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late: its last
+        token is computed, too, unless max_length says before that it is the last."""
         known = max(seq.length, seq.computed + 1)  # tokens that exist, those in flight included
         if seq.expected < known:
             assert self.predictor is not None
@@ -115,7 +116,7 @@ class OnDemand:
                 self.predictor.alive(len(s.output) for s in running)
             produced = known - len(seq.prompt)
             output = self.predictor.predict(seq.prompt, seq.params, self.quantile, produced)
-            seq.expected = min(len(seq.prompt) + max(output, produced + 1), seq.max_length) - 1
+            seq.expected = min(len(seq.prompt) + max(output, produced + 1), seq.max_length - 1)
         return seq.expected
 
     def _first(self, seq: Sequence) -> int:
