@@ -22,7 +22,7 @@ earlier ones have taken, is an error.
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -82,16 +82,17 @@ class Scheme:
             for weight, parts in modules.items()
             for part in parts
         }
-        self._check_rules(list(matching.values()))
+        self._check_rules(matching)
         chosen = {weight: self._choose(weight, parts, matching) for weight, parts in modules.items()}
         return {weight: parse_formats(name) for weight, name in chosen.items() if name is not None}
 
-    def _check_rules(self, matching: Sequence[Sequence[int]]) -> None:
+    def _check_rules(self, matching: Mapping[tuple[str, str], Sequence[int]]) -> None:
         """Raises QuantizationError for a rule that decides nothing; `matching`: for each module, rules by number."""
         for i, (pattern, _) in enumerate(self.rules):
-            found = [rules for rules in matching if i in rules]
+            found = [rules for rules in matching.values() if i in rules]
             if not found:
-                raise QuantizationError(f"scheme {self.name!r}: pattern {pattern!r} matches no weight; {near(pattern)}")
+                hint = near(pattern, (name for names in matching for name in names))
+                raise QuantizationError(f"scheme {self.name!r}: pattern {pattern!r} matches no weight; {hint}")
             if all(rules[0] < i for rules in found):
                 first = ", ".join(dict.fromkeys(repr(self.rules[rules[0]][0]) for rules in found))
                 raise QuantizationError(
@@ -175,10 +176,18 @@ def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
     try:
         parse_weight_format(scheme)
     except ValueError:
-        close = get_close_matches(scheme, PRESETS, NEAR, 0.5)
+        close = _near_presets(scheme)
         hint = f"near ones: {', '.join(close)}" if close else f"schemes: {', '.join(PRESETS)}"
         raise QuantizationError(f"unknown quantization scheme {scheme!r}; {hint}, or a .toml or .json file") from None
     return _linears(scheme, scheme)
+
+
+def _near_presets(name: str) -> list[str]:
+    """Presets that somebody who wrote `name` may have meant, in either case: those that begin so first."""
+    lower = name.strip().lower()
+    lower = {"int8": "w8a", "int4": "w4a16"}.get(lower, lower)  # as others call them
+    begin = [preset for preset in PRESETS if lower and preset.startswith(lower)]
+    return list(dict.fromkeys(begin + get_close_matches(lower, PRESETS, NEAR, 0.5)))[:NEAR]
 
 
 def read_scheme(file: Path) -> Scheme:
@@ -206,11 +215,14 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def near(pattern: str) -> str:
-    """What somebody who wrote `pattern` may have meant: names of one layer, its number left open."""
+def near(pattern: str, known: Iterable[str] = ()) -> str:
+    """What somebody who wrote `pattern` may have meant: all below it, of the names that are known, or names of one
+    layer, its number left open."""
+    if any(matches(f"{pattern}.*", name) for name in known):
+        return f"all below it: '{pattern}.*'"
     names = [n.replace(".0.", ".*.") for weight, parts in weight_modules(1).items() for n in (weight, *parts)]
     ends = {end: None for name in names for end in (name, name.rpartition(".")[2])}
-    close = get_close_matches(pattern.removesuffix(".weight"), ends, NEAR, 0.5)
+    close = get_close_matches(pattern.removesuffix(".weight").lower(), ends, NEAR, 0.5)
     return f"near ones: {', '.join(close)}" if close else f"names: {', '.join(dict.fromkeys(names))}"
 
 

@@ -129,6 +129,10 @@ def test_any_format_is_a_scheme_for_the_linear_layers():
     [
         ("w8a9", ["'w8a9'", "near ones: w8a8"]),
         ("zebra", ["'zebra'", "schemes: bf16, w8a16"]),
+        ("", ["''", "schemes: bf16, w8a16"]),
+        ("NF4 ", ["'NF4 '", "near ones: nf4, nf4-dq"]),
+        ("int8", ["near ones: w8a16, w8a8, w8a8-talk, w8a8-all,"]),
+        ("w4a16", ["near ones: w4a16-g128, w4a16-g64, w4a16-g32,"]),
         (7, ["not 7"]),
         ("none/such.toml", ["none/such.toml: cannot be read"]),
     ],
@@ -142,6 +146,9 @@ def test_unknown_schemes(scheme, words):
     [
         ([["o_prj", "nf4"]], ["'o_prj' matches no weight", "near ones: o_proj"]),
         ([["layers.7.mlp.down_proj", "nf4"]], ["'layers.7.mlp.down_proj'", "mlp.down_proj"]),
+        ([["O_PROJ", "nf4"]], ["'O_PROJ' matches no weight", "near ones: o_proj"]),
+        ([["self_attn", "nf4"]], ["'self_attn' matches no weight; all below it: 'self_attn.*'"]),
+        ([["layers.1", "nf4"]], ["'layers.1' matches no weight; all below it: 'layers.1.*'"]),
         ([["zebra", "nf4"]], ["'zebra'", "names: model.embed_tokens", "lm_head"]),
         ([["o_proj", "nf5"]], ["rule 'o_proj'", "'nf5'", "w4a16-gN"]),
         ([["o_proj", "nf4|nf5"]], ["rule 'o_proj'", "'nf5'"]),
