@@ -1,0 +1,268 @@
+"""What the results page says about each experiment, and which columns of its rows it shows, in the page's order."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def _every(row: Row) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Some rows of a file. Without columns: all keys, a table for each set of them."""
+
+    columns: tuple[str, ...]
+    caption: str = ""
+    where: Callable[[Row], bool] = _every
+    pivot: tuple[str, str] | None = None  # (key, value): a column for each value of key, with that of `value` in it
+    hidden: bool = False  # rows that are not worth a table
+
+
+def _nothing(document: Row) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Files whose experiment matches `pattern`; its groups fill the {} of the title. Rows that no table takes follow
+    with all of their keys."""
+
+    pattern: str
+    title: str
+    intro: str = ""
+    tables: tuple[Table, ...] = field(default=())
+    answer: Callable[[Row], str] = _nothing  # in short, from the document
+
+
+def times_of_bar(whose: str, pattern: str = "") -> Callable[[Row], str]:
+    """In how many cells a time stays under that of somebody else, which is the bar."""
+
+    def answer(document: Row) -> str:
+        bars = [bar for bar in document["bars"] if re.search(pattern, bar["name"])]
+        if not bars:
+            return ""
+        ratios = [bar["value"] / bar["bar"] for bar in bars]
+        least = sum(bool(bar["met"]) for bar in bars)
+        return f"{least} of {len(bars)} cells at {whose} or under it: {min(ratios):.2f} to {max(ratios):.2f} times it"
+
+    return answer
+
+
+def of_bars(text: str, pattern: str = "") -> Callable[[Row], str]:
+    """Between which values the bars of a name lie."""
+
+    def answer(document: Row) -> str:
+        values = [bar["value"] for bar in document["bars"] if re.search(pattern, bar["name"])]
+        return text.format(min(values), max(values)) if values else ""
+
+    return answer
+
+
+def verdict(document: Row) -> str:
+    row = document["rows"][-1] if document["rows"] else {}
+    return f"{row['verdict']}: {row['measured']}" if "verdict" in row else ""
+
+
+def first_values(text: str, *names: str) -> Callable[[Row], str]:
+    """Values of the last row that has all of these keys."""
+
+    def answer(document: Row) -> str:
+        rows = [row for row in document["rows"] if all(row.get(name) is not None for name in names)]
+        return text.format(*(rows[-1][name] for name in names)) if rows else ""
+
+    return answer
+
+
+def _is(**wanted: Any) -> Callable[[Row], bool]:
+    return lambda row: all(row.get(key) == value for key, value in wanted.items())
+
+
+def _has(*keys: str) -> Callable[[Row], bool]:
+    return lambda row: all(key in row for key in keys)
+
+
+COPY = Table(("gb_s",), "the ceiling of the run: a large copy", _is(kernel="copy"))
+CLAIM_TABLES = (Table(("stated", "measured", "verdict"), "the verdict", _has("verdict")),)
+
+STEPS = (
+    Section(
+        "decode_step",
+        "A whole decode step, by batch",
+        "LLaMA-2-7B, one token for each of a batch of sequences. The floor is every weight and the KV of every "
+        "sequence read once at 4.41 TB/s, or the arithmetic where that takes longer; bars are shares of it.",
+        (Table(("model", "batch", "kv", "context", "backend", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
+        of_bars("{:.0%} to {:.0%} of the floor"),
+    ),
+    Section(
+        "step_profile",
+        "Where the time of a decode step goes, by kernel",
+        "Microseconds of one step by the device's profiler, and what no kernel covers.",
+        (Table(("batch", "kernel", "kind", "calls", "us", "share"), "kernels"),),
+    ),
+    Section(
+        "throughput.*",
+        "Prefill, decode and tokens a second, by batch, input and output",
+        "PPL.LLM's table, row for row, with its figures on an H800 beside (`h800_`), and shares of this device's "
+        "floor.",
+        (
+            Table(
+                (
+                    "model", "scheme", "kv", "batch", "input", "output", "prefill_ms", "h800_prefill_ms", "decode_ms",
+                    "h800_decode_ms", "tokens_s", "h800_tokens_s", "memory_gib", "h800_memory_gib",
+                    "prefill_floor_fraction", "floor_fraction",
+                ),
+                "by batch",
+            ),
+        ),
+        of_bars("decode at {:.0%} to {:.0%} of the floor", "^decode"),
+    ),
+    Section(
+        "quant_steps",
+        "Whole steps by weight scheme and batch",
+        "7B steps through the kernels that serve, each scheme beside bf16.",
+    ),
+    Section(
+        "qps_host.*",
+        "Requests a second: what the host does",
+        "The QPS workload's schedule on a device that takes no time: ladder slack, and the host's own work.",
+        (
+            Table(
+                ("repeat", "batching", "prefill", "sampling", "host", "seconds", "steps", "slack", "host_us"),
+                "by repeat",
+            ),
+        ),
+        first_values("{:.2f} us a running request a step, slack {:.3f}", "host_us", "slack"),
+    ),
+    Section(
+        "qps.*",
+        "Requests a second",
+        "1,024 conversations sent at once or at a rate, each continued to its given length; mean of the repeats last.",
+        (
+            Table(
+                (
+                    "repeat", "scheme", "kv", "rate", "batching", "prefill", "sampling", "host", "qps", "qps_ci",
+                    "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
+                    "goodput", "slack", "preemptions", "floor_s",
+                ),
+                "by repeat",
+            ),
+        ),
+        first_values("{:.1f} requests a second", "qps"),
+    ),
+    Section("simulate.*|.*simulation.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
+)  # fmt: skip
+
+ATTENTION = ("R", "length", "H", "K", "kv")
+KERNELS = (
+    Section(
+        "decode_attention",
+        "Decode attention against FlashInfer and cuDNN",
+        "One query a sequence over shuffled pages of 16. The bar of a bf16 cell is FlashInfer's time on an H200; that "
+        "of a quantized KV format is bf16's time by the ratio of bytes and a slack; that of skewed lengths, uniform "
+        "ones'.",
+        (
+            COPY,
+            Table(ATTENTION, "us, as it is chosen by default", lambda r: r.get("default") is True, ("peer", "us")),
+            Table(ATTENTION, "us", lambda r: "default" not in r and "peer" in r, ("peer", "us")),
+            Table((*ATTENTION, "computing", "tile", "per_sm", "split", "us", "gb_s"), "other configurations"),
+        ),
+        times_of_bar("FlashInfer's time", r" bf16\b"),
+    ),
+    Section(
+        "prefill_attention",
+        "Prefill attention against FlashInfer and cuDNN",
+        "Causal attention of prompts over pages. Bars are FlashInfer's times (fa3) on an H200, and for a chunk that "
+        "continues a sequence a share of cuDNN's rate.",
+        (Table(("q_lens", "kv_lens", "H", "K", "P", "kv", "peer", "config", "clock", "run", "us", "tflop_s"), "us"),),
+        times_of_bar("FlashInfer's time", "causal"),
+    ),
+    Section(
+        "cache_update",
+        "Rotary and cache write in one kernel",
+        "`fused` reads the QKV projection where it is, `sliced` gets slices of it, `xla` is the plain backend.",
+        (COPY, Table(("T", "H", "K", "kv"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "int8_matmul|fp8_matmul",
+        "8-bit products against XLA and torch",
+        "Scales included, weights rotated so that no cache holds them. Bars: XLA's own int8 path in the run, torch's "
+        "fp8 with 10 %, TOP/s at many rows, bandwidth at few.",
+        (COPY, Table(("M", "K", "N"), "us", pivot=("peer", "us"))),
+        times_of_bar("torch's fp8 time and 10 %", "torch"),
+    ),
+    Section(
+        "weight_only_matmul",
+        "Products with 4-bit weights against bf16",
+        "Bars are speed over XLA's bf16 product of the same shape.",
+        (COPY,),
+    ),
+    Section(
+        "matmul",
+        "16-bit products of few rows against XLA",
+        tables=(Table(("M", "K", "N"), "us", pivot=("peer", "us")),),
+    ),
+    Section(
+        "gemm_skinny",
+        "Products of few rows: the sweep while the kernel was built",
+        tables=(Table(("M", "K", "N", "dtype", "rows", "columns", "split", "step", "us", "gb_s"), "configurations"),),
+    ),
+    Section(
+        "norm_quant",
+        "Norm and quantization in one kernel against XLA",
+        tables=(COPY, Table(("T", "E", "kind", "residual"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "silu_mul_quant",
+        "SiLU, product and quantization in one kernel against XLA",
+        tables=(COPY, Table(("T", "F", "kind"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "sanitizer",
+        "Memory checkers over the kernels",
+        "compute-sanitizer's tools over each kernel; `wrong` is the error against the reference, relative to its norm.",
+        answer=lambda document: f"{sum(row.get('errors', 0) for row in document['rows'])} errors",
+    ),
+)  # fmt: skip
+
+ACCURACY = (
+    Section(
+        "quant_accuracy",
+        "What quantized weights and KV formats cost in accuracy",
+        "Perplexity by a named protocol, divergence from the unquantized model in nats a token, agreement of the most "
+        "likely tokens, with 95 % intervals (bootstrap); bytes of a weight and of a value of K or V.",
+        (
+            Table(
+                (
+                    "part", "scheme", "kv", "protocol", "tokens", "perplexity", "added", "added_95", "kl", "kl_95",
+                    "top1", "bytes_per_weight", "bytes_per_kv",
+                ),
+                "by scheme and KV format",
+                _has("scheme", "perplexity"),
+            ),
+        ),
+    ),
+    Section(
+        "train_small", "Training of the bundled model", answer=first_values("validation loss {:.3f}", "valid_loss")
+    ),
+)  # fmt: skip
+
+LIBRARY = (
+    Section("first_command", "The first command, from start to the last of 64 tokens"),
+    Section("load_memory", "Memory while a checkpoint loads"),
+    Section("devices.*", "What a model costs by device"),
+)
+
+CLAIMS = (Section(r"claims-(C\d+)", "Claim {}", tables=CLAIM_TABLES, answer=verdict),)
+FALLBACK = Section(".*", "")
+GROUPS = (
+    ("Whole steps and requests", STEPS),
+    ("Kernels", KERNELS),
+    ("Accuracy", ACCURACY),
+    ("Claims of the original system", CLAIMS),
+    ("The library itself", LIBRARY),
+)

@@ -1,0 +1,108 @@
+"""The results page: what the committed files say, all of it and nothing else."""
+
+import json
+import re
+
+import pytest
+
+from experiments import results_page
+from experiments.results_page import PAGE, RESULTS, is_flat, page, problems, read_all, read_result, slug
+from jllm.errors import InputFileError
+
+GOOD = {
+    "experiment": "decode_attention", "date": "2026-11-20", "device": "NVIDIA H200", "versions": {"jax": "1"},
+    "command": "python -m x", "complete": True, "bars": [], "rows": [],
+}  # fmt: skip
+
+
+def write(directory, name: str, **changes) -> None:
+    (directory / f"{name}.json").write_text(json.dumps(GOOD | changes))
+
+
+def test_the_committed_page_is_what_the_results_say():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m experiments.results_page"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_keeps_to_one_schema(path):
+    document = read_result(path)
+    day = document["date"].replace("-", "")
+    assert path.name.startswith(f"{document['experiment']}-{day}-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"complete": "yes"}, "complete must be there, a bool"),
+        ({"device": None}, "device must be there, a str"),
+        ({"date": "20.11.2026"}, "date must be YYYY-MM-DD"),
+        ({"rows": {}}, "rows must be a list of objects"),
+        ({"rows": [{"a": {"b": 1}}]}, "rows 0: a must be a value"),
+        ({"bars": [{"name": "x"}]}, "bar 0 must have bar, met, name, unit, value"),
+    ],
+)
+def test_what_breaks_the_schema_is_named(tmp_path, changes, problem):
+    write(tmp_path, "x", **changes)
+    with pytest.raises(InputFileError, match=rf"x\.json: {re.escape(problem)}"):
+        read_all(tmp_path)
+
+
+def test_values_are_plain_or_lists_of_plain():
+    assert all(map(is_flat, (1, 1.5, "x", None, True, [1, "x"])))
+    assert not any(map(is_flat, ({}, [[1]], [{}])))
+    assert list(problems([])) == ["not an object"]
+
+
+def test_the_newest_of_each_device_is_shown_and_older_ones_are_linked(tmp_path):
+    rows = [{"peer": "mosaic", "R": 1, "length": 8, "H": 2, "K": 2, "kv": "bf16", "us": 7.25}]
+    write(tmp_path, "decode_attention-20261120-h200", rows=[{**rows[0], "us": 9.75}])
+    write(tmp_path, "decode_attention-20261122-h200", rows=rows, date="2026-11-22", complete=False)
+    write(tmp_path, "decode_attention-20261119-cpu", rows=[{**rows[0], "us": 1234.0}], device="cpu", date="2026-11-19")
+    text = page(tmp_path)
+    assert "7.25" in text
+    assert "1234" in text
+    assert "9.75" not in text
+    assert "earlier [2026-11-20](results/decode_attention-20261120-h200.json)" in text
+    assert "2026-11-22, incomplete |" in text
+    assert "### Decode attention against FlashInfer and cuDNN (H200)\n" in text
+    assert "### Decode attention against FlashInfer and cuDNN (CPU)\n" in text
+
+
+def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
+    bars = [
+        {"name": f"(R, length)=({r}, 1024) H/K=32/32 {kv}", "value": v, "unit": "us", "bar": 10.0, "met": v <= 10}
+        for r, kv, v in ((1, "bf16", 9.0), (16, "bf16", 12.0), (16, "int8-g8", 30.0))
+    ]
+    rows = [
+        {"peer": who, "R": 1, "length": 1024, "H": 32, "K": 32, "kv": "bf16", "us": us}
+        for who, us in (("mosaic", 9.0), ("cudnn, contiguous", 8.0))
+    ]
+    rows += [{"peer": "xla", "R": 1, "error": "out of memory"}] * 2
+    write(tmp_path, "decode_attention-20261120-h200", rows=rows, bars=bars)
+    (tmp_path / "decode_attention-20261120-h200.svg").write_text("<svg/>")
+    text = page(tmp_path)
+    title = "Decode attention against FlashInfer and cuDNN"
+    short = "1 of 2 cells at FlashInfer's time or under it: 0.90 to 1.20 times it"
+    assert f"| [{title}](#{slug(title)}) | {short} | 1 of 3 | H200 | 2026-11-20 |" in text
+    assert "| R | length | H | K | kv | mosaic | cudnn, contiguous |" in text
+    assert "| 1 | 1024 | 32 | 32 | bf16 | 9 | 8 |" in text
+    assert "2 not measured: out of memory" in text
+    assert f"![{title}](results/decode_attention-20261120-h200.svg)" in text
+    assert "3 bars, 2 missed" in text
+    assert text.count("✗") == 3  # the legend's, and two
+
+
+def test_an_experiment_that_nobody_described_is_shown_whole(tmp_path):
+    write(tmp_path, "new-20261120-h200", experiment="new", rows=[{"a": 1, "b": [2, 2]}, {"c": "x|y"}])
+    text = page(tmp_path)
+    assert "### new, H200" in text
+    assert "| 1 | 2 x 2 |" in text
+    assert "| x\\|y |" in text
+
+
+def test_the_command_checks_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results_page, "PAGE", tmp_path / "RESULTS.md")
+    assert results_page.main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().out
+    assert results_page.main([]) == 0
+    assert results_page.main(["--check"]) == 0
