@@ -18,8 +18,8 @@ the sizes that are compiled (see Scheduler); when pages are short, the policy ch
 oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
 
 What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
-(sharing.py). Before the policy is asked for more, seq.pages are full pages that it shares, and pages of its own that
-the plan fills (copies, loads); seq.computed are the tokens in all of these, seq.cached those in the shared ones.
+(sharing.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
+seq.computed counts those as well that the plan will bring to pages of its own (copies, loads).
 """
 
 from bisect import insort
@@ -260,11 +260,11 @@ class Scheduler:
         it must wait. Whom the policy refused is not looked at again before pages were given back."""
         if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
             return False
-        for beginning in self.sharing.beginnings(seq):
-            if self.sharing.take(seq, beginning):
-                if self.policy.admit(seq, self.running):
-                    break
-                self.sharing.give_back(seq, beginning)
+        for beginning in self.sharing.beginnings(seq, not self.running):
+            self.sharing.take(seq, beginning)
+            if self.policy.admit(seq, self.running):
+                break
+            self.sharing.give_back(seq, beginning)
         else:
             self.refused = seq, self.returns
             return False
@@ -272,7 +272,7 @@ class Scheduler:
         return True
 
     def _begin(self, seq: Sequence, beginning: Beginning, draft: Draft) -> None:
-        self.sharing.count(beginning)
+        self.sharing.begin(seq, beginning)
         if beginning.source is not None:  # held until its copy has been dispatched
             draft.copy([(beginning.source, seq.pages[len(beginning.pages)])])
             self.retired.append((self.dispatched + 1, [beginning.source]))

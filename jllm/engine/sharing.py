@@ -23,6 +23,11 @@ class Beginning:
     snapshot: bool = False  # they are in the sequence's snapshot instead, which goes to pages of its own
     cached: bool = False  # they are the prefix cache's
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Pages of others."""
+        return self.pages if self.source is None else (*self.pages, self.source)
+
 
 class Sharing:
     """Beginnings of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache."""
@@ -49,8 +54,8 @@ class Sharing:
             return False
         return _known(origin) < min(seq.common, seq.length - 1)
 
-    def beginnings(self, seq: Sequence) -> Iterator[Beginning]:
-        """What seq could begin with, best first. The last one never needs more pages than seq would without it."""
+    def beginnings(self, seq: Sequence, alone: bool) -> Iterator[Beginning]:
+        """What seq could begin with, best first. If it is alone, the last one leaves it all pages of the pool."""
         if seq.snapshot is not None and not self._continues(seq).tokens:
             yield Beginning(tokens=min(seq.snapshot.length, seq.length - 1), snapshot=True)
             return
@@ -62,31 +67,27 @@ class Sharing:
         yield best
         if best.source is not None:  # that page is held besides seq's own until it is copied
             yield Beginning(best.pages, None, len(best.pages) * self.pool.page_size, cached=best.cached)
+        if alone and best.pages:  # where they lie, they may leave no run of pages that is long enough
+            yield Beginning()
 
-    def take(self, seq: Sequence, beginning: Beginning) -> bool:
-        """Gives seq these pages, and one for the copy, or those that its snapshot needs; False, and nothing is taken,
-        when there are too few."""
-        held = [*beginning.pages, *([] if beginning.source is None else [beginning.source])]
-        self.pool.share(held)
-        own = 0 if beginning.source is None else 1
-        if beginning.snapshot:
-            own = self.pool.pages_for(beginning.tokens)
-        pages = self.pool.allocate(own)
-        if pages is None:
-            self.pool.free(held)
-            return False
-        seq.pages = [*beginning.pages, *pages]
+    def take(self, seq: Sequence, beginning: Beginning) -> None:
+        """Gives seq the pages that it shares, and holds the one to be copied."""
+        self.pool.share(beginning.held)
+        seq.pages = list(beginning.pages)
         seq.computed, seq.cached = beginning.tokens, len(beginning.pages) * self.pool.page_size
-        return True
 
     def give_back(self, seq: Sequence, beginning: Beginning) -> None:
         """The reverse of take."""
-        self.pool.free(seq.pages)
-        self.pool.free([] if beginning.source is None else [beginning.source])
+        self.pool.free(beginning.held)
         seq.pages, seq.computed, seq.cached = [], 0, 0
 
-    def count(self, beginning: Beginning) -> None:
-        """A sequence was admitted with this."""
+    def begin(self, seq: Sequence, beginning: Beginning) -> None:
+        """seq was admitted with this: it gets the pages that will hold these tokens, if it has not got them by now."""
+        missing = self.pool.pages_for(beginning.tokens) - len(seq.pages)
+        if missing > 0:
+            pages = self.pool.allocate(missing)
+            assert pages is not None, "a sequence was admitted without room for the tokens that it has"
+            seq.pages += pages
         counts, found = self.counts, beginning.tokens if beginning.cached else 0
         counts.lookups += self.keep
         counts.hits += found > 0

@@ -5,8 +5,9 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
+from jllm.engine.plan import Chunk, Limits, Plan
 from jllm.engine.request import SamplingParams
-from jllm.engine.scheduler import Limits, Plan, Scheduler
+from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 
 STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
@@ -77,14 +78,18 @@ class Device:
                 out.append(self.sample(row))
         for chunk in plan.chunks:
             row = self.rows[chunk.seq.slot]
-            if chunk.start == 0:
-                row.seq, row.length, row.last, row.done = chunk.seq, 0, None, False
+            if self.begins(row, chunk):
+                row.seq, row.length, row.last, row.done = chunk.seq, chunk.start, None, False
             assert row.seq is chunk.seq
             assert row.length == chunk.start, "a position is left out or written twice"
             self.write(row, chunk.tokens)
             if chunk.final:
                 out.append(self.sample(row))
         return out
+
+    def begins(self, row: Row, chunk: Chunk) -> bool:
+        """Whether this chunk is the first of its slot's new sequence."""
+        return chunk.start == 0
 
     def write(self, row: Row, tokens):
         for token in tokens:
@@ -103,10 +108,12 @@ class Device:
 class Loop:
     """Drives a scheduler as the engine does and checks whatever must hold of each plan and between any two actions."""
 
+    make_device = Device
+
     def __init__(self, limits: Limits, scheduler=Scheduler):
         self.limits = limits
         self.scheduler: Scheduler = scheduler(limits)
-        self.device = Device(limits)
+        self.device = self.make_device(limits)
         self.unread: deque = deque()  # (plan, outputs, what each of its sequences held)
         self.seqs: list[Sequence] = []
         self.admitted = False  # by the newest plan
@@ -145,7 +152,8 @@ class Loop:
     def check(self, plan: Plan, before: dict[Sequence, int]):
         s, limits = self.scheduler, self.limits
         chunk_tokens = sum(len(c.tokens) for c in plan.chunks)
-        assert 0 < len(plan.decodes) + chunk_tokens <= limits.max_step_tokens
+        assert plan.decodes or plan.chunks or plan.deltas, "a step for nothing"
+        assert len(plan.decodes) + chunk_tokens <= limits.max_step_tokens
         assert chunk_tokens <= limits.max_prompt_tokens
         assert len(plan.chunks) <= limits.max_chunks
         assert len(plan.deltas) <= limits.max_deltas
@@ -164,7 +172,9 @@ class Loop:
             assert c.tokens == c.seq.tokens[c.start : c.seq.computed] != ()
             assert c.final == (c.seq.computed == c.seq.length)
         oldest = s.running[0]
-        assert oldest in in_plan(plan) or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
+        mapped = {slot for slot, _, _ in plan.deltas}  # its page table may take more than a step
+        taking_part = oldest in in_plan(plan) or (oldest.prefilling and oldest.slot in mapped)
+        assert taking_part or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
         left = min(limits.max_step_tokens - len(plan.decodes), limits.max_prompt_tokens) - chunk_tokens
         if left and len(plan.chunks) < limits.max_chunks and len(plan.deltas) < limits.max_deltas and s.pool.num_free:
             assert all(not seq.prefilling for seq in s.running), "a prompt waits though there is room for it"
@@ -183,7 +193,7 @@ class Loop:
 
     def lose_device(self):
         self.unread.clear()
-        self.device = Device(self.limits)
+        self.device = self.make_device(self.limits)
         self.scheduler.reset()
 
     def step(self, late=1) -> Plan | None:
@@ -204,13 +214,17 @@ class Loop:
             assert self.scheduler.dispatched <= bound, "no progress"
         self.check_end()
 
+    def check_pages(self, taken: list[int]):
+        """`taken`: pages of sequences, and those that plans still read."""
+        pool = self.scheduler.pool
+        assert sorted(taken + pool.free_pages()) == list(range(pool.num_pages)), "a page is lost or has two owners"
+        assert all(pool.holders(page) == 1 for page in taken), "holders are miscounted"
+
     def check_state(self):
         s, limits = self.scheduler, self.limits
         owners = s.running + s.draining
         retired = [page for _, pages in s.retired for page in pages]
-        taken = [page for seq in owners for page in seq.pages] + retired
-        assert sorted(taken + s.pool.free_pages()) == list(range(limits.num_pages)), "a page is lost or has two owners"
-        assert all(s.pool.holders(page) == 1 for page in taken), "holders are miscounted"
+        self.check_pages([page for seq in owners for page in seq.pages] + retired)
         room = sum(len(seq.pages) * limits.page_size - seq.computed for seq in owners)
         assert s.empty == room, "the room in pages is miscounted"
         slots = [seq.slot for seq in owners] + s.free_slots
@@ -237,7 +251,7 @@ class Loop:
     def check_end(self):
         s = self.scheduler
         assert all(seq.finished for seq in self.seqs)
-        assert s.pool.num_free == self.limits.num_pages
+        assert s.pool.num_available == self.limits.num_pages
         assert s.counts.added == s.counts.finished == len(self.seqs)
         assert s.counts.preempted == sum(seq.preemptions for seq in self.seqs)
         for seq in self.seqs:
