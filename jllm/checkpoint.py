@@ -32,6 +32,7 @@ __all__ = ["abstract_params", "find_model", "init_params", "load_params", "save"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
 BLOCK = 64 << 20  # bytes moved from device to disk at a time
 LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
 
@@ -208,8 +209,7 @@ def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path}: {len(missing)} of {len(files)} shards missing, the first is {missing[0]}")
     if WEIGHTS not in files and (path / WEIGHTS).exists():
         raise CheckpointError(f"{path}: has both {WEIGHTS} and {index.name}, which does not list it; remove one")
-    extra = sorted(file.name for file in path.iterdir() if SHARD.fullmatch(file.name) and file.name not in files)
-    if extra:
+    if extra := sorted(f.name for f in path.iterdir() if SHARD.fullmatch(f.name) and f.name not in files):
         raise CheckpointError(f"{path}: shard {extra[0]} is not listed in {index.name}")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -235,6 +235,8 @@ def _check_tensors(
     wanted |= {name: tensor for weight in quantized.values() for name, tensor in weight.tensors.items()}
     if missing := [name for name in wanted if name not in stored]:
         by = ", by its quantization_config" if quantized else ""
+        if not quantized and (packed := [name for name in stored if name.endswith(PACKED)]):
+            by = f" ({packed[0]} is there, but no quantization_config for it)"
         raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing{by}, the first is {missing[0]}")
     ignored = ("rotary_emb.inv_freq", f"{HEAD}.weight") if specs.head is None else ("rotary_emb.inv_freq",)
     if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
@@ -275,10 +277,10 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
 
     Exact: loading gives the same bits. Quantized weights are stored as quant/files.py says, which transformers does not
-    read. Streams tensor by tensor, into files that get their names at the end, once all
-    are complete; then what a checkpoint that was there before had more is removed. A failure before that (OutputError:
-    a full disk, say) leaves the directory as it was. Raises CheckpointError for params that do not fit the config,
-    ConfigError for a config that its architecture cannot express.
+    read. Streams tensor by tensor, into files that get their names at the end, once all are complete; then what a
+    checkpoint that was there before had more is removed. A failure before that (OutputError: a full disk, say) leaves
+    the directory as it was. Raises CheckpointError for params that do not fit the config, ConfigError for a config that
+    its architecture cannot express.
     """
     path = Path(path)
     tensors, dtype = _tensors_to_store(params, config)

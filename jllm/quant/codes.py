@@ -113,7 +113,7 @@ def row_weight(
     """(code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N], and one
     scale of all inputs, of any float."""
     N, K = codes.shape
-    if fmt.codes == "fp8" and (codes.view(np.uint8) & 0x7F == 0x7F).any():  # e4m3fn has no infinity
+    if not is_finite(codes):
         raise CheckpointError(f"tensor {module}.weight holds NaN")
     values = np.zeros((padded(N), padded(K)), codes.dtype)
     values[:N, :K] = codes
@@ -125,6 +125,13 @@ def row_weight(
     if input_scale is not None:
         input_scale = positive_scale(f"{module}.input_scale", input_scale)
     return _assemble(values, single, zeros, (N, K), fmt, input_scale=input_scale)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, without a wider copy."""
+    if array.dtype.name == "float8_e4m3fn":  # which has no infinity
+        return not (array.view(np.uint8) & 0x7F == 0x7F).any()
+    return array.dtype.kind in "iu" or bool(np.isfinite(array).all())
 
 
 def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:

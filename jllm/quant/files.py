@@ -21,7 +21,7 @@ import numpy as np
 
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.param_specs import LeafSpec
-from jllm.quant.codes import positive_scale
+from jllm.quant.codes import is_finite, positive_scale
 from jllm.quant.schemes import Scheme, choose_format, scheme_of
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import NAMES, StoredTensor
@@ -70,6 +70,9 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
         columns = found.get(f"{name}.columns")
         if columns is not None and not np.array_equal(np.sort(columns), np.arange(K)):
             raise CheckpointError(f"tensor {name}.columns is not a permutation of {K} columns")
+        for full, array in found.items():
+            if not is_finite(array):
+                raise CheckpointError(f"tensor {full} holds NaN or infinity")
         if fixed:
             positive_scale(f"{name}.input_scale", found[f"{name}.input_scale"])
         leaves: dict[str, Any] = dict.fromkeys(field.name for field in fields(QuantizedWeight))

@@ -134,11 +134,31 @@ def test_tensors_that_contradict_the_config(tmp_path, change, words):
     refuse(tmp_path, model, *words)
 
 
+@pytest.mark.parametrize(("name", "tensor"), [("w4a16-g32", "scales"), ("fp8", "values"), ("nf4-dq", "scale_steps")])
+def test_what_is_no_number_is_named(tmp_path, name, tensor):
+    model = tiny_model(**WIDE | {"intermediate_size": 64})
+    params = quantize(model.params, Scheme("x", (("down_proj", name),)))
+    layer = params.layers[1]
+    array = getattr(layer.down, tensor)
+    broken = replace(layer, down=replace(layer.down, **{tensor: array.at[(-1,) * array.ndim].set(np.nan)}))
+    save(tmp_path, replace(params, layers=(params.layers[0], broken)), model.config)
+    refuse(tmp_path, model, f"tensor {DOWN}.{tensor} holds NaN or infinity")
+
+
+def test_a_scale_of_inputs_that_nothing_can_be_divided_by(tmp_path):
+    model = tiny_model(**WIDE)
+    params = quantize(model.params, "w8a8-all")
+    layer = params.layers[1]
+    scaled = replace(layer, down=replace(layer.down, input_scale=jnp.zeros(1, jnp.float32)))
+    save(tmp_path, replace(params, layers=(params.layers[0], scaled)), model.config)
+    refuse(tmp_path, model, f"tensor {DOWN}.input_scale holds 0, expected a positive number")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"quant_method": "hqq"}, ["quant_method 'hqq' is not supported; supported are jllm"]),
-        ({}, ["missing"]),  # 16 bits, says the config
+        ({}, ["missing", ".values is there, but no quantization_config for it"]),
         ({"quant_method": "jllm"}, ["version None is not known; known is 1"]),
         ({"quant_method": "jllm", "version": 2, "rules": []}, ["version 2"]),
         ({"quant_method": "jllm", "version": 1}, ["quantization_config: a scheme needs rules"]),
