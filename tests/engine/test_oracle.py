@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Rung
+from jllm.engine.length import Longest, Quantile
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -73,8 +74,8 @@ jobs = st.builds(
 )
 
 
-def play(model, jobs: list[Job], options: dict) -> list[Completion]:
-    """Submits and aborts at the given engine steps; completions in the order of the jobs."""
+def play(model, jobs: list[Job], options: dict, seen: dict | None = None) -> list[Completion]:
+    """Submits and aborts at the given engine steps; completions in the order of the jobs, and metrics in `seen`."""
     engine = Engine(model, **options)
     ids: dict[int, int] = {}
     done: dict[int, Completion] = {}
@@ -92,6 +93,7 @@ def play(model, jobs: list[Job], options: dict) -> list[Completion]:
         engine.step()
     pool = engine.metrics()
     assert pool["pages_free"] == pool["pages_total"], "pages were lost"
+    (seen if seen is not None else {}).update(pool)
     return [done[ids[i]] for i in range(len(jobs))]
 
 
@@ -120,6 +122,68 @@ def test_any_company_same_tokens(model64, company, jobs):
         got = play(model64, jobs, COMPANY[company])
         for job, completion in zip(jobs, got, strict=True):
             assert_same(completion, alone(model64, job), job.abort_after is not None)
+
+
+class Wrong(Longest):
+    """Outputs of 1 to 12 tokens, then as many more, whatever they are."""
+
+    def predict(self, prompt, params, quantile, produced=0):
+        return produced + 1 + (7 * sum(prompt) + 5 * produced) % 12
+
+
+def told() -> Quantile:
+    """Of many short outputs."""
+    quantile = Quantile()
+    for n in range(40):
+        quantile.observe((), SamplingParams(), 1 + n % 8, ended=True)
+    return quantile
+
+
+POLICIES = {
+    "reserve": {"kv_policy": "reserve"},
+    "paged, quantile": {"length_predictor": told, "admission_quantile": 0.5, "watermark": 0.1},
+    "paged, wrong": {"length_predictor": Wrong},
+    "extent, scattered": {"kv_policy": "extent", "length_predictor": Wrong, "extent_overflow": "scatter"},
+    "extent, moved": {"kv_policy": "extent", "length_predictor": Wrong, "extent_overflow": "move"},
+}
+POOLS = {  # the pool of COMPANY, and one of large pages
+    8: COMPANY["pool that forces preemption"],
+    64: {"max_slots": 4, "page_size": 64, "num_pages": 5, "max_step_tokens": 16, "ladder": (Rung(4, 16, 3),)},
+}
+
+
+def random_jobs(seed: int, prompts: tuple[int, int], new: int) -> list[Job]:
+    rng = np.random.default_rng(seed)
+    jobs = []
+    for i in range(10):
+        tokens = tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(*prompts)).tolist())
+        stops = tuple(rng.integers(0, CONFIG.vocab_size, 2).tolist())
+        kind = {"temperature": float(i % 3) / 2, "stop_token_ids": stops, "ignore_eos": True, "seed": i}
+        params = SamplingParams(max_new_tokens=int(rng.integers(new // 2, new)), **kind)
+        jobs.append(Job(tokens, params, int(rng.integers(0, 9)), 9 if i % 5 == 4 else None))
+    return jobs
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def policy_jobs(request, model64):
+    """The options of a pool, jobs for it, and what each job gets alone."""
+    page_size = request.param
+    jobs = random_jobs(page_size, *(((1, 40), 30) if page_size == 8 else ((30, 64), 64)))
+    with jax.enable_x64(True):
+        return POOLS[page_size], jobs, [alone(model64, job) for job in jobs]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_company_same_tokens_under_every_policy(model64, policy_jobs, policy):
+    options, jobs, wants = policy_jobs
+    seen: dict = {}
+    memory = {name: value() if callable(value) else value for name, value in POLICIES[policy].items()}
+    with jax.enable_x64(True):
+        got = play(model64, jobs, {**options, **memory}, seen)
+    for job, completion, want in zip(jobs, got, wants, strict=True):
+        assert_same(completion, want, job.abort_after is not None)
+    assert (seen["preemptions"] > 0) == (seen["outgrown"] > 0) == (policy != "reserve"), "another test than it was"
+    assert (seen["moves"] > 0) == (policy == "extent, moved"), "another test than it was"
 
 
 FREE = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": True}
