@@ -1,0 +1,188 @@
+"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant, learned scales; of the
+model as it is, and with planted outliers (jllm.outliers), which large models have by nature.
+
+    python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
+    python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
+
+Calibration tokens are the model's own, drawn by `--seeds` (not those of the bundled text); a row is of one seed. kl is
+the divergence from the unquantized model in nats a token; `kl_95` its interval by bootstrap over documents (or windows,
+where a text is one document); `ratio` is kl over that of plain rounding in the same model and scheme, and `ratio_95`
+its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+import jllm
+from experiments.result_file import ResultFile
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.errors import EvaluationError, JllmError
+from jllm.evaluate import Evaluation, Recorded, evaluate, record
+from jllm.outliers import plant
+from jllm.params import Params
+from jllm.pretrained import BUNDLED, Model
+from jllm.protocols import encode, find_protocol
+from jllm.quant import ptq
+from jllm.quant.quantize import quantize
+from jllm.quant.schemes import PRESETS, Scheme, find_scheme
+
+Row = dict[str, Any]
+Method = Callable[[Model, Scheme, np.ndarray, int], Params]
+METHODS: dict[str, Method] = {
+    "round": lambda model, scheme, tokens, seed: quantize(model.params, scheme),
+    "smoothquant": lambda model, scheme, tokens, seed: ptq.smoothquant(model, scheme, tokens),
+    "awq": lambda model, scheme, tokens, seed: ptq.awq(model, scheme, tokens),
+    "gptq": lambda model, scheme, tokens, seed: ptq.gptq(model, scheme, tokens),
+    "gptq-act-order": lambda model, scheme, tokens, seed: ptq.gptq(model, scheme, tokens, act_order=True),
+    "learned": lambda model, scheme, tokens, seed: ptq.learned(model, scheme, tokens, steps=40, rate=1e-2, seed=seed),
+    "tuned": lambda model, scheme, tokens, seed: ptq.tune_scales(
+        model, quantize(model.params, scheme), tokens, steps=30, rate=2e-3, seed=seed
+    ),
+    "gptq-tuned": lambda model, scheme, tokens, seed: ptq.tune_scales(
+        model, ptq.gptq(model, scheme, tokens), tokens, steps=30, rate=2e-3, seed=seed
+    ),
+}
+MODELS: dict[str, Callable[[Model], Model]] = {"plain": lambda model: model, "planted": plant}
+FOUR, EIGHT = ("round", "awq", "gptq", "learned", "tuned"), ("round", "smoothquant")
+CLAIMS = (  # model, scheme, method: better than rounding there
+    ("plain", "w4a16-g64", "gptq"),
+    ("planted", "w4a16-g64", "awq"),
+    ("planted", "w8a8-all", "smoothquant"),
+)
+
+
+def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000, seed: int = 0) -> list[float]:
+    """95 % of the divergence over plain rounding's, both of the same draws of documents."""
+    kl = np.asarray([[part.kl for part in e.parts] for e in (found, plain)], np.float64)
+    drawn = np.random.default_rng(seed).integers(kl.shape[1], size=(samples, kl.shape[1]))
+    sums = kl[:, drawn].sum(axis=2)
+    return [rounded(x) for x in np.quantile(sums[0] / sums[1], [0.025, 0.975])]
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]], str]:
+    """Documents as token ids, at most so many tokens of them, and the protocol."""
+    documents = read_documents(args.text)
+    name = args.protocol or ("document" if len(documents) > 1 else "windows-512")
+    ids, left = [], args.tokens
+    for text in documents:
+        tokens = encode(model.tokenizer, text, find_protocol(name))[:left]
+        if len(tokens) > 1:
+            ids.append(tokens)
+            left -= len(tokens)
+    return ids, name
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, str, int, str]]:
+    """Model, scheme, seed and method of each row; rounding before what is held against it."""
+    found = []
+    for model, scheme, seed in product(args.models, args.schemes, args.seeds):
+        activations = scheme in PRESETS and any("a8" in fmt or fmt == "fp8" for _, fmt in PRESETS[scheme].rules)
+        methods = args.methods or (EIGHT if activations else FOUR)
+        for method in dict.fromkeys(("round", *methods)):
+            if method != "round" or seed == args.seeds[0]:  # which takes no tokens
+                found.append((model, scheme, seed, method))
+    return found
+
+
+def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
+    """One a job. What doesn't fit the model raises before the first."""
+    planned = jobs(args)
+    schemes = {name: find_scheme(name) for name in args.schemes}
+    ids, protocol = read_tokens(model, args)
+    recorded = record(model, ids, protocol)
+    calibration = {seed: ptq.own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
+    subjects = {name: MODELS[name](model) for name in args.models}
+    plain: dict[tuple[str, str], Evaluation] = {}
+    for name, scheme, seed, method in tqdm(planned, delay=2, disable=None):
+        start = time.monotonic()
+        subject = subjects[name]
+        params = METHODS[method](subject, schemes[scheme], calibration[seed], seed)
+        seconds = time.monotonic() - start
+        found = score(replace(subject, params=params), ids, protocol, recorded)
+        plain.setdefault((name, scheme), found)
+        yield as_row(found, plain[name, scheme], model=name, scheme=scheme, method=method, seed=seed, seconds=seconds)
+
+
+def score(model: Model, ids: list[list[int]], protocol: str, recorded: Recorded) -> Evaluation:
+    found = evaluate(model, ids, protocol, reference=recorded)
+    if len(found.parts) < 2:
+        raise EvaluationError("an interval takes at least 2 documents or windows: give more text or --tokens")
+    return found
+
+
+def as_row(found: Evaluation, plain: Evaluation, *, seconds: float, **names: Any) -> Row:
+    row = names | found.as_row()
+    row |= {key: rounded(row[key]) for key in ("perplexity", "added", "kl", "top1")}
+    row |= {f"{key}_95": [rounded(x) for x in found.interval(key)] for key in ("kl", "added")}
+    row |= {"ratio": rounded(found.kl / plain.kl), "ratio_95": ratio_interval(found, plain)}
+    return row | {"seconds": round(seconds, 1)}
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    """What should hold: the upper end of ratio_95 is below 1, for every seed."""
+    for model, scheme, method in CLAIMS:
+        of = [row for row in found if (row["model"], row["scheme"], row["method"]) == (model, scheme, method)]
+        if of:
+            worst = max(row["ratio_95"][1] for row in of)
+            name = f"{method} over rounding, {scheme}, {model}: upper end of the ratio's interval"
+            yield {"name": name, "value": worst, "unit": "1", "bar": 1.0, "met": worst < 1}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text, at most")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration tokens")
+    parser.add_argument("--rows", type=int, default=16, help="of calibration tokens")
+    parser.add_argument("--length", type=int, default=256, help="tokens a row of calibration")
+    parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--name", default="ptq_methods", help="of the result file")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.ptq_methods", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        fresh = rows(jllm.load(args.model, dtype=args.dtype), args)
+        first = next(fresh)  # before it replaces a file, it has proved to run
+        result = ResultFile(args.results, args.name, command, calibration=f"{args.rows} x {args.length} own tokens")
+        found = [first]
+        result.add(first)
+        print(first, flush=True)
+        for row in fresh:
+            found.append(row)
+            result.add(row)
+            print(row, flush=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    result.finish(bars=list(bars(found)), complete=True)
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Outliers like those of large LLaMAs, planted into a small model without changing its function: what quantization then
+suffers is what it suffers there.
+
+Two kinds are known of large models. A few channels of what linear layers read are larger than the others by a factor
+of tens, for all tokens and the same channels in all layers (Dettmers et al., arXiv 2208.07339). And the first token's
+residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.activations import tap
+from jllm.errors import QuantizationError
+from jllm.params import LayerParams, Params
+from jllm.pretrained import Model
+from jllm.quant.ptq.migration import migrate
+from jllm.quant.quantize import weight_formats
+from pallas_kernels.numerics import compute_dtype
+
+
+def plant(
+    model: Model,
+    *,
+    channels: int = 4,
+    strength: float = 32.0,
+    gated: int = 4,
+    massive: bool = True,
+    first_token: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """A model of the same function with planted outliers; each kind can be left out.
+
+    `channels` of the residual stream, drawn by `seed` and the same in all layers, become `strength` times as large
+    where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs.
+    `massive` turns the residual stream such that what `first_token` (None: BOS, or the first EOS) adds to its tokens
+    lies in one channel, the first that is drawn: as massive as the model is. Strength must be a power of two: then
+    scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head of its own. Raises
+    QuantizationError for quantized models and for values out of range.
+    """
+    c = model.config
+    if quantized := weight_formats(model.params):
+        raise QuantizationError(f"{next(iter(quantized))} is quantized: outliers can be planted into wide weights only")
+    if not (strength >= 1 and np.log2(strength).is_integer()):
+        raise QuantizationError(f"strength must be 1, 2, 4, 8, ..: a power of two keeps the function, not {strength}")
+    for name, count, size in (("channels", channels, c.hidden_size), ("gated", gated, c.intermediate_size)):
+        if not 0 <= count <= size:
+            raise QuantizationError(f"{name} must be in 0 .. {size}, not {count}")
+    rng = np.random.default_rng(seed)
+    drawn = rng.permutation(c.hidden_size)[: max(channels, 1)]
+    if massive:
+        model = _turn(model, int(drawn[0]), first_token)
+    gates = [rng.permutation(c.intermediate_size)[:gated] for _ in range(c.num_layers)]
+    layers = tuple(
+        _scale(model, layer, drawn[:channels], gate, strength) for layer, gate in zip(model.params.layers, gates)
+    )
+    return replace(model, params=replace(model.params, layers=layers))
+
+
+def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
+    """Inputs times strength, weights that read them by as much smaller."""
+    for field, chosen in (("qkv", channels), ("gate_up", channels), ("down", gate)):
+        s = jnp.ones(getattr(layer, field).shape[1], compute_dtype(model.params.norm.dtype))
+        layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
+    return layer
+
+
+def _turn(model: Model, channel: int, first_token: int | None) -> Model:
+    """Norm weights go into what reads them; a reflection (Householder's) that takes the first token's direction to
+    `channel` then commutes with norms, and goes into the weights on both sides of the residual stream."""
+    p, c = model.params, model.config
+    wide = np.promote_types(np.dtype(p.norm.dtype), np.float32)
+    token = first_token if first_token is not None else c.bos_id if c.bos_id is not None else c.eos_ids[0]
+    stream = tap(model, [token], ["layers.*.output"])
+    middle = np.asarray(stream[f"layers.{(c.num_layers - 1) // 2}.output"], np.float64)[0]
+    mirror = np.zeros(c.hidden_size)
+    mirror[channel] = 1.0
+    mirror = middle / np.linalg.norm(middle) - mirror
+    mirror /= np.linalg.norm(mirror)
+
+    def reads(w: Any, norm: Any) -> Any:
+        return _reflect(np.asarray(w, np.float64) * np.asarray(norm, np.float64)[None, :], mirror, wide).astype(w.dtype)
+
+    def writes(w: Any) -> Any:
+        return None if w is None else _reflect(np.asarray(w, np.float64).T, mirror, wide).T.astype(w.dtype)
+
+    one = jnp.ones_like(p.norm)
+    layers = tuple(
+        replace(
+            layer,
+            attn_norm=one,
+            qkv=reads(layer.qkv, layer.attn_norm),
+            o=writes(layer.o),
+            o_bias=writes(layer.o_bias),
+            mlp_norm=one,
+            gate_up=reads(layer.gate_up, layer.mlp_norm),
+            down=writes(layer.down),
+            down_bias=writes(layer.down_bias),
+        )
+        for layer in p.layers
+    )
+    embed, head = reads(p.embed, one), reads(p.embed if p.head is None else p.head, p.norm)
+    turned = Params(embed=embed, layers=layers, norm=one, head=head)
+    return replace(model, params=turned, config=replace(c, tie_embeddings=False))
+
+
+def _reflect(x: np.ndarray, mirror: np.ndarray, dtype: Any) -> Any:
+    """Rows of x [.., E], reflected."""
+    return jnp.asarray((x - 2 * (x @ mirror)[..., None] * mirror).astype(dtype))

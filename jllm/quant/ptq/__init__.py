@@ -1,0 +1,28 @@
+"""Post-training quantization beyond rounding: pure functions over a model and calibration tokens.
+
+    tokens = ptq.own_tokens(model, rows=32, length=256)  # or any text's, i32[B, T]
+    params = ptq.gptq(model, "w4a16-g64", tokens)
+    better = replace(model, params=params)  # serves, saves and loads as rounded weights do
+
+Each returns Params with QuantizedWeight leaves in the formats of the scheme, no larger than rounding's; where a rule
+says so, embedding and head are rounded. Models must not be quantized yet. Memory beyond the model: the calibration
+tokens' residual stream, and what one layer needs.
+"""
+
+from jllm.quant.ptq.calibration import InputStats, layer_statistics, own_tokens
+from jllm.quant.ptq.scale_learning import learned, tune_scales
+from jllm.quant.ptq.scale_search import awq
+from jllm.quant.ptq.smoothing import smooth, smoothquant
+from jllm.quant.ptq.solver import gptq
+
+__all__ = [
+    "InputStats",
+    "awq",
+    "gptq",
+    "layer_statistics",
+    "learned",
+    "own_tokens",
+    "smooth",
+    "smoothquant",
+    "tune_scales",
+]

@@ -1,0 +1,166 @@
+"""What calibration tokens say about the inputs of linear layers, layer by layer, by the model's own forward pass."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.errors import QuantizationError
+from jllm.linear import embed
+from jllm.model import Packed, tapped_backbone
+from jllm.params import LINEARS, LayerParams, Params, Weight, layer_prefix
+from jllm.pretrained import Model
+from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
+from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
+from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+
+INPUTS = {"qkv": "attn_norm", "o": "attention", "gate_up": "mlp_norm", "down": "silu_mul"}  # field -> tap; in order
+DELAY = 2  # seconds after which a progress bar shows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InputStats:
+    """Of the rows x [tokens, K] that a linear layer reads, in float32 at least."""
+
+    tokens: jax.Array  # i32
+    absmax: jax.Array  # [K]
+    mean_abs: jax.Array  # [K]
+    gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None where nobody asked
+
+    def scaled(self, s: jax.Array) -> "InputStats":
+        """Of x / s, s [K]."""
+        gram = None if self.gram is None else self.gram / (s[:, None] * s[None, :])
+        return replace(self, absmax=self.absmax / s, mean_abs=self.mean_abs / s, gram=gram)
+
+
+def own_tokens(model: Model, *, rows: int = 32, length: int = 256, seed: int = 0, **options: Any) -> np.ndarray:
+    """i32[rows, length] that the model itself writes at temperature 1 after its BOS (or first EOS) token, going on
+    after an end: calibration without any data (LLM-QAT, arXiv 2305.17888). The same for the same seed; options are
+    EngineOptions'."""
+    from jllm.api import generate
+    from jllm.engine.request import SamplingParams
+
+    first = model.config.bos_id if model.config.bos_id is not None else next(iter(model.config.eos_ids), None)
+    if first is None:
+        raise QuantizationError("the model has neither BOS nor EOS to begin a text with: give calibration tokens")
+    seeds = np.random.default_rng(seed).integers(2**31, size=rows).tolist()
+    sampling = [SamplingParams(max_new_tokens=length - 1, ignore_eos=True, seed=s) for s in seeds]
+    done = generate(model, [[first]] * rows, sampling, **options)
+    return np.asarray([[first, *completion.token_ids] for completion in done], np.int32)
+
+
+def check_tokens(model: Model, tokens: Any) -> np.ndarray:
+    """i32[B, T] of calibration tokens. Raises QuantizationError for what is not that, or not the model's."""
+    ids, size = np.asarray(tokens), model.config.vocab_size
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise QuantizationError(f"calibration tokens must be integers [rows, length], not {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= size:
+        raise QuantizationError(f"calibration tokens must be in [0, {size}), the model's vocabulary")
+    if ids.shape[1] > model.config.context:
+        raise QuantizationError(f"calibration rows of {ids.shape[1]} tokens, but the context is {model.config.context}")
+    return ids.astype(np.int32)
+
+
+def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
+    """Formats by weight, once it is sure that they fit and that nothing is quantized yet."""
+    if quantized := weight_formats(model.params):
+        name, fmt = next(iter(quantized.items()))
+        raise QuantizationError(f"{name} is quantized already ({fmt.name}); calibrate the 16-bit weights instead")
+    formats = find_scheme(scheme).formats(model.config.num_layers)
+    check_shapes(model.params, formats)
+    return formats
+
+
+def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) -> dict[str, WeightFormat]:
+    """Field -> the format that it gets, of those that get one."""
+    names = {field: layer_prefix(i) + name for field, (name, _) in LINEARS.items()}
+    return {
+        field: choose_format(name, getattr(layer, field).shape, formats[name])
+        for field, name in names.items()
+        if formats.get(name)
+    }
+
+
+def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
+    """What is not quantized yet and should be: rounded."""
+
+    def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
+        return quantize_weight(name, leaf, wanted) if wanted and not isinstance(leaf, QuantizedWeight) else leaf
+
+    return map_weights(convert, params, formats)
+
+
+def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
+    """[B, T, E]: what the first layer reads."""
+    return embed(model.params.embed, jnp.asarray(tokens), model.params.norm.dtype)
+
+
+def layer_config(config: LlamaConfig, i: int) -> LlamaConfig:
+    """Of layer i as a model of its own."""
+    return replace(config, num_layers=1, windows=config.windows[i : i + 1])
+
+
+def run_layer(
+    layer: LayerParams, x: jax.Array, config: LlamaConfig, taps: tuple[str, ...] = ()
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer (config: layer_config's) on one sequence [T, E], and the inputs of linear layers that taps name."""
+    T, E = x.shape
+    rows = jnp.arange(T, dtype=jnp.int32)
+    alone = Params(embed=x, layers=(layer,), norm=jnp.ones(E, x.dtype), head=None)  # whose tokens are 0 .. T - 1
+    batch = Packed(rows, rows, jnp.zeros_like(rows))
+    names = tuple(f"layers.0.{name}" for name in taps)
+    y, _, found = tapped_backbone(alone, config, batch, None, names)
+    return y, {name: found[f"layers.0.{name}"] for name in taps}
+
+
+@partial(jax.jit, static_argnames=("config", "fields", "gram"))
+def collect(
+    layer: LayerParams, x: jax.Array, config: LlamaConfig, fields: tuple[str, ...], *, gram: bool = True
+) -> tuple[jax.Array, dict[str, InputStats]]:
+    """A layer on x [B, T, E]: its outputs [B, T, E], and statistics of the inputs of its `fields`."""
+    taps = tuple(INPUTS[field] for field in fields)
+
+    def one(stats: dict[str, InputStats], row: jax.Array) -> tuple[dict[str, InputStats], jax.Array]:
+        y, found = run_layer(layer, row, config, taps)
+        return {field: _add(stats[field], found[INPUTS[field]]) for field in fields}, y
+
+    dtype = compute_dtype(x.dtype)
+    empty = {field: _empty(getattr(layer, field).shape[1], dtype, gram) for field in fields}
+    stats, out = jax.lax.scan(one, empty, x)
+    count = x.shape[0] * x.shape[1]
+    return out, {field: replace(s, mean_abs=s.mean_abs / count) for field, s in stats.items()}
+
+
+def layer_statistics(
+    model: Model, tokens: Any, fields: Sequence[str] = tuple(INPUTS), *, gram: bool = True
+) -> Iterator[dict[str, InputStats]]:
+    """Of each layer in turn, by field: "qkv", "o", "gate_up", "down". `tokens` are i32[B, T]."""
+    x = embed_tokens(model, check_tokens(model, tokens))
+    for i, layer in enumerate(model.params.layers):
+        x, stats = collect(layer, x, layer_config(model.config, i), tuple(fields), gram=gram)
+        yield stats
+
+
+def _empty(size: int, dtype: Any, gram: bool) -> InputStats:
+    zeros = jnp.zeros(size, dtype)
+    return InputStats(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros((size, size), dtype) if gram else None)
+
+
+def _add(stats: InputStats, rows: jax.Array) -> InputStats:
+    """With rows [T, K]; mean_abs is a sum here."""
+    x = rows.astype(stats.absmax.dtype)
+    magnitude = jnp.abs(x)
+    gram = None if stats.gram is None else stats.gram + jnp.matmul(x.T, x, precision="highest")
+    return InputStats(
+        stats.tokens + rows.shape[0],
+        jnp.maximum(stats.absmax, magnitude.max(axis=0)),
+        stats.mean_abs + magnitude.sum(axis=0),
+        gram,
+    )

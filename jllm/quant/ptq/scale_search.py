@@ -1,0 +1,129 @@
+"""AWQ (Lin et al., arXiv 2306.00978): scales of input channels, and clipping, found by grid search so that the layer's
+outputs on calibration tokens move least."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jllm.config import LlamaConfig
+from jllm.params import LayerParams, Params
+from jllm.pretrained import Model
+from jllm.quant.ptq.calibration import (
+    DELAY,
+    INPUTS,
+    InputStats,
+    check_tokens,
+    collect,
+    embed_tokens,
+    formats_of_layer,
+    layer_config,
+    plan,
+    round_rest,
+)
+from jllm.quant.ptq.migration import migrate, tie_heads
+from jllm.quant.schemes import Scheme
+from pallas_kernels.quantized_weights import (
+    QuantizedWeight,
+    WeightFormat,
+    code_values,
+    decode,
+    encode,
+    encode_with,
+    fit_scales,
+    grouped,
+    round_codes,
+)
+
+GRID = 20  # exponents 0, 1/20, .. 19/20 of a channel's mean magnitude, as in the authors' code
+SHRINK = tuple(1 - i / GRID for i in range(GRID // 2))  # of a group's range: 1, 0.95, .. 0.55
+
+
+def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -> Params:
+    """Params quantized by `scheme` after scales were moved into the norms and rows before each linear layer; with
+    `clip`, groups' ranges shrink where that helps, but for queries and keys. `tokens` are i32[B, T].
+
+    A layer sees what the unquantized layers before it yield. Errors are tr(D G D^T), with D what rounding does to a
+    weight and G the Gram matrix of its inputs: exactly the squared error of its outputs.
+    """
+    formats = plan(model, scheme)
+    x, layers = embed_tokens(model, check_tokens(model, tokens)), []
+    for i, layer in enumerate(tqdm(model.params.layers, "AWQ", delay=DELAY, leave=False, disable=None)):
+        chosen = formats_of_layer(layer, i, formats)
+        fields = tuple(field for field in INPUTS if field in chosen)
+        x, stats = collect(layer, x, layer_config(model.config, i), fields)
+        for field in fields:
+            s = search_scales(layer, model.config, field, stats[field], chosen[field])
+            layer, stats[field] = migrate(layer, model.config, field, s), stats[field].scaled(s)
+        weights: dict[str, QuantizedWeight] = {}
+        for field in fields:
+            gram, w = stats[field].gram, getattr(layer, field)
+            exempt = model.config.head_dim * (model.config.num_heads + model.config.num_kv_heads) * (field == "qkv")
+            weights[field] = round_clipped(w, gram, chosen[field], exempt) if clip else _encode(w, chosen[field])
+        layers.append(replace(layer, **weights))
+    return round_rest(replace(model.params, layers=tuple(layers)), formats)
+
+
+def search_scales(
+    layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, fmt: WeightFormat
+) -> jax.Array:
+    """[K]: mean|x|^p with the exponent p of the grid that moves the outputs of `field` least."""
+    mean = tie_heads(stats.mean_abs, config) if field == "o" else stats.mean_abs
+    scales = jnp.stack([_powers(mean, p / GRID) for p in range(GRID)])
+    errors = _errors(getattr(layer, field), stats.gram, scales, fmt)
+    return scales[jnp.argmin(errors)]
+
+
+def _powers(mean: jax.Array, exponent: float) -> jax.Array:
+    """Around one, as the authors norm them; no channel far from it for want of inputs."""
+    s = jnp.maximum(mean**exponent, 1e-4)
+    return s / jnp.sqrt(s.max() * s.min())
+
+
+@partial(jax.jit, static_argnames="fmt")
+def _errors(w: jax.Array, gram: jax.Array, scales: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """Squared error of the outputs for each of scales [grid, K]."""
+    wide = w.astype(gram.dtype)
+
+    def error(s: jax.Array) -> jax.Array:
+        scaled = (w * s[None, :].astype(w.dtype)).astype(w.dtype)
+        return output_error(decode(encode(scaled, fmt), gram.dtype) / s[None, :] - wide, gram)
+
+    return jax.lax.map(error, scales)
+
+
+def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:
+    """Sum over tokens of |D x|^2, of D [N, K] and the inputs' gram [K, K]."""
+    return jnp.sum(jnp.matmul(difference, gram, precision="highest") * difference)
+
+
+@partial(jax.jit, static_argnames=("fmt", "exempt"))
+def round_clipped(w: jax.Array, gram: jax.Array, fmt: WeightFormat, exempt: int = 0) -> QuantizedWeight:
+    """w [N, K] rounded with the shrunken range of each group that moves the outputs least, other groups being as they
+    are. The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
+    x = grouped(w, fmt)
+    N, groups, size = x.shape
+    padded = jnp.pad(gram.astype(x.dtype), (0, groups * size - gram.shape[0]))
+    blocks = padded.reshape(groups, size, groups, size)[jnp.arange(groups), :, jnp.arange(groups)]  # [G, size, size]
+    fixed = (jnp.arange(N) < exempt)[:, None]
+    best: tuple[jax.Array, jax.Array, jax.Array | None] | None = None
+    for shrink in SHRINK:
+        scales, zeros = fit_scales(x * shrink, fmt)
+        wide = None if zeros is None else zeros[..., None]
+        codes = round_codes(x / scales[..., None], wide, fmt)
+        difference = code_values(codes, wide, fmt, x.dtype) * scales[..., None] - x
+        errors = jnp.einsum("ngi,gij,ngj->ng", difference, blocks, difference, precision="highest")
+        if best is None:
+            best = errors, scales, zeros
+            continue
+        better = (errors < best[0]) & ~fixed
+        kept = None if zeros is None or best[2] is None else jnp.where(better, zeros, best[2])
+        best = jnp.where(better, errors, best[0]), jnp.where(better, scales, best[1]), kept
+    assert best is not None
+    return encode_with(w, best[1], best[2], fmt)
+
+
+_encode = partial(jax.jit, static_argnums=1)(encode)

@@ -1,0 +1,185 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, and those that are still to come make
+up for the error."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jllm.errors import QuantizationError
+from jllm.params import LINEARS, Params, layer_prefix
+from jllm.pretrained import Model
+from jllm.quant.ptq.calibration import (
+    DELAY,
+    INPUTS,
+    check_tokens,
+    collect,
+    embed_tokens,
+    formats_of_layer,
+    layer_config,
+    plan,
+    round_rest,
+)
+from jllm.quant.schemes import Scheme
+from pallas_kernels.quantized_weights import (
+    QuantizedWeight,
+    WeightFormat,
+    assemble,
+    code_values,
+    fit_scales,
+    grouped,
+    padded,
+    round_codes,
+    store_scales,
+)
+
+BLOCK = 128  # most columns whose errors are gathered before later columns are corrected
+
+
+def gptq(
+    model: Model,
+    scheme: str | Scheme,
+    tokens: Any,
+    *,
+    damping: float = 0.01,
+    act_order: bool = False,
+    static_groups: bool = False,
+) -> Params:
+    """Params quantized by `scheme`, each weight for what reaches it through the quantized layers before it, in the
+    order qkv, o, gate_up, down. `tokens` are i32[B, T].
+
+    `damping` is added to the Hessian's diagonal, as a share of its mean. With `act_order`, columns with the largest
+    inputs come first; groups are of columns in that order (the weight then has `columns`, and serving gathers its
+    inputs), or with `static_groups`, and for rows with one scale, of columns as they are. Raises QuantizationError
+    where a Hessian can't be factorized.
+    """
+    if not damping > 0:
+        raise QuantizationError(f"damping must be above 0, not {damping}")
+    formats = plan(model, scheme)
+    x, layers = embed_tokens(model, check_tokens(model, tokens)), []
+    for i, layer in enumerate(tqdm(model.params.layers, "GPTQ", delay=DELAY, leave=False, disable=None)):
+        config, chosen = layer_config(model.config, i), formats_of_layer(layer, i, formats)
+        for field in (field for field in INPUTS if field in chosen):
+            gram = collect(layer, x, config, (field,))[1][field].gram
+            order = {"act_order": act_order, "static_groups": static_groups}
+            w, finite = solve(getattr(layer, field), gram, damping, fmt=chosen[field], **order)
+            if not finite:
+                name = layer_prefix(i) + LINEARS[field][0]
+                raise QuantizationError(f"{name}: its Hessian is not positive definite; damping above {damping} may do")
+            layer = replace(layer, **{field: w})
+        x, _ = collect(layer, x, config, ())
+        layers.append(layer)
+    return round_rest(replace(model.params, layers=tuple(layers)), formats)
+
+
+@partial(jax.jit, static_argnames=("fmt", "act_order", "static_groups"))
+def solve(
+    w: jax.Array,
+    gram: jax.Array,
+    damping: float,
+    *,
+    fmt: WeightFormat,
+    act_order: bool = False,
+    static_groups: bool = False,
+) -> tuple[QuantizedWeight, jax.Array]:
+    """One weight [N, K] for inputs of this Gram matrix [K, K]; and whether all went well, a bool.
+
+    Columns whose inputs are zero throughout are rounded to nearest. Weights are corrected in gram's dtype.
+    """
+    K = w.shape[1]
+    x = grouped(w.astype(gram.dtype), fmt)
+    order = jnp.argsort(-jnp.diagonal(gram)).astype(jnp.int32) if act_order else jnp.arange(K, dtype=jnp.int32)
+    factor = _inverse_factor(gram, order, damping)
+    rows = jnp.take(x.reshape(x.shape[0], -1), order, axis=1)
+    if static_groups or fmt.group is None or fmt.double_quant:
+        scales, zeros = fit_scales(x, fmt)
+        scales, stored, steps = store_scales(scales, fmt)
+        group = order // (fmt.group or K)
+        each = jnp.take(scales, group, axis=1), None if zeros is None else jnp.take(zeros, group, axis=1)
+        codes = _round_columns(rows, factor, fmt, each)[0]
+        codes = jnp.zeros_like(codes).at[:, order].set(codes)
+        columns = None
+    else:
+        codes, scales, zeros = _round_columns(rows, factor, fmt, None)
+        _, stored, steps = store_scales(scales, fmt)
+        columns = order if act_order else None
+    codes = _pad(codes, zeros, padded(K) - K)
+    finite = jnp.isfinite(factor).all() & jnp.isfinite(w).all()
+    return assemble(codes, stored, zeros, steps, w.shape, fmt, columns=columns), finite  # type: ignore[arg-type]
+
+
+def _inverse_factor(gram: jax.Array, order: jax.Array, damping: float) -> jax.Array:
+    """U [K, K], upper triangular, with U^T U the inverse of the damped Hessian of columns in this order."""
+    diagonal = jnp.diagonal(gram)
+    dead = diagonal == 0  # inputs that never come: their columns correct nothing, and nothing corrects them
+    added = jnp.where(dead, 1, 0) + damping * jnp.mean(jnp.where(dead, 1, diagonal))
+    damped = gram + jnp.diag(added.astype(gram.dtype))
+    lower = jax.scipy.linalg.cho_factor(damped[order][:, order], lower=True)
+    return jnp.linalg.cholesky(jax.scipy.linalg.cho_solve(lower, jnp.eye(len(order), dtype=gram.dtype)), upper=True)
+
+
+def _round_columns(
+    w: jax.Array, factor: jax.Array, fmt: WeightFormat, each: tuple[jax.Array, jax.Array | None] | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Codes [N', K] of w's columns, rounded left to right; scales and zeros [N', groups], or with those of `each`
+    column [N', K] given, these. A group's are found when it is reached, from columns as they are corrected by then."""
+    N, K = w.shape
+    size = fmt.group if each is None and fmt.group else math.gcd(K, BLOCK)
+
+    def block(b: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        w, codes, scales, zeros = carry
+        start = b * size
+        part = jax.lax.dynamic_slice(w, (0, start), (N, size))
+        if each is None:
+            found = fit_scales(part[:, None, :], fmt)
+            scales, zeros = jax.tree.map(
+                lambda x, new: jax.lax.dynamic_update_slice(x, new, (0, b)), (scales, zeros), found
+            )
+            s, z = jax.tree.map(lambda x: jnp.broadcast_to(x, (N, size)), found)
+        else:
+            s, z = jax.tree.map(lambda x: jax.lax.dynamic_slice(x, (0, start), (N, size)), (scales, zeros))
+        rows = jax.lax.dynamic_slice(factor, (start, 0), (size, K))
+        inner = jax.lax.dynamic_slice(rows, (0, start), (size, size))
+        new, errors = _round_block(part, inner, s, z, fmt)
+        # Columns up to this block's end are done: what this does to them is never read.
+        w = w - jnp.matmul(errors, rows, precision="highest")
+        return w, jax.lax.dynamic_update_slice(codes, new, (0, start)), scales, zeros
+
+    codes = jnp.zeros((N, K), jnp.float8_e4m3fn if fmt.codes == "fp8" else jnp.int8)
+    if each is None:
+        blank = jnp.ones((N, K // size), w.dtype)
+        each_or_group: tuple[jax.Array, jax.Array | None] = blank, jnp.zeros_like(blank) if fmt.zero_point else None
+    else:
+        each_or_group = each
+    _, codes, scales, zeros = jax.lax.fori_loop(0, K // size, block, (w, codes, *each_or_group))
+    return codes, scales, zeros
+
+
+def _round_block(
+    w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of a block's columns w [N', B], and their errors [N', B] over the factor's diagonal."""
+
+    def column(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        w, codes, errors = carry
+        x, s = w[:, i], scales[:, i]
+        z = None if zeros is None else zeros[:, i]
+        code = round_codes(x / s, z, fmt)
+        error = (x - code_values(code, z, fmt, x.dtype) * s) / factor[i, i]
+        return w - error[:, None] * factor[i][None, :], codes.at[:, i].set(code), errors.at[:, i].set(error)
+
+    codes = jnp.zeros(w.shape, jnp.float8_e4m3fn if fmt.codes == "fp8" else jnp.int8)
+    _, codes, errors = jax.lax.fori_loop(0, w.shape[1], column, (w, codes, jnp.zeros_like(w)))
+    return codes, errors
+
+
+def _pad(codes: jax.Array, zeros: jax.Array | None, columns: int) -> jax.Array:
+    """With `columns` more, which stand for zero: only rows with one scale have any."""
+    if not columns:
+        return codes
+    blank = jnp.zeros((codes.shape[0], 1), codes.dtype) if zeros is None else zeros.astype(codes.dtype)
+    return jnp.concatenate([codes, jnp.broadcast_to(blank, (codes.shape[0], columns))], axis=1)
