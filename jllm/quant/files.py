@@ -12,7 +12,6 @@ with the rules of schemes.py. Safetensors has no 4-bit integers: two codes a byt
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,10 +21,11 @@ import numpy as np
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.param_specs import LeafSpec
 from jllm.quant.codes import is_finite, positive_scale
+from jllm.quant.quantize import abstract_weight
 from jllm.quant.schemes import Scheme, choose_format, scheme_of
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import NAMES, StoredTensor
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
 
 VERSION = 1
 METHOD = "jllm"
@@ -84,7 +84,7 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
 
 def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool, fixed: bool) -> QuantizedWeight:
     """A QuantizedWeight of jax.ShapeDtypeStruct; `fixed`: with one scale of all inputs."""
-    w = jax.eval_shape(partial(encode, fmt=fmt), jax.ShapeDtypeStruct(shape, jnp.float32))
+    w = abstract_weight(jax.ShapeDtypeStruct(shape, jnp.float32), fmt)
     columns: Any = jax.ShapeDtypeStruct(shape[1:], jnp.int32)
     scale: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
     return replace(w, columns=columns if reordered else None, input_scale=scale if fixed else None)

@@ -84,11 +84,16 @@ def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
         raise QuantizationError(f"{name} is quantized already ({w.format.name}); quantize the 16-bit weights instead")
     fmt = choose_format(name, w.shape, formats)
     if isinstance(w, jax.ShapeDtypeStruct):
-        return jax.eval_shape(partial(encode, fmt=fmt), w)
+        return abstract_weight(w, fmt)
     quantized, finite = _encode(w, fmt)
     if not finite:
         raise QuantizationError(f"{name} holds NaN or infinity, which no format can hold")
     return quantized
+
+
+def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeight:
+    """What w [N, K] becomes, of jax.ShapeDtypeStruct. Traced once for all weights of a shape."""
+    return jax.eval_shape(_encode, w, fmt)[0]
 
 
 def weight_formats(params: Params) -> dict[str, WeightFormat]:
