@@ -1,0 +1,79 @@
+"""What the claims about requests a second share: the QPS workload through one engine after the other."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from experiments.claims.claim import Row, Verdict
+from experiments.claims.shapes import config_of, random_params
+from experiments.qps import WORKLOAD, Request, measure, parse_args, read_workload
+from jllm.pretrained import Model
+
+KEPT = (
+    "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
+    "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
+)  # fmt: skip
+TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
+NOISE = 0.02  # gains below are none
+
+
+def make_model(toy: bool) -> Model:
+    config = config_of(toy)
+    return Model(config, random_params(config, toy), None)
+
+
+def workload(toy: bool, count: int | None = None, rate: float | None = None) -> list[Request]:
+    if toy:
+        gap = 0.0 if rate is None else 1 / rate
+        return [Request(p, o, i * gap) for i, (p, o) in enumerate(TOY_LENGTHS)]
+    return read_workload(WORKLOAD, count, rate, seed=0)
+
+
+def settings(toy: bool, **changes: Any) -> argparse.Namespace:
+    """Of experiments.qps: the workload's own, or what a toy has room for."""
+    args = parse_args(["--repeats", "2", "--config", "llama-2-7b"])
+    if toy:
+        small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "repeats": 1, "warmup": 0, "dtype": "float32"}
+        args = argparse.Namespace(**{**vars(args), **small})
+    return argparse.Namespace(**{**vars(args), **changes})
+
+
+def served(model: Model, requests: list[Request], args: argparse.Namespace) -> Row:
+    """The mean over the repeats."""
+    *_, mean = measure(model, requests, args)
+    return {key: mean[key] for key in KEPT if key in mean}
+
+
+def contest(toy: bool, policies: Mapping[str, Mapping[str, Any]], **common: Any) -> Iterator[Row]:
+    """One row for each of the policies, which are settings of experiments.qps by a name."""
+    model, requests = make_model(toy), workload(toy)
+    for name, changes in policies.items():
+        yield {"policy": name} | served(model, requests, settings(toy, **common, **changes))
+
+
+def gain_of(rows: list[Row], ours: str, other: str, least: float) -> Verdict:
+    """More requests a second by `ours` than by `other`: yes from `least` on."""
+    by = {row["policy"]: row for row in rows if "policy" in row}
+    if not {ours, other} <= set(by):
+        return Verdict("no", "one of the two was not measured")
+    a, b = by[ours], by[other]
+    gain = a["qps"] / b["qps"] - 1
+    spread = [(row["qps_ci"] / row["qps"]) ** 2 for row in (a, b) if row.get("qps_ci") is not None]
+    plus = f" +- {100 * (1 + gain) * sum(spread) ** 0.5:.1f}" if len(spread) == 2 else ""
+    measured = (
+        f"{100 * gain:+.1f}{plus} % requests a second ({a['qps']:.4g} for {b['qps']:.4g}), first token p50 "
+        f"{a['ttft_ms_p50']:.4g} ms for {b['ttft_ms_p50']:.4g}"
+    )
+    return Verdict("yes" if gain >= least else "partly" if gain > NOISE else "no", measured)
+
+
+def draw_qps(axes: Any, rows: list[Row]) -> None:
+    """Requests a second and goodput by policy."""
+    found = [row for row in rows if "policy" in row]
+    at = range(len(found))
+    errors = [row.get("qps_ci") or 0.0 for row in found]
+    axes.bar([x - 0.2 for x in at], [row["qps"] for row in found], 0.38, yerr=errors, label="requests/s")
+    axes.bar([x + 0.2 for x in at], [row["goodput"] for row in found], 0.38, label="of them in time")
+    axes.set_xticks(list(at), [row["policy"] for row in found])
+    axes.set_ylabel("requests a second")
+    axes.legend()
