@@ -93,7 +93,7 @@ class OnDemand:
         return sum(map(self.pool.frees, seq.pages))
 
     def observe(self, seq: Sequence) -> None:
-        if self.predictor is not None and seq.finish_reason in ("stop", "length"):
+        if self.predictor is not None and seq.finish_reason != "error":
             self.predictor.observe(seq.prompt, seq.params, len(seq.output), seq.finish_reason == "stop")
             self._news += 1
 

@@ -27,7 +27,7 @@ class Predictor(Protocol):
         again each time it outgrows the answer. The caller brings it into produced + 1 .. params.max_new_tokens."""
 
     def observe(self, prompt: Tokens, params: SamplingParams, output: int, ended: bool) -> None:
-        """A request is over after so many output tokens: by itself, or (not ended) because it was cut off there."""
+        """A request is over after so many output tokens: by itself, or (not ended) cut off by its limit or its user."""
 
     def alive(self, outputs: Iterable[int]) -> None:
         """The output tokens so far of all that run. They are at least that long: who learns from those alone that have

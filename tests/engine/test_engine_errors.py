@@ -42,15 +42,18 @@ def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params
     assert not engine.has_work
 
 
-def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model):
-    engine = Engine(model, **{**OPTIONS, "num_pages": 4})
+@pytest.mark.parametrize("policy", ["paged", "reserve", "extent"])
+def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
+    engine = Engine(model, **{**OPTIONS, "num_pages": 4, "kv_policy": policy})
     says = (
         "30 prompt tokens and 4 new ones need 5 pages of 8, the page pool has 4: shorten the request or raise num_pages"
     )
     with pytest.raises(RequestError, match=says):
         engine.submit([3] * 30, greedy(4))
     assert not engine.has_work
-    done = serve(model, [[3] * 30], [greedy(3)], **{**OPTIONS, "num_pages": 4})[0]  # the last token needs no KV
+    done = serve(model, [[3] * 30], [greedy(3)], **{**OPTIONS, "num_pages": 4, "kv_policy": policy})[
+        0
+    ]  # the last token needs no KV
     assert len(done.token_ids) == 3
 
 
@@ -65,6 +68,19 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model):
         ({"kv_cache": 5}, "kv_cache must be the name of a format, not 5"),
         ({"backend": "foo"}, "backend must be one of xla, mosaic, not 'foo'"),
         ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
+        ({"kv_policy": "pooled"}, "kv_policy must be one of paged, reserve, extent, not 'pooled'"),
+        ({"length_predictor": "mean"}, "length_predictor must be .*none, longest, quantile"),
+        ({"length_predictor": object()}, "length_predictor must be .*an object like length.Predictor"),
+        ({"kv_policy": "reserve", "length_predictor": "quantile"}, "reserves the longest length: it takes no length_"),
+        ({"kv_policy": "extent", "length_predictor": "none"}, "kv_policy='extent' needs a length_predictor"),
+        ({"admission_quantile": 0.9}, "admission_quantile has no meaning without a length_predictor: leave it out"),
+        ({"length_predictor": "quantile", "admission_quantile": 0}, r"admission_quantile must be a number in \(0, 1\)"),
+        ({"length_predictor": "quantile", "admission_quantile": 1.0}, r"admission_quantile must be .* not 1\.0"),
+        ({"kv_policy": "reserve", "watermark": 0.1}, "watermark has no meaning without kv_policy='paged'"),
+        ({"watermark": True}, r"watermark must be a number in \[0, 1\), not True"),
+        ({"extent_overflow": "move"}, "extent_overflow is an option of kv_policy='extent', not of 'paged'"),
+        ({"kv_policy": "extent", "extent_overflow": "swap"}, "extent_overflow must be scatter or move, not 'swap'"),
+        ({"num_pages": 3}, r"num_pages must be at least max_slots = 4 \(one page a slot\), not 3"),
         ({"ladder": ()}, "the ladder needs a rung that holds 4 decode rows"),
         ({"ladder": (Rung(4, 0, 0), Rung(1, 16, 4))}, "the ladder needs a rung that holds 4 decode rows"),
         ({"ladder": (Rung(4, 16, 4), Rung(4, 8, 0))}, "with prompt tokens must have chunks"),
