@@ -15,7 +15,9 @@ from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, resolve
 from jllm.engine.request import SamplingParams
+from jllm.model import Cache
 from jllm.params import Params
+from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.step import (
     COPIES,
     Outputs,
@@ -77,6 +79,26 @@ class Device:
             pages[: len(some)] = some
             self._state = replace(self._state, cache=jit_copy_pages(self._state.cache, pages))
 
+    def read_pages(self, pages: Sequence[int]) -> Cache:
+        """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
+        assert self._state is not None
+        padded = np.zeros(_power_of_two(len(pages)), np.int32)  # so that few sizes are compiled
+        padded[: len(pages)] = pages
+        return jax.device_get(gather_pages(self._state.cache, padded))
+
+    def load(self, pages: Sequence[int], snapshot: Snapshot) -> None:
+        """Dispatches the writing of a snapshot's first tokens to these pages, after all steps dispatched so far."""
+        assert self._state is not None
+        padded = np.full(_power_of_two(len(pages)), np.iinfo(np.int32).max, np.int32)
+        padded[: len(pages)] = pages
+        rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(padded))
+        self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, padded, rows))
+
+    def check_snapshot(self, snapshot: Snapshot) -> None:
+        """SnapshotError unless it is of this cache's shapes and formats."""
+        assert self._state is not None
+        check_fits(snapshot, self._state.cache)
+
     def compile_ahead(self, variant: Variant) -> int:
         """Compiles a variant of every rung; returns how many there are."""
         # Tracing stays in this thread: JAX's context managers (64-bit mode, say) are the calling thread's own.
@@ -116,3 +138,8 @@ class Device:
         if "bytes_limit" in stats:
             free = int(MEMORY_FRACTION * (stats["bytes_limit"] - stats["bytes_in_use"]))
         return free // page_bytes
+
+
+def _power_of_two(n: int) -> int:
+    """The least that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()

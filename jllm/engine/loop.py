@@ -15,6 +15,7 @@ import jax
 from jllm.batch import Rung, choose_rung
 from jllm.engine.checks import check_request, token_ids
 from jllm.engine.device import Device
+from jllm.engine.learned_length import with_learned
 from jllm.engine.live import Live, Samples, take_prompt_scores, token_logprob
 from jllm.engine.metrics import Counts, Metrics, Times
 from jllm.engine.options import Sizes, make_options
@@ -23,8 +24,10 @@ from jllm.engine.packing import pack_plan
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Plan, Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.engine.sharing import known_tokens
 from jllm.engine.trace import Recorder
 from jllm.errors import EngineClosed, RequestError
+from jllm.snapshot import Snapshot, join
 from jllm.step import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class Engine:
 
     def __init__(self, model: "Model", *, device: Callable[..., Device] = Device, **options: Any):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._options = make_options(options)
+        self._options = make_options(with_learned(options, model))
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
         self._scheduler = Scheduler(
@@ -59,6 +62,7 @@ class Engine:
             sizes.decode_sizes,
             static=self._options.batching == "static",
             policy=self._options.make_policy(),
+            prefix_cache=self._options.prefix_cache,
         )
         self._trace = None
         if self._options.trace is not None:
@@ -106,11 +110,17 @@ class Engine:
 
     def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
-        ids = tuple(self.check(prompt, sampling))
+        return self._submit(tuple(self.check(prompt, sampling)), sampling)
+
+    def _submit(self, ids: tuple[int, ...], sampling: SamplingParams, snapshot: Snapshot | None = None) -> int:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
+        first = None
         for sample in range(sampling.n):
-            self._add(Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling)))
+            seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
+            seq.origin, seq.common, seq.snapshot = first, len(ids), snapshot
+            first = first or seq
+            self._add(seq)
         self._counts.requests += 1
         self._counts.prompt_tokens += len(ids)
         return request_id
@@ -128,18 +138,44 @@ class Engine:
 
     def fork(self, request_id: int, sample: int = 0) -> int:
         """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
-        own; returns the new sample's index."""
+        own; returns the new sample's index. The two share full pages of what they have in common, and the new one gets
+        a copy of the page after these."""
         self._check_open()
         live = self._find(request_id, sample)
         seq = live.seq
         index = self._requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
+        twin.origin, twin.common, twin.snapshot = seq, seq.length, seq.snapshot
         new = self._add(twin)
         for token in seq.output:
             new.output.push(token)
         new.submitted, new.first_token, new.logprobs = live.submitted, live.first_token, list(live.logprobs)
         new.last_token = live.last_token
         return index
+
+    def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
+        """The KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
+        snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
+        self._check_open()
+        seq = self._find(request_id, sample).seq
+        length = 0 if seq.slot is None else known_tokens(seq)
+        pages = seq.pages[: self._scheduler.pool.pages_for(length)]
+        return join(self._device.read_pages(pages), seq.tokens, length)
+
+    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams()) -> int:
+        """Queues a request whose prompt is the snapshot's tokens, and whose K and V, as far as they are in it, are
+        taken as they are: edited ones too, so they are never shared but with samples and forks of this request. Returns
+        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have."""
+        ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))
+        if sampling.prompt_logprobs or sampling.counts_tokens:
+            what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
+            raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
+        self._device.check_snapshot(snapshot)
+        return self._submit(ids, sampling, jax.device_get(snapshot) if snapshot.length else None)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what runs goes on."""
+        self._scheduler.sharing.clear()
 
     def abort(self, request_id: int) -> None:
         """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
@@ -185,22 +221,7 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
-        s = self._scheduler
-        now = Metrics(
-            running=len(s.running),
-            waiting=len(s.waiting),
-            pages_free=s.pool.num_free,
-            pages_used=s.pool.num_used,
-            pages_total=s.pool.num_pages,
-            page_size=s.pool.page_size,
-            fragmentation=s.pool.fragmentation,
-            empty_tokens=s.empty,
-            scheduled=s.counts,
-            compiled_steps=len(self._device.used),
-            counts=self._counts,
-            times=self._times,
-        )
-        return now.as_dict()
+        return Metrics.of(self._scheduler, len(self._device.used), self._counts, self._times).as_dict()
 
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
@@ -252,15 +273,18 @@ class Engine:
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
             sort=self._options.sampling == "sort",
         )
-        tokens = sum(len(c.tokens) for c in plan.chunks)
+        tokens, pool = sum(len(c.tokens) for c in plan.chunks), self._scheduler.pool
         decodes = max(len(plan.decodes), plan.decode_rows)
         rung = choose_rung(self._device.sizes.ladder, decodes, tokens, len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
+        for seq in plan.loads:
+            assert seq.snapshot is not None
+            self._device.load(seq.pages[: pool.pages_for(seq.snapshot.length)], seq.snapshot)
         if plan.copies:
             self._device.copy_pages(plan.copies)
         outputs = self._device.run(buffer, layout, variant)
-        counts, pool = self._counts, self._scheduler.pool
+        counts = self._counts
         if self._trace:
             self._trace.dispatched(plan, rung, pool.num_used)
         counts.steps += 1

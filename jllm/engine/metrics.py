@@ -4,9 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from jllm.engine.plan import Counts as Scheduled
+from jllm.engine.prefix_cache import Counts as Sharing
+from jllm.engine.scheduler import Scheduler
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -91,16 +93,39 @@ class Metrics:
 
     running: int
     waiting: int
-    pages_free: int
+    pages_free: int  # those included that only the prefix cache holds
     pages_used: int
     pages_total: int
     page_size: int  # tokens
     fragmentation: float  # share of free pages outside of the longest run of them
     empty_tokens: int  # tokens that the pages of samples have room for and do not hold
+    cached_pages: int  # that the prefix cache keeps, whether somebody uses them now or not: of free ones and used ones
+    sharing: Sharing  # what was found computed already
     compiled_steps: int  # different ones that this engine needed
     scheduled: Scheduled  # what the scheduler counted
     counts: Counts
     times: Times
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, compiled_steps: int, counts: Counts, times: Times) -> Self:
+        """As things stand now."""
+        pool, sharing = scheduler.pool, scheduler.sharing
+        return cls(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_free=pool.num_available,
+            pages_used=pool.num_used,
+            pages_total=pool.num_pages,
+            page_size=pool.page_size,
+            fragmentation=pool.fragmentation,
+            empty_tokens=scheduler.empty,
+            cached_pages=sharing.num_pages,
+            sharing=sharing.counts,
+            compiled_steps=compiled_steps,
+            scheduled=scheduler.counts,
+            counts=counts,
+            times=times,
+        )
 
     @property
     def slack(self) -> float:
@@ -128,7 +153,8 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
-        parts = ("scheduled", "counts", "times")
+        parts = ("scheduled", "sharing", "counts", "times")
         gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
-        return {**gauges, **self.memory(), **vars(self.counts), "slack": self.slack, **times}
+        shared = {f"prefix_{name}": count for name, count in vars(self.sharing).items()}
+        return {**gauges, **self.memory(), **shared, **vars(self.counts), "slack": self.slack, **times}

@@ -43,6 +43,7 @@ class EngineOptions:
     admission_quantile: float | None = None  # of the predicted lengths; default: QUANTILE
     watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
+    prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
     )
@@ -68,6 +69,8 @@ class EngineOptions:
         for name, choices in POLICIES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
         self._check_memory()
@@ -115,7 +118,7 @@ class EngineOptions:
     def memory(self) -> dict[str, Any]:
         """The options that decide about memory, as plain data."""
         names = ("kv_policy", "length_predictor", "admission_quantile", "watermark", "extent_overflow", "kv_cache")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in (*names, "prefix_cache")}
         if not isinstance(self.length_predictor, str | None):
             found["length_predictor"] = type(self.length_predictor).__name__
         return found

@@ -90,7 +90,7 @@ class Counts:
     preempted: int = 0
     preempted_by: Counter[str] = field(default_factory=Counter)  # what wanted a page: see kv_policy.Policy.cause
     finished: int = 0
-    recomputed: int = 0  # tokens whose KV was thrown away by preemption
+    recomputed: int = 0  # tokens of those admitted again whose KV was lost, by preemption or with the device
     drains: int = 0  # times that a shortage of pages had to wait for the step in flight
     outgrown: int = 0  # times that a sequence that needed a page was longer than predicted
     moved: int = 0  # of these, how often it moved to a longer extent

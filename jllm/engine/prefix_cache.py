@@ -38,8 +38,8 @@ class Counts:
     hits: int = 0  # that found some of their beginning in the cache
     hit_tokens: int = 0  # tokens that were not computed, since they were in the cache
     forked_tokens: int = 0  # the same, since another sequence or a snapshot had them
-    inserted: int = 0  # pages
-    evicted: int = 0  # pages
+    pages_kept: int = 0
+    pages_evicted: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -132,7 +132,7 @@ class PrefixCache:
             if node is not None and self._is_leaf(node) and node.used == used:
                 self._remove(node)
                 evicted.append(page)
-        self.counts.evicted += len(evicted)
+        self.counts.pages_evicted += len(evicted)
         self.pool.free(sorted(evicted))
 
     def clear(self) -> None:
@@ -168,7 +168,7 @@ class PrefixCache:
         self.pool.share([page])
         node = self._nodes[page] = parent.children[tokens] = _Node(tokens, page, parent)
         insort(parent.sorted, tokens)
-        self.counts.inserted += 1
+        self.counts.pages_kept += 1
         return node
 
     def _remove(self, node: _Node) -> None:

@@ -273,6 +273,8 @@ class Scheduler:
 
     def _begin(self, seq: Sequence, beginning: Beginning, draft: Draft) -> None:
         self.sharing.begin(seq, beginning)
+        self.counts.recomputed += max(0, seq.lost - seq.computed)
+        seq.lost = 0
         if beginning.source is not None:  # held until its copy has been dispatched
             draft.copy([(beginning.source, seq.pages[len(beginning.pages)])])
             self.retired.append((self.dispatched + 1, [beginning.source]))
@@ -361,7 +363,6 @@ class Scheduler:
         """After a device error: what was in flight is lost and so is the pool. All that ran waits again, in its old
         order, to be recomputed."""
         for seq in reversed(self.running):
-            self.counts.recomputed += seq.computed
             self._requeue(seq)
             seq.slot, seq.pages, seq.mapped = None, [], 0
         for seq in self.draining:
@@ -377,13 +378,12 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         self.counts.preempted += 1
-        self.counts.recomputed += seq.computed
         seq.preemptions += 1
         self.preempted.append(seq)
         self._requeue(seq)
 
     def _requeue(self, seq: Sequence) -> None:
-        seq.computed = seq.cached = seq.in_flight = 0
+        seq.lost, seq.computed, seq.cached, seq.in_flight = seq.computed, 0, 0, 0
         at = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
         self.waiting.insert(at, seq)
 

@@ -31,6 +31,7 @@ class Sequence:
     mapped: int = 0  # how many of them, from the first, the device's page table has
     cached: int = 0  # tokens that it found computed when it was admitted, in full pages that it shares
     computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched
+    lost: int = 0  # tokens that were computed when it had to give up its pages, until it is admitted again
     prefill_end: int = 0  # tokens to prefill: those known at admission
     in_flight: int = 0  # tokens sampled on the device and not yet read
     expected: int = 0  # tokens of KV that it is thought to come to, once somebody asked

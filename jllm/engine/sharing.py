@@ -47,12 +47,22 @@ class Sharing:
         if self.cache is not None:
             self.cache.counts = self.counts
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that are kept, whether somebody uses them now or not."""
+        return 0 if self.cache is None else self.cache.num_pages
+
+    def clear(self) -> None:
+        """Forgets what is kept."""
+        if self.cache is not None:
+            self.cache.clear()
+
     def must_wait(self, seq: Sequence) -> bool:
         """Whether the sequence that this one continues is about to compute what both begin with."""
         origin = seq.origin
         if origin is None or not _may_skip(seq) or origin.slot is None or origin.finished or not origin.prefilling:
             return False
-        return _known(origin) < min(seq.common, seq.length - 1)
+        return known_tokens(origin) < min(seq.common, seq.length - 1)
 
     def beginnings(self, seq: Sequence, alone: bool) -> Iterator[Beginning]:
         """What seq could begin with, best first. If it is alone, the last one leaves it all pages of the pool."""
@@ -103,14 +113,14 @@ class Sharing:
         """seq is about to free its pages, and nothing writes them any more."""
         # Logits that are not finite may come from K and V that are not.
         if self.cache is not None and seq.snapshot is None and seq.finish_reason != "error":
-            self.cache.insert(seq.tokens[: _known(seq)], seq.pages, leaving=True)
+            self.cache.insert(seq.tokens[: known_tokens(seq)], seq.pages, leaving=True)
 
     def _continues(self, seq: Sequence) -> Beginning:
         """What seq can have of the sequence that it continues, as long as that one holds its pages."""
         origin = seq.origin
         if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
             return Beginning()
-        tokens = min(_known(origin), seq.common, seq.length - 1)
+        tokens = min(known_tokens(origin), seq.common, seq.length - 1)
         full, part = divmod(tokens, self.pool.page_size)
         return Beginning(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
 
@@ -121,7 +131,7 @@ def _may_skip(seq: Sequence) -> bool:
     return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
 
 
-def _known(seq: Sequence) -> int:
+def known_tokens(seq: Sequence) -> int:
     """Tokens known to the host whose K and V are in seq's pages once all dispatched steps have run: the newest token's
     are not, and a token that the host has not read may have ended seq on the device."""
     return min(seq.computed, seq.length - 1)

@@ -87,7 +87,7 @@ def test_least_recently_used_first_and_children_before_parents():
         order += set(cache.pool.free_pages()) - before
     assert order == [b[1], c[1], c[0], a[2], a[1], shared]
     assert cache.num_pages == cache.reclaimable == 0
-    assert cache.counts.evicted == 6
+    assert cache.counts.pages_evicted == 6
 
 
 def test_what_is_held_is_not_given_back():
