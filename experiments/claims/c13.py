@@ -1,0 +1,114 @@
+"""C13: the share of matrix products in a step.
+
+The step's products alone, all layers' and the head's, one after the other on the same weights and as many rows, beside
+the whole step: decoding with K and V of some length, and one prompt. Between products stands nothing but the slices
+that make one's output the next one's input; these count as products, some percent at one row. On a GPU the kernels of
+decode steps are sorted into kinds as well (experiments.step_profile), `kind` rows: attention, rotary and cache, norms
+and activations, the rest; XLA's names hide products among the rest, which is why products are measured alone.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.claims.c22 import Step
+from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.claims.shapes import config_of, random_params
+from experiments.step_profile import decode_steps, table
+from jllm.config import LlamaConfig
+from jllm.linear import linear
+from jllm.params import Params
+from pallas_kernels.measure import timeline
+
+DECODE = ((1, 256), (64, 256), (256, 256), (64, 2048))  # sequences, tokens of K and V each
+PREFILL = (128, 2048)  # tokens of one prompt
+STEPS = 4  # in one call
+STATED = (0.70, 0.90)
+
+
+def products(params: Params, x: jax.Array, heads: jax.Array) -> jax.Array:
+    """All products of a step on rows x [T, E], of which the head sees so many as `heads` has."""
+    for layer in params.layers:
+        x = linear(x, layer.qkv)[:, : layer.o.shape[1]]
+        x = linear(x, layer.o)
+        x = linear(x, layer.gate_up)[:, : layer.down.shape[1]]
+        x = linear(x, layer.down)
+    return linear(x[: heads.shape[0]], params.embed if params.head is None else params.head)
+
+
+def products_us(params: Params, config: LlamaConfig, rows: int, heads: int) -> float:
+    x = jax.random.normal(jax.random.key(0), (rows, config.hidden_size), params.norm.dtype)
+    return microseconds(partial(jax.jit(products), params, x, jnp.zeros(heads, params.norm.dtype)))
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    config = config_of(toy)
+    params = random_params(config, toy)
+    args = argparse.Namespace(page_size=16, kv_cache=None)
+    for batch, context in ((2, 16),) if toy else DECODE:
+        run = decode_steps(params, config, batch, argparse.Namespace(**vars(args), context=context), STEPS)
+        us = microseconds(run) / STEPS
+        yield share_row("decode", batch, context, us, products_us(params, config, batch, batch))
+        if jax.default_backend() == "gpu":
+            yield from kinds("decode", batch, context, run)
+    for tokens in (16,) if toy else PREFILL:
+        us = Step(params, config, tokens, False, config.num_layers).microseconds()
+        yield share_row("prefill", 1, tokens, us, products_us(params, config, tokens, 1))
+
+
+def share_row(phase: str, batch: int, tokens: int, us: float, products: float) -> Row:
+    return {
+        "phase": phase, "batch": batch, "tokens": tokens, "step_us": round(us, 1), "products_us": round(products, 1),
+        "share": round(products / us, 4),
+    }  # fmt: skip
+
+
+def kinds(phase: str, batch: int, tokens: int, run: Callable[[], Any]) -> Iterator[Row]:
+    """Microseconds of a step by kind of kernel, as their names tell, and the gaps."""
+    sums: dict[str, float] = defaultdict(float)
+    for row in table(timeline(run), STEPS):
+        sums[row["kind"]] += row["us"]
+    for kind, us in sums.items():
+        share = us / sum(sums.values())
+        yield {
+            "phase": phase,
+            "batch": batch,
+            "tokens": tokens,
+            "kind": kind,
+            "us": round(us, 1),
+            "of_step": round(share, 4),
+        }
+
+
+def judge(rows: list[Row]) -> Verdict:
+    found = [row for row in rows if "share" in row]
+    shares = [row["share"] for row in found]
+    low, high = STATED
+    inside = [low <= share <= high for share in shares]
+    parts = [
+        f"products take {min(shares):.0%} to {max(shares):.0%} of a step, {low:.0%} to {high:.0%} in {sum(inside)} of "
+        f"{len(inside)} cases"
+    ]
+    attention = [row["of_step"] for row in rows if row.get("kind") == "attention"]
+    if attention:
+        parts.append(f"attention kernels take {min(attention):.0%} to {max(attention):.0%} of a decode step")
+    return Verdict("yes" if all(inside) else "partly" if any(inside) else "no", "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    found = [row for row in rows if "share" in row]
+    axes.bar(range(len(found)), [100 * row["share"] for row in found], 0.6)
+    for stated in STATED:
+        axes.axhline(100 * stated, color="black", linestyle="--", linewidth=1)
+    names = [f"{row['phase']}\n{row['batch']} x {row['tokens']}" for row in found]
+    axes.set_xticks(range(len(found)), names, fontsize=7)
+    axes.set_ylabel("% of a step that is products")
+
+
+CLAIM = Claim(id="C13", stated="70 to 90 %", measure=measure, judge=judge, draw=draw)

@@ -1,0 +1,67 @@
+"""C14: prefill takes at most a tenth of a generation's time, by prompt and output length.
+
+Whole prefill and decode steps of a batch, as experiments.throughput times them: a generation is the prefill of all its
+prompts and one decode step for each token of the output, at the length that K and V have in the middle of it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.shapes import config_of, random_params
+from experiments.throughput import Bench, Case, parse_args
+
+LENGTHS = ((8, 256), (128, 128), (128, 512), (512, 128), (512, 512), (1024, 1024), (2048, 128), (2048, 1024))
+BATCHES = (1, 32)
+WORKLOAD = (114, 321)  # prompt and output of the QPS workload, on average
+STATED = 0.10
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    cases = [Case(batch, *pair) for batch in BATCHES for pair in (*LENGTHS, WORKLOAD)]
+    if toy:
+        cases = [Case(2, 8, 16)]
+    config = config_of(toy)
+    params = random_params(config, toy)
+    args = parse_args(["--step-tokens", "16" if toy else "4096", "--steps", "2" if toy else "10", "--repeats", "1"])
+    bench = Bench(params, config, cases, argparse.Namespace(**{**vars(args), "kv_cache": "f32" if toy else "bf16"}))
+    for case in cases:
+        row = bench.row(case)
+        prefill, decode = row["prefill_ms"], case.output * row["decode_ms"]
+        yield {
+            "batch": case.batch, "input": case.input, "output": case.output, "prefill_ms": float(f"{prefill:.5g}"),
+            "decode_ms": float(f"{row['decode_ms']:.5g}"), "prefill_share": round(prefill / (prefill + decode), 4),
+            "tokens_s": float(f"{row['tokens_s']:.5g}"),
+        }  # fmt: skip
+
+
+def judge(rows: list[Row]) -> Verdict:
+    under = [row for row in rows if row["prefill_share"] <= STATED]
+    shares = sorted(row["prefill_share"] for row in rows)
+    worst = max(rows, key=lambda row: row["prefill_share"])
+    parts = [
+        f"prefill takes {shares[0]:.1%} to {shares[-1]:.1%} of a generation, at most {STATED:.0%} in {len(under)} of "
+        f"{len(rows)} cases, most at {worst['batch']} x {worst['input']} -> {worst['output']}"
+    ]
+    typical = [row for row in rows if (row["input"], row["output"]) == WORKLOAD]
+    parts += [f"{row['prefill_share']:.1%} at batch {row['batch']} and the workload's mean lengths" for row in typical]
+    verdict = "yes" if len(under) == len(rows) else "partly" if under else "no"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    lengths = list(dict.fromkeys((row["input"], row["output"]) for row in rows))
+    for i, batch in enumerate(batches):
+        of_batch = {(r["input"], r["output"]): 100 * r["prefill_share"] for r in rows if r["batch"] == batch}
+        at = [j + (i - (len(batches) - 1) / 2) * 0.4 for j in range(len(lengths))]
+        axes.bar(at, [of_batch.get(pair, 0.0) for pair in lengths], 0.38, label=f"batch {batch}")
+    axes.axhline(100 * STATED, color="black", linestyle="--", linewidth=1, label="as stated")
+    axes.set_xticks(range(len(lengths)), [f"{a} -> {b}" for a, b in lengths], fontsize=7)
+    axes.set_ylabel("% of the time that is prefill")
+    axes.legend()
+
+
+CLAIM = Claim(id="C14", stated="prefill <= 10 %, decode >= 90 %", measure=measure, judge=judge, draw=draw)

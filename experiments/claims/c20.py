@@ -1,0 +1,104 @@
+"""C20: the KV cache's share of memory at capacity, by model and device.
+
+From the models' shapes and the devices' data sheets; nothing runs. Weights have 16 bits; of what is left of the usable
+memory of as few devices (1, 2, 4, 8, 16) as hold the weights and a tenth of them, all is K and V. The share is that of
+K and V in both together. `share_of_8` is the share on eight devices, which is how large models are served. For a model
+of 176B parameters, which is no LLaMA, the weights are all that is known here, and all that the share needs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.cost_model import model_shapes
+from experiments.devices import DeviceSheet, device_sheets
+from experiments.floors import tree_bytes
+from experiments.qps import token_bytes
+
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b")
+LARGE = "176B"  # parameters; as BLOOM
+DEVICES = (1, 2, 4, 8, 16)
+KV = (None, "int8-g8")
+CONTEXT = 1024  # of the sequences that fill the cache
+USABLE = 0.9  # of a device's memory
+ROOM = 0.1  # of the weights, that must be left for K and V
+STATED = {"llama-2-7b": 0.84, LARGE: 0.5}
+GIB = 1 << 30
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    for name in (*MODELS[:1], LARGE) if toy else (*MODELS, LARGE):
+        model = None if name == LARGE else model_shapes(name)
+        weights = 2 * 176e9 if model is None else float(tree_bytes(model.params))
+        for kv in KV[:1] if model is None else KV:
+            token = None if model is None else token_bytes(model, kv)
+            for sheet in device_sheets().values():
+                yield share_row(name, weights, kv, token, sheet)
+
+
+def share_row(name: str, weights: float, kv: str | None, token: float | None, sheet: DeviceSheet) -> Row:
+    usable = USABLE * sheet.memory
+    row: Row = {"model": name, "kv": kv or "bf16", "device": sheet.name, "weights_gib": round(weights / GIB, 1)}
+    devices = next((n for n in DEVICES if n * usable >= (1 + ROOM) * weights), None)
+    if devices is None:
+        return row | {"devices": None}
+    cache = devices * usable - weights
+    found: Row = {
+        "devices": devices, "kv_gib": round(cache / GIB, 1), "share": round(cache / (cache + weights), 4),
+        "share_of_8": round(max(0.0, 1 - weights / (8 * usable)), 4),
+    }  # fmt: skip
+    if token is not None:
+        found |= {
+            "token_kib": round(token / 1024, 2), "sequences": int(cache / (CONTEXT * token)),
+            "half_at": int(weights / (CONTEXT * token)),  # sequences whose K and V weigh as much as the weights
+        }  # fmt: skip
+    return row | found
+
+
+def fitting(rows: list[Row]) -> list[Row]:
+    """Those of devices that hold the model."""
+    return [row for row in rows if row["devices"] is not None]
+
+
+def judge(rows: list[Row]) -> Verdict:
+    parts, wins = [], []
+    for name, stated in STATED.items():
+        found = [row for row in fitting(rows) if row["model"] == name and row["kv"] == "bf16"]
+        if not found:
+            continue
+        shares = sorted(row["share"] for row in found)
+        at_80 = [row["share"] for row in found if "80 GB" in row["device"] or "80GB" in row["device"]]
+        middle = at_80[0] if at_80 else shares[len(shares) // 2]
+        of_8 = [row["share_of_8"] for row in found if row["share_of_8"]]
+        parts.append(
+            f"{name}: {middle:.0%} on devices of 80 GB ({shares[0]:.0%} to {shares[-1]:.0%} on as few as hold it, "
+            f"{min(of_8):.0%} to {max(of_8):.0%} on eight), stated {stated:.0%}"
+        )
+        wins.append(middle >= stated - 0.05)
+    return Verdict("yes" if all(wins) else "partly" if any(wins) else "no", "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    found = [row for row in fitting(rows) if row["kv"] == "bf16"]
+    models = list(dict.fromkeys(row["model"] for row in found))
+    axes = figure.subplots()
+    for i, name in enumerate(models):
+        of_model = [row for row in found if row["model"] == name]
+        axes.scatter(
+            [i] * len(of_model), [100 * row["share"] for row in of_model], s=[12 * r["devices"] for r in of_model]
+        )
+        if name in STATED:
+            axes.plot([i - 0.3, i + 0.3], [100 * STATED[name]] * 2, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(range(len(models)), models, fontsize=7)
+    axes.set_ylim(0, 100)
+    axes.set_ylabel("% of weights and KV that is KV (area: devices)")
+
+
+CLAIM = Claim(
+    id="C20",
+    stated="84 % for 7B, over 50 % for 176B",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)
