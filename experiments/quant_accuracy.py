@@ -1,125 +1,137 @@
-"""What each quantization scheme costs in accuracy: perplexity, divergence from the wide model, agreement of top tokens.
+"""What quantization costs in accuracy and saves in bytes: schemes of weights, formats of K and V, layers, group sizes.
 
-    python -m experiments.quant_accuracy --text valid.txt --tokens 8192
-    python -m experiments.quant_accuracy --text valid.txt --schemes w8a8-all nf4 --kv int8-g8 int4-g8 --grid
+    python -m experiments.quant_accuracy                                       # the bundled model and text
+    python -m experiments.quant_accuracy --model DIR --text wiki.txt --protocol wikitext2-2048
+    python -m experiments.quant_accuracy --schemes w8a8-all nf4 --kv int8-g8 "k=int8-g8,v=int4-g8" --grid
+    python -m experiments.quant_accuracy --draw experiments/results/quant_accuracy-*.json
 
-Schemes with KV in the model's dtype, KV formats with weights as loaded, or with --grid each with each; on the first
-tokens of a text, by a protocol of jllm.protocols, through the paged cache and the kernels that serve. `added` is the
-growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely;
-each against the model as loaded (float32 on a CPU), and its `_95` the interval by bootstrap over windows with a fixed
-seed. Bytes are those of a linear layer's weight and of a value of K or V, scales included; what is not quantized counts
-with two. Rows are written as they come, and a run that was interrupted goes on where it stopped.
+Schemes with KV in the model's dtype, KV formats with weights as loaded, and some of both, or with --grid each with
+each; by a protocol of jllm.protocols, through the paged cache and the kernels that serve. `added` is the growth of
+perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely; each against
+the model as loaded (float32 on a CPU) or --reference, and `_95` its interval by bootstrap with a fixed seed over
+documents, or over windows where the protocol joins texts. Bytes are those of a linear layer's weight and of a value of
+K or V, scales included; what is not quantized counts with two.
+
+A .jsonl of {"text": ..} has documents, any other file is one. Without --text it is what the bundled model wrote itself
+(experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped. Beside the
+JSON lie a page of tables (.md) and pictures (.svg), made of it alone, again by --draw; speeds are those that result
+files of GPUs in the same directory have. --against takes another run's file and says how far the order of schemes is
+the same.
 """
 
 import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import chain, product
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.accuracy_report import bars, text_report, write_report
+from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
+from experiments.accuracy_support import check_all_run
 from experiments.result_file import ResultFile
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.errors import InputFileError, JllmError
-from jllm.evaluate import Evaluation, evaluate
-from jllm.params import Params, map_linears
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.errors import JllmError
+from jllm.evaluate import record
 from jllm.pretrained import BUNDLED, Model
 from jllm.protocols import encode, find_protocol
-from jllm.quant.quantize import quantize
-from jllm.quant.schemes import PLAIN, PRESETS
-from pallas_kernels.quantized_weights import QuantizedWeight
+from jllm.quant.schemes import PLAIN
 from pallas_kernels.result_file import portable
 
-Row = dict[str, Any]
-PLAIN_KV = "model"  # K and V in the model's own dtype
-KV = ("fp8", "int8-g8", "int8-g32", "int8-g64", "int4-g8", "k=int8-g8,v=int4-g8", "k=int4-g8,v=int8-g8")
+SCHEMES = (
+    PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-tensor", "fp8-weight", "fp8", "w4a16-g32", "w4a16-g64",
+    "w4a16-g128", "w4a16-g32-zp", "w4a16-g64-zp", "w4a16-g128-zp", "nf4", "nf4-dq",
+)  # fmt: skip
+BOTH = (("w8a8-talk", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
+LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # whose layers are tried one by one
+WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
+TOKENS = 8192
 
 
-def read_text(args: argparse.Namespace) -> str:
-    try:
-        return args.text.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputFileError(f"{args.text}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputFileError(f"{args.text}: is not UTF-8: byte {error.start}") from None
+@dataclass(frozen=True)
+class Job:
+    """Some rows of one part; what names it is in each of them."""
 
+    key: Row
+    count: int
+    make: Callable[[], Iterable[Row]]
 
-def bytes_per_weight(params: Params) -> float:
-    """Of the linear layers, 16 bits where they are not quantized."""
-    stored = weights = 0
-
-    def count(name: str, leaf: Any) -> Any:
-        nonlocal stored, weights
-        size = leaf.shape[0] * leaf.shape[1]
-        quantized = isinstance(leaf, QuantizedWeight)
-        stored += sum(array.nbytes for array in jax.tree.leaves(leaf)) if quantized else 2 * size
-        weights += size
-        return leaf
-
-    map_linears(count, params)
-    return stored / weights
-
-
-def bytes_per_kv(model: Model, kv: str | None) -> float:
-    """Of a value of K or V, 16 bits where they are not quantized."""
-    c, tokens = model.config, 16
-    formats = parse_kv_cache(kv or "bf16", c, model.params.norm.dtype)
-    page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
-    return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def as_row(scheme: str, kv: str, found: Evaluation) -> Row:
-    row: Row = {"scheme": scheme, "kv": kv} | found.as_row()
-    row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
-    row |= {name: rounded(row[name]) for name in ("added", "kl")}
-    if len(found.parts) > 1:
-        row |= {f"{name}_95": [rounded(x) for x in found.interval(name)] for name in ("added", "kl")}
-    return row
+    def done(self, rows: list[Row]) -> list[Row]:
+        """Those of its rows that are there already; none where some are missing."""
+        found = [row for row in rows if self.key.items() <= row.items()]
+        return found if len(found) == self.count else []
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Scheme and KV format of each row."""
     if args.grid:
         return list(product(args.schemes, args.kv))
-    return [(scheme, PLAIN_KV) for scheme in args.schemes] + [(PLAIN, kv) for kv in args.kv]
+    both = [pair for pair in BOTH if pair[0] in args.schemes and pair[1] in args.kv]
+    found = [(scheme, PLAIN_KV) for scheme in args.schemes] + [(PLAIN, kv) for kv in args.kv] + both
+    return list(dict.fromkeys(found))
 
 
-def rows(model: Model, text: str, args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
-    """Those that are not done yet. What doesn't fit the model raises before the first one."""
-    protocol = find_protocol(args.protocol)
-    ids = encode(model.tokenizer, text, protocol)[: args.tokens]
-    formats = {kv: None if kv == PLAIN_KV else kv for _, kv in pairs(args)}
-    for kv in formats.values():
-        parse_kv_cache(kv, model.config, model.params.norm.dtype)
-    shapes = jax.eval_shape(lambda params: params, model.params)
-    for scheme in dict.fromkeys(scheme for scheme, _ in pairs(args)):
-        quantize(shapes, scheme)
-    have = {(row["scheme"], row["kv"]) for row in done}
-    left = [pair for pair in pairs(args) if pair not in have]
-    for scheme, kv in tqdm(left, delay=2, disable=None):
-        quantized = replace(model, params=quantize(model.params, scheme))
-        found = evaluate(quantized, ids, protocol, reference=model, kv_cache=formats[kv])
-        sizes = {
-            "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
-            "bytes_per_kv": round(bytes_per_kv(model, formats[kv]), 4),
-        }
-        yield as_row(scheme, kv, found) | sizes
+def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> list[Any]:
+    """The documents that are within the first `limit` tokens; where a text is one, or the first is longer, its ids so
+    far. As the protocol has it: joined, and begun with BOS."""
+    if find_protocol(protocol).joined:
+        texts = ["\n\n".join(texts)]
+    if limit is None:
+        return list(texts)
+    encoded = [encode(model.tokenizer, text, find_protocol(protocol)) for text in texts]
+    ends = np.cumsum([len(ids) for ids in encoded])
+    return texts[: int(np.searchsorted(ends, limit, side="right"))] or [encoded[0][:limit]]
+
+
+def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
+    """i32[W, T] from the beginning of all texts, for the parts that take windows of one size."""
+    named = find_protocol(protocol)
+    ids = [encode(model.tokenizer, text, named) if isinstance(text, str) else text for text in texts]
+    flat = np.concatenate([np.asarray(each, np.int32) for each in ids])
+    size = min(WINDOW, model.config.context, len(flat))
+    count = min(WINDOWS, len(flat) // size)
+    return flat[: count * size].reshape(count, size)
+
+
+def jobs(model: Model, reference: Model, texts: list[str], args: argparse.Namespace) -> list[Job]:
+    """All of the run's. Raises for what doesn't fit the model or can't run here."""
+    selected = chosen(model, texts, args.protocol, args.tokens)
+    check_all_run(model, pairs(args), args.layers, args.backend)
+    recorded = record(reference, selected, args.protocol, backend=args.backend)
+    windows = windows_of(model, selected, args.protocol)
+    of_pair = partial(scheme_row, model, selected, args.protocol, recorded, backend=args.backend)
+    of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
+    found = [
+        Job({"part": "scheme", "scheme": scheme, "kv": kv}, 1, partial(of_pair, scheme, kv))
+        for scheme, kv in pairs(args)
+    ]
+    layers = model.config.num_layers
+    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name)) for name in args.layers]
+    if args.groups:
+        found.append(Job({"part": "group"}, group_count(model), partial(group_rows, model, windows[0])))
+    return found
+
+
+def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
+    """In the order of the jobs; what was there before is not computed again."""
+    with tqdm(total=len(todo), desc="sweep", unit="job", delay=2, disable=None) as bar:
+        for job in todo:
+            yield from job.done(before) or job.make()
+            bar.update()
 
 
 def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:
     """Of a run with the same setup that was interrupted."""
-    for file in sorted(args.results.glob("quant_accuracy-*.json"), reverse=True):
+    for file in sorted(args.results.glob("quant_accuracy*.json"), reverse=True):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
             if not document["complete"] and all(document.get(key) == value for key, value in setup.items()):
@@ -131,37 +143,72 @@ def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that the model was not trained on")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 (default: the bundled text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--reference", help="directory or Hub id of what it is compared with (default: itself)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--schemes", nargs="+", default=[name for name in PRESETS if name != "w8a8"])
-    parser.add_argument("--kv", nargs="*", default=KV, help=f'KV formats ("{PLAIN_KV}": the model\'s dtype)')
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--kv", nargs="*", help=f'KV formats ("{PLAIN_KV}": the model\'s dtype; also k=..,v=..)')
     parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
-    parser.add_argument("--protocol", default="windows-512", help="of jllm.protocols (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")
+    parser.add_argument("--no-groups", dest="groups", action="store_false", help="no error by group size")
+    parser.add_argument("--protocol", help="of jllm.protocols (default: document; windows-512 where there is but one)")
+    parser.add_argument("--tokens", type=int, help=f"of the text (default: all of the bundled one, else {TOKENS})")
+    parser.add_argument("--backend", help="xla or mosaic (default: the best for the device and each format)")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="table and pictures of results"
+    )
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.tokens is None and args.text != BUNDLED_TEXT:
+        args.tokens = TOKENS
+    return args
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """What result files of other models and texts don't share."""
+    parts = [Path(args.model).name] if args.model != BUNDLED else []
+    parts += [args.text.stem] if args.text != BUNDLED_TEXT else []
+    return "_".join(["quant_accuracy", *parts])
+
+
+def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
+    texts = read_documents(args.text)
+    against = None if args.against is None else json.loads(args.against.read_text(encoding="utf-8"))
+    args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    setup = {"command": " ".join(portable(command)), "sha256": digest, "device": jax.devices()[0].device_kind}
+    model = jllm.load(args.model, dtype=args.dtype)
+    reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
+    args.kv = default_kv(model.config.head_dim) if args.kv is None else args.kv
+    before = rows_before(args, setup)
+    todo = jobs(model, reference, texts, args)
+    fresh = rows(todo, before)
+    first = next(fresh)  # before it replaces a file, it has proved to run
+    result = ResultFile(args.results, name_of(args), command, sha256=digest, text=args.text.name)
+    for row in (row for part in ([first], fresh) for row in part):
+        result.add(row)
+    found = result.document["rows"]
+    result.finish(bars=bars(found, against, args.against and args.against.name), complete=True)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.quant_accuracy", *(sys.argv[1:] if argv is None else argv)]
     try:
-        text = read_text(args)
-        setup = {"command": " ".join(portable(command)), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        setup["device"] = jax.devices()[0].device_kind
-        done = rows_before(args, setup)
-        fresh = rows(jllm.load(args.model, dtype=args.dtype), text, args, done)
-        first = [row for row in [next(fresh, None)] if row]  # before it replaces a file, it has proved to run
-        result = ResultFile(args.results, "quant_accuracy", command, sha256=setup["sha256"])
-        for row in chain(done, first, fresh):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    except JllmError as error:
+        if args.draw:
+            for file in args.draw:
+                write_report(json.loads(file.read_text(encoding="utf-8")), file)
+            return 0
+        result = sweep(args, command)
+        print(text_report(result.document, args.results))
+        write_report(result.document, result.path)
+    except (JllmError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result.finish(bars=[], complete=True)
     if args.json:
         print(json.dumps(result.document))
     return 0

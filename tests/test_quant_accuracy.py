@@ -1,26 +1,46 @@
-"""The sweep of quantization schemes: its rows, and what an interrupted one goes on with."""
+"""The sweep of quantization schemes: its rows, what an interrupted one goes on with, tables and pictures of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-import experiments.quant_accuracy as quant_accuracy
+import jllm
 import jllm.evaluate
+from experiments import accuracy_report, accuracy_rows, accuracy_support, measured_speed, quant_accuracy
+from experiments.accuracy_report import bars, text_report
+from experiments.texts import write
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.errors import ConfigError, InputFileError
 from jllm.evaluate import Evaluation, Part
 from jllm.protocols import PROTOCOLS
+from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.quantized_weights import WeightFormat
+from tests.tiny import CONFIG, tiny_model
 
 TEXT = "Once upon a time there was a king who had three daughters. " * 40
 
 
-@pytest.fixture
-def sweep(tmp_path):
-    """Runs the command on a text; returns its status and, if there is one, its result."""
-    (tmp_path / "text.txt").write_text(TEXT)
+class Pieces:
+    """Each character a token."""
 
-    def run(*options):
-        given = ["--text", str(tmp_path / "text.txt"), "--results", str(tmp_path), "--tokens", "512", *options]
-        status = quant_accuracy.main(given)
-        results = list(tmp_path.glob("quant_accuracy-*.json"))
+    bos_id, eos_ids = 1, (2,)
+
+    def encode(self, text, add_bos=True):
+        return [1] * add_bos + [3 + ord(c) % 90 for c in text]
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Runs the command with a tiny model on a text; returns its status and, if there is one, its result."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = tiny_model(tokenizer=Pieces(), context=640)
+    monkeypatch.setattr(quant_accuracy.jllm, "load", lambda *args, **options: model)
+
+    def run(*options, text="text.txt"):
+        given = ["--text", str(tmp_path / text), "--results", str(tmp_path), "--tokens", "1024", "--layers"]
+        status = quant_accuracy.main([*given, "--no-groups", *options])
+        results = list(tmp_path.glob("quant_accuracy_text-*.json"))
         return status, json.loads(results[0].read_text()) if results else None
 
     return run
@@ -31,7 +51,7 @@ def evaluated(monkeypatch):
     """What was evaluated, by KV format; the formats of `fail` are interrupted."""
     calls, fail = [], []
 
-    def evaluate(model, ids, protocol, *, reference, kv_cache):
+    def evaluate(model, texts, protocol, *, reference, kv_cache, backend):
         calls.append(kv_cache)
         if kv_cache in fail:
             raise KeyboardInterrupt
@@ -39,9 +59,15 @@ def evaluated(monkeypatch):
             PROTOCOLS["windows-512"], (Part(10, None, 12.0, 11.0, 0.5, 9), Part(10, None, 9.0, 9.0, 0.1, 8))
         )
 
-    monkeypatch.setattr(quant_accuracy, "evaluate", evaluate)
+    monkeypatch.setattr(accuracy_rows, "evaluate", evaluate)
+    monkeypatch.setattr(quant_accuracy, "record", lambda *args, **options: None)
+    monkeypatch.setattr(accuracy_report, "draw_all", lambda *args: [])
     evaluate.calls, evaluate.fail = calls, fail
     return evaluate
+
+
+def names(result):
+    return [(row["scheme"], row["kv"]) for row in result["rows"]]
 
 
 def test_goes_on_where_it_was_interrupted(sweep, evaluated):
@@ -54,11 +80,7 @@ def test_goes_on_where_it_was_interrupted(sweep, evaluated):
     status, result = sweep(*options)
     assert (status, evaluated.calls[3:]) == (0, ["int4-g8"])
     assert result["complete"]
-    assert [(row["scheme"], row["kv"]) for row in result["rows"]] == [
-        ("bf16", "model"),
-        ("bf16", "int8-g8"),
-        ("bf16", "int4-g8"),
-    ]
+    assert names(result) == [("bf16", "model"), ("bf16", "int8-g8"), ("bf16", "int4-g8")]
     assert {row["protocol"] for row in result["rows"]} == {"windows-512"}
     sweep(*options)  # one that was finished begins anew
     assert len(evaluated.calls) == 7
@@ -72,31 +94,210 @@ def test_another_sweep_does_not_go_on_with_it(sweep, evaluated):
     assert evaluated.calls == [None, "int4-g8"] * 2
 
 
-def test_the_grid(sweep, evaluated):
-    _, result = sweep("--schemes", "bf16", "w8a16", "--kv", "model", "int8-g8", "--grid")
-    pairs = [(row["scheme"], row["kv"]) for row in result["rows"]]
-    assert pairs == [("bf16", "model"), ("bf16", "int8-g8"), ("w8a16", "model"), ("w8a16", "int8-g8")]
+def test_the_grid_with_k_and_v_apart(sweep, evaluated):
+    _, result = sweep("--schemes", "bf16", "w8a16", "--kv", "model", "k=int8-g8,v=model", "--grid")
+    each = "k=int8-g8,v=model"
+    assert names(result) == [("bf16", "model"), ("bf16", each), ("w8a16", "model"), ("w8a16", each)]
     row = result["rows"][0]
     assert (row["kl"], row["top1"], row["added"]) == (0.03, 0.85, pytest.approx(0.05127, abs=1e-5))
-    assert [row["bytes_per_kv"] for row in result["rows"]] == [2.0, 1.25, 2.0, 1.25]
+    assert [row["bytes_per_kv"] for row in result["rows"]] == [2.0, 1.625, 2.0, 1.625]
     assert row["kl_95"][0] <= row["kl"] <= row["kl_95"][1]
+    assert evaluated.calls == [None, "k=int8-g8,v=f32"] * 2
+
+
+def test_every_default_format_is_one():
+    for head_dim in (16, 64, 128):
+        config = replace(CONFIG, head_dim=head_dim)
+        for kv in accuracy_rows.default_kv(head_dim):
+            jllm.cache.parse_kv_cache(accuracy_rows.kv_name(kv, "float32"), config, "float32")
+    assert set(quant_accuracy.BOTH) <= {
+        (scheme, kv) for scheme in quant_accuracy.SCHEMES for kv in accuracy_rows.default_kv(64)
+    }
+
+
+def test_two_runs_have_equal_figures_tables_and_pictures(sweep, tmp_path, capsys, monkeypatch):
+    """The whole sweep on a tiny model, nothing pretended; and its page and pictures from the JSON alone."""
+    options = [
+        "--schemes",
+        "w8a16",
+        "--kv",
+        "int4-g8",
+        "--layers",
+        "w8a16",
+        "--protocol",
+        "document",
+        "--tokens",
+        "300",
+    ]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": TEXT[a : a + 90]}) + "\n" for a in (0, 7, 21)))
+    status, first = sweep(*options, text="text.jsonl")
+    shown = capsys.readouterr().out
+    assert status == 0
+    kept = {part: [row for row in first["rows"] if row["part"] == part] for part in ("scheme", "layer")}
+    assert [len(rows) for rows in kept.values()] == [2, 2]
+    assert {row["parts"] for row in kept["scheme"]} == {3}
+    assert all(row["kl"] > 0 and row["snr_db"] > 20 for row in kept["layer"])
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("quant_accuracy_text-*") if path.suffix != ".json"}
+    assert sorted(name.rpartition("-")[2] for name in files if name.endswith(".svg")) == ["bytes.svg", "layers.svg"]
+    for name in files:
+        (tmp_path / name).unlink()
+    (result,) = tmp_path.glob("quant_accuracy_text-*.json")
+    assert quant_accuracy.main(["--draw", str(result)]) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    page = (tmp_path / f"{result.stem}.md").read_text()
+    for text in (shown, page):
+        assert "not measured" in text
+        assert "no result file of a GPU has these schemes" in text
+    assert "| w8a16 | model | document |" in page
+    monkeypatch.setattr(accuracy_report, "draw_all", lambda *args: [])
+    assert sweep(*options, text="text.jsonl") == (0, first)
+
+
+def test_group_rows_fall_with_smaller_groups(monkeypatch):
+    model = tiny_model(intermediate_size=64)
+    assert [(f.codes, f.group) for f in accuracy_rows.weight_formats(model.params)][:3] == [
+        ("int8", 8),
+        ("int8", 16),
+        ("int8", 32),
+    ]
+    kept = {"weight_formats": [WeightFormat("int4", 8), WeightFormat("int4", 32)]}
+    kept["kv_formats"] = [KVFormat("int8", 8), KVFormat("int8", 16)]
+    for name, formats in kept.items():
+        monkeypatch.setattr(accuracy_rows, name, lambda *args, formats=formats: formats)
+    rows = list(accuracy_rows.group_rows(model, list(range(3, 40))))
+    assert len(rows) == accuracy_rows.group_count(model)
+    for what, bytes_each in (("weights", [0.75, 0.5625]), ("k", [1.25, 1.125]), ("v", [1.25, 1.125])):
+        small, large = (row for row in rows if row["what"] == what)
+        assert 0 < small["error"] < large["error"] < 0.2
+        assert [small["bytes"], large["bytes"]] == bytes_each
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--schemes", "w8a61"], "unknown quantization scheme 'w8a61'"),
+        (["--schemes", "bf16", "w8a61"], "unknown quantization scheme 'w8a61'"),
+        (["--schemes", "bf16", "w8a61"], "what can: bf16"),
+        (
+            ["--schemes", "bf16", "nf4"],
+            "scheme nf4 cannot run: model.layers.0.self_attn.qkv_proj: nf4 cannot hold shape",
+        ),
         (["--kv", "int8-g7"], "int8-g7"),
         (["--protocol", "windows"], "unknown protocol 'windows'; near ones: windows-512"),
         (["--tokens", "100"], "the text has 100 tokens, a window takes 512"),
-        (["--protocol", "wikitext2-2048"], "the model's context is 1024"),
+        (["--protocol", "wikitext2-2048"], "the model's context is 640"),
+        (["--backend", "mosaic"], "backend 'mosaic' needs a Hopper GPU"),
+        (["--against", "none.json"], "none.json"),
     ],
 )
 def test_refused_before_anything_is_written(sweep, capsys, monkeypatch, options, message):
-    monkeypatch.setattr(jllm.evaluate, "score_step", None)
-    status, result = sweep("--schemes", "bf16", *options)
+    monkeypatch.setattr(jllm.evaluate, "score_windows", None)
+    monkeypatch.setattr(jllm.evaluate, "read_states", None)
+    status, result = sweep(*(["--schemes", "bf16"] if "--schemes" not in options else []), *options)
     error = capsys.readouterr().err
     assert (status, result) == (2, None)
     assert message in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_what_a_backend_cannot_run_is_said_with_what_can(monkeypatch):
+    """Heads of 16 have no kernel; on a Hopper GPU with heads of 64, plain weights have."""
+    monkeypatch.setattr(accuracy_support, "on_hopper", lambda: True)
+    pairs = [("bf16", "model"), ("w8a16", "int8-g8")]
+    with pytest.raises(ConfigError, match="backend 'mosaic': .* cannot run: .*; what can: nothing that was asked for$"):
+        accuracy_support.check_all_run(tiny_model("bfloat16"), pairs, (), "mosaic")
+    accuracy_support.check_all_run(tiny_model(), pairs, (), "xla")
+
+
+def row_of(scheme, kv, kl, added=0.0):
+    return {"part": "scheme", "scheme": scheme, "kv": kv, "kl": kl, "added": added}
+
+
+def test_bars_and_rank_correlation():
+    rows = [
+        row_of("bf16", "model", 0.0), row_of("w8a8-all", "model", 6e-4, 0.02), row_of("nf4", "model", 0.02),
+        row_of("w4a16-g64", "model", 0.01), row_of("bf16", "int8-g8", 1e-5, 0.001), row_of("bf16", "int8-g32", 2e-5),
+    ]  # fmt: skip
+    rows += [{"part": "group", "what": "k", "codes": "int8", "group": g, "error": e} for g, e in ((8, 1.0), (32, 2.0))]
+    others = [row | {"kl": row["kl"] * 2} for row in rows[:4]] + [row_of("bf16", "int8-g8", 1.0)]
+    found = {bar["name"]: (bar["value"], bar["met"]) for bar in bars(rows, {"rows": others}, "other.json")}
+    assert found == {
+        "perplexity added, weights w8a8-all, KV model": (0.02, False),
+        "perplexity added, weights bf16, KV int8-g8": (0.001, True),
+        "KL, KV group 8 over 32, int8": (0.5, True),
+        "error, k group 8 over 32, int8": (0.5, True),
+        "KL, NF4 over int4, group 64": (2.0, False),
+        "rank correlation of KL with other.json, 4 rows": (-0.2, False),
+    }
+
+
+def test_speeds_come_from_files_of_gpus(tmp_path):
+    def write(name, experiment, device, rows, **more):
+        document = {"experiment": experiment, "device": device, "command": "python", "rows": rows} | more
+        (tmp_path / name).write_text(json.dumps(document))
+
+    shape = {"M": 64, "K": 4096, "N": 12288}
+    write("int8_matmul-1-h.json", "int8_matmul", "H", [shape | {"peer": "int8_matmul", "us": 10.0}])
+    write("matmul-1-h.json", "matmul", "H", [shape | {"dtype": "bfloat16", "us": us} for us in (18.0, 16.0)])
+    write("matmul-1-g.json", "matmul", "G", [shape | {"dtype": "bfloat16", "us": 5.0}])
+    found = measured_speed.measured_speeds(tmp_path)
+    assert found.keys() == {("w8a8-all", "bf16")}
+    assert found["w8a8-all", "bf16"].times == 1.6
+    assert (
+        "1 products of a 7B layer at 64 rows, int8_matmul-1-h.json, matmul-1-h.json" in found["w8a8-all", "bf16"].what
+    )
+    steps = [{"scheme": "bf16", "kv": "bf16", "batch": 64, "decode_ms": 9.0}]
+    steps += [
+        {"scheme": s, "kv": kv, "batch": 64, "decode_ms": 6.0} for s, kv in (("w8a8-all", "int8-g8"), ("nf4", "bf16"))
+    ]
+    write("quant_steps-1-h.json", "quant_steps", "H", steps, model="m")
+    write(
+        "quant_steps-2-h.json", "quant_steps", "H", [row | {"decode_ms": 1.0} for row in steps], command="a --layers 1"
+    )
+    write("quant_steps-3-cpu.json", "quant_steps", "cpu", steps)
+    found = measured_speed.measured_speeds(tmp_path)
+    assert {key: speed.times for key, speed in found.items()} == {
+        ("w8a8-all", "bf16"): 1.6, ("w8a8-all", "int8-g8"): 1.5, ("nf4", "bf16"): 1.5
+    }  # fmt: skip
+    row = row_of("nf4", "model", 0.1) | {"protocol": "p", "perplexity": 1.0, "top1": 1.0}
+    report = text_report({"rows": [row | {"bytes_per_weight": 0.5, "bytes_per_kv": 2.0}], "bars": []}, tmp_path)
+    assert "1.50" in report
+    assert "decode step of m at batch 64, quant_steps-1-h.json (nf4 with KV model)" in report
+
+
+def test_the_bundled_text_is_the_models_own():
+    """40 documents with their seeds; the file names who wrote it. Writing again goes by the seed alone."""
+    assert len(read_documents(BUNDLED_TEXT)) == write.DOCUMENTS
+    lines = BUNDLED_TEXT.read_text().splitlines()
+    assert [json.loads(line)["seed"] for line in lines] == list(range(write.DOCUMENTS))
+    assert "wrote it itself" in (BUNDLED_TEXT.parent / "README.md").read_text()
+
+
+def test_documents_are_written_by_seed(monkeypatch):
+    asked = []
+
+    def generate(model, prompts, sampling):
+        asked.append((prompts, [(s.seed, s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling]))
+        return [jllm.Completion((), str(s.seed), "stop", None, None, None) for s in sampling]
+
+    monkeypatch.setattr(write.jllm, "generate", generate)
+    model = tiny_model(bos_id=1)
+    assert write.documents(model, 2) == [{"seed": 0, "text": "0"}, {"seed": 1, "text": "1"}]
+    assert asked == [([[1], [1]], [(0, 1.0, 0, 1.0, 0.0), (1, 1.0, 0, 1.0, 0.0)])]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"txt": 1}\n', r'f\.jsonl:2: expected \{"text"'),
+        (b'\n{"text" "a"}\n', r"f\.jsonl:2: not valid JSON"),
+        (b"\n", "has no documents"),
+        (b"\xff", "is not UTF-8: byte 0"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_broken_texts_name_the_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "f.jsonl").write_bytes(content)
+    with pytest.raises(InputFileError, match=message):
+        read_documents(tmp_path / "f.jsonl")

@@ -1,0 +1,150 @@
+"""Pictures of a run of experiments.quant_accuracy, as SVG: the same bytes for the same rows."""
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.accuracy_rows import PLAIN_KV, Row
+from experiments.measured_speed import Speed
+
+Speeds = dict[tuple[str, str], Speed]  # by scheme and KV format
+OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+FAMILIES = {"fp8": "C1", "nf4": "C2", "w4": "C3", "int4": "C3", "k=": "C4"}  # by what a name begins with; the rest C0
+GAP, LINES = 0.2, 26  # between points with names of their own column; names that a picture's height takes
+
+
+def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
+    """Beside a result's file; those of what it has. Without matplotlib none, which is said."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no pictures: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
+        return []
+    made = []
+    for name, draw, rows in pictures(document["rows"], speeds):
+        if not rows:
+            continue
+        path = file.with_name(f"{file.stem}-{name}.svg")
+        options: Any = OPTIONS | {"svg.hashsalt": name}
+        with rc_context(options):
+            figure = Figure(figsize=(10, 4.2), layout="constrained")
+            draw(figure, rows)
+            figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
+            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        made.append(path)
+    return made
+
+
+def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, list[Row]], None], list[Row]]]:
+    """Name, how it is drawn, and of what."""
+    schemes = [row for row in rows if row["part"] == "scheme" and row["kl"] > 0]
+    timed = [row | {"times": speeds[speed_key(row)].times} for row in schemes if speed_key(row) in speeds]
+    return [
+        ("bytes", draw_bytes, schemes),
+        ("speed", draw_speed, timed),
+        ("layers", draw_layers, [row for row in rows if row["part"] == "layer"]),
+        ("groups", draw_groups, [row for row in rows if row["part"] == "group"]),
+    ]
+
+
+def speed_key(row: Row) -> tuple[str, str]:
+    """What serves a row's scheme and KV format on a GPU."""
+    return row["scheme"], "bf16" if row["kv"] == PLAIN_KV else row["kv"]
+
+
+def draw_bytes(figure: Any, rows: list[Row]) -> None:
+    """KL by bytes: of weights on the left, of K and V on the right."""
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    _scatter(left, [row for row in rows if row["kv"] == PLAIN_KV], "bytes_per_weight", "scheme")
+    _scatter(right, [row for row in rows if row["scheme"] == "bf16"], "bytes_per_kv", "kv")
+    left.set_xlabel("bytes a weight, scales included")
+    right.set_xlabel("bytes a value of K or V, scales included")
+    left.set_ylabel(f"KL from the model as loaded, nats a token\n({rows[0]['protocol']})")
+
+
+def draw_speed(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    named = [row | {"name": row["scheme"] + ("" if row["kv"] == PLAIN_KV else f", KV {row['kv']}")} for row in rows]
+    _scatter(axes, named, "times", "name")
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set_xlabel("times as fast as 16-bit weights, measured")
+    axes.set_ylabel(f"KL from the model as loaded, nats a token\n({rows[0]['protocol']})")
+
+
+def _scatter(axes: Any, rows: list[Row], x: str, label: str) -> None:
+    """Points with intervals; the names of those that are near one another stand in a column beside them."""
+    axes.set_yscale("log")
+    for row in rows:
+        low, high = row.get("kl_95", (row["kl"], row["kl"]))
+        spread = [[max(row["kl"] - low, 0)], [max(high - row["kl"], 0)]]
+        color = _color(row[label])
+        axes.errorbar(row[x], row["kl"], yerr=spread, fmt="o", markersize=3, color=color, capsize=2, linewidth=1)
+    decades = 1 + math.log10(max(row["kl"] for row in rows) / min(row["kl"] for row in rows))
+    top = 0.0
+    for cluster in _clusters(rows, x):
+        right, last = max(row[x] for row in cluster), 0.0
+        for row in sorted(cluster, key=lambda row: row["kl"]):
+            last = max(row["kl"], last * 10 ** (decades / LINES))
+            line = {"arrowstyle": "-", "color": _color(row[label]), "linewidth": 0.4, "shrinkB": 2}
+            name = axes.annotate(row[label], (row[x], row["kl"]), (right + 0.06, last), arrowprops=line)
+            name.set(fontsize=7, color=_color(row[label]), va="center")
+        top = max(top, last)
+    axes.set_ylim(min(row["kl"] for row in rows) / 2, 1.5 * top)
+    axes.set_xlim(min(row[x] for row in rows) - 0.1, max(row[x] for row in rows) + 0.7)
+
+
+def _clusters(rows: list[Row], x: str) -> list[list[Row]]:
+    """By x, wherever there is room for names between two of them."""
+    found: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row[x]):
+        if not found or row[x] - found[-1][-1][x] > GAP:
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def _color(name: str) -> str:
+    return next((color for start, color in FAMILIES.items() if name.startswith(start)), "C0")
+
+
+def draw_layers(figure: Any, rows: list[Row]) -> None:
+    """KL where one layer alone is quantized, and the noise in the stream where all are."""
+    left, right = figure.subplots(1, 2)
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        found = [row for row in rows if row["scheme"] == scheme]
+        layers = [row["layer"] for row in found]
+        left.semilogy(layers, [row["kl"] for row in found], "o-", markersize=3, label=scheme)
+        right.plot(layers, [row["snr_db"] for row in found], "o-", markersize=3, label=scheme)
+    left.set_ylabel("KL of the result, nats a token,\nwith this layer alone quantized")
+    right.set_ylabel("signal-to-noise of the stream after it, dB,\nwith all layers quantized")
+    for axes in (left, right):
+        axes.set_xlabel("layer")
+        axes.set_xticks(layers)
+    left.legend(fontsize=7)
+
+
+def draw_groups(figure: Any, rows: list[Row]) -> None:
+    """Rounding error by group size; what has no groups is a dotted line."""
+    names = {"weights": "weights of linear layers", "k": "K, rotated", "v": "V"}
+    every = figure.subplots(1, len(names), sharey=True)
+    ticks = sorted({row["group"] for row in rows if row["group"]})
+    for axes, (what, title) in zip(every, names.items()):
+        of_what = [row for row in rows if row["what"] == what]
+        for codes, color in (("int8", "C0"), ("int4", "C3"), ("nf4", "C2"), ("fp8", "C1")):
+            found = [row for row in of_what if row["codes"] == codes]
+            grouped = [row for row in found if row["group"]]
+            if grouped:
+                xs, ys = [row["group"] for row in grouped], [row["error"] for row in grouped]
+                axes.loglog(xs, ys, "o-", markersize=3, color=color, label=codes)
+            for row in found[len(grouped) :]:
+                label = f"{codes}, a scale a row" if what == "weights" else codes
+                axes.axhline(row["error"], color=color, linestyle=":", label=label)
+        axes.set_xticks(ticks, [str(group) for group in ticks], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("values that share a scale")
+        axes.legend(fontsize=7)
+    every[0].set_ylabel("norm of the rounding error over that of the values")

@@ -1,0 +1,233 @@
+"""The measurements of experiments.quant_accuracy, each a function that yields flat rows.
+
+Part "scheme": a scheme and a KV format, against the model as loaded. Part "layer": one layer after the other. Part
+"group": rounding alone, of the weights and of K and V, by how many values share a scale.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.activations import compare_layers, tap
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.evaluate import Evaluation, Recorded, evaluate
+from jllm.layer_divergence import divergence_by_layer
+from jllm.params import Params, map_linears
+from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
+from pallas_kernels import kv_pages, quantized_weights
+from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+
+Row = dict[str, Any]
+PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+INTERVALS = ("perplexity", "added", "kl", "top1")
+GROUPS = (8, 16, 32, 64, 128)
+WIDE_BYTES = 2  # of a weight or value that is not quantized: 16 bits, whatever a CPU widens it to
+
+
+def kv_name(kv: str, dtype: Any) -> str | None:
+    """What jllm takes for a KV format of the sweep: "model" and "k=int8-g8,v=model" are the model's dtype."""
+    if kv == PLAIN_KV:
+        return None
+    own = DTYPE_NAMES[np.dtype(dtype).name]
+    return ",".join(f"{part[:2]}{own}" if part[2:] == PLAIN_KV else part for part in kv.split(","))
+
+
+def default_kv(head_dim: int) -> list[str]:
+    """Groups of 8, of 32 and of a head, for both, and K and V apart."""
+    groups = dict.fromkeys(group for group in (8, 32, head_dim) if head_dim % group == 0)
+    both = ["fp8", *(f"{codes}-g{group}" for codes in ("int8", "int4") for group in groups)]
+    apart = [f"k={k}-g8,v={v}-g8" for k, v in (("int8", "int4"), ("int4", "int8"))]
+    alone = [
+        name for codes in ("int8", "int4") for name in (f"k={codes}-g8,v={PLAIN_KV}", f"k={PLAIN_KV},v={codes}-g8")
+    ]
+    return [*both, *alone, *apart]
+
+
+# Part "scheme"
+
+
+def scheme_row(
+    model: Model,
+    texts: Sequence[Any],
+    protocol: str,
+    reference: Model | Recorded,
+    scheme: str,
+    kv: str,
+    *,
+    backend: str | None = None,
+) -> Iterator[Row]:
+    quantized = replace(model, params=quantize(model.params, scheme))
+    name = kv_name(kv, model.params.norm.dtype)
+    found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, backend=backend)
+    yield {
+        "part": "scheme",
+        "scheme": scheme,
+        "kv": kv,
+        **accuracy(found),
+        "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
+        "bytes_per_kv": round(bytes_per_kv(model, kv), 4),
+    }
+
+
+def accuracy(found: Evaluation) -> Row:
+    """An evaluation's figures, with intervals where there are several parts."""
+    row = found.as_row()
+    row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
+    row |= {name: rounded(row[name]) for name in ("added", "kl")}
+    if len(found.parts) > 1:
+        row |= {f"{name}_95": [rounded(x) for x in found.interval(name)] for name in INTERVALS}
+    return row
+
+
+def bytes_per_weight(params: Params) -> float:
+    """Of the linear layers, 16 bits where they are not quantized."""
+    stored = weights = 0
+
+    def count(name: str, leaf: Any) -> Any:
+        nonlocal stored, weights
+        size = leaf.shape[0] * leaf.shape[1]
+        quantized = isinstance(leaf, QuantizedWeight)
+        stored += sum(array.nbytes for array in jax.tree.leaves(leaf)) if quantized else WIDE_BYTES * size
+        weights += size
+        return leaf
+
+    map_linears(count, params)
+    return stored / weights
+
+
+def bytes_per_kv(model: Model, kv: str) -> float:
+    """Of a value of K or V, 16 bits where they are not quantized."""
+    c, tokens = model.config, 16
+    formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.norm.dtype)
+    page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
+    return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
+
+
+# Part "layer"
+
+
+def layer_rows(
+    model: Model, reference: Model, windows: np.ndarray, scheme: str, *, backend: str | None = None
+) -> Iterator[Row]:
+    """Of each layer, counted from 1: the signal-to-noise ratio of the stream after it when all layers are quantized,
+    and the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
+    quantized = replace(model, params=quantize(model.params, scheme))
+    alone = [divergence_by_layer(quantized, reference, window, backend=backend) for window in windows]
+    errors = [compare_layers(quantized, reference, window, backend=backend)[1:] for window in windows]
+    for i, kl in enumerate(np.mean(alone, axis=0).tolist()):
+        noise = np.mean([10 ** (-of_window[i].snr_db / 10) for of_window in errors])
+        snr = -10 * math.log10(noise) if noise > 0 else None
+        yield {
+            "part": "layer", "scheme": scheme, "layer": i + 1, "tokens": windows.size, "kl": rounded(kl),
+            "snr_db": None if snr is None else round(snr, 2),
+        }  # fmt: skip
+
+
+# Part "group"
+
+
+def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
+    """Of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
+    for fmt in weight_formats(model.params):
+        bytes_each, error = weight_error(model.params, fmt)
+        yield _group_row("weights", fmt.codes, fmt.group, bytes_each, error)
+    names = ("k", "v")
+    taps = tap(model, tokens, [f"layers.*.{name}" for name in names])
+    for name in names:
+        values = [value for key, value in taps.items() if key.endswith(f".{name}")]
+        for kv in kv_formats(model.config.head_dim):
+            yield _group_row(name, kv.dtype, kv.group, *kv_error(values, kv))
+
+
+def group_count(model: Model) -> int:
+    """How many group_rows there are."""
+    return len(weight_formats(model.params)) + 2 * len(kv_formats(model.config.head_dim))
+
+
+def _group_row(what: str, codes: str, group: int | None, bytes_each: float, error: float) -> Row:
+    codes = "fp8" if codes == kv_pages.FP8 else codes
+    size = {"group": group, "bytes": round(bytes_each, 4), "error": rounded(error)}
+    return {"part": "group", "what": what, "codes": codes, **size}
+
+
+def weight_formats(params: Params) -> list[WeightFormat]:
+    """int8, int4 and NF4 by group, those that divide every linear layer, and a scale a row."""
+    shapes: list[tuple[int, int]] = []
+    map_linears(lambda name, leaf: shapes.append(leaf.shape) or leaf, params)  # type: ignore[func-returns-value]
+    groups = [group for group in GROUPS if all(_holds(shape, group) for shape in shapes)]
+    by_group = [WeightFormat(codes, group) for codes in ("int8", "int4", "nf4") for group in groups]
+    return [*by_group, WeightFormat("int8"), WeightFormat("fp8")]
+
+
+def _holds(shape: tuple[int, int], group: int) -> bool:
+    try:
+        quantized_weights.check_shape(shape, WeightFormat("int8", group))
+    except ValueError:
+        return False
+    return True
+
+
+def kv_formats(head_dim: int) -> list[KVFormat]:
+    groups = [group for group in GROUPS if head_dim % group == 0]
+    return [*(KVFormat(codes, group) for codes in ("int8", "int4") for group in groups), KVFormat(kv_pages.FP8)]
+
+
+def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
+    """Bytes of a linear layer's weight, and the relative error of all of them together."""
+    stored = weights = 0
+    pairs = []
+
+    def one(name: str, leaf: Any) -> Any:
+        nonlocal stored, weights
+        encoded = _encode_weight(leaf, fmt)
+        stored += sum(array.nbytes for array in jax.tree.leaves(encoded[0]))
+        weights += leaf.size
+        pairs.append(encoded[1:])
+        return leaf
+
+    map_linears(one, params)
+    return stored / weights, _relative(pairs)
+
+
+def kv_error(values: Iterable[jax.Array], fmt: KVFormat) -> tuple[float, float]:
+    """Bytes of a value [.., D], and the relative error of all of them together."""
+    found = [_encode_kv(x, fmt) for x in values]
+    stored = sum(array.nbytes for arrays, _, _ in found for array in jax.tree.leaves(arrays))
+    count = sum(x.size for x in values)
+    return stored / count, _relative([(noise, signal) for _, noise, signal in found])
+
+
+@jax.jit(static_argnums=1)
+def _encode_weight(w: jax.Array, fmt: WeightFormat) -> tuple[QuantizedWeight, jax.Array, jax.Array]:
+    """And the squared norms of the error and of w."""
+    encoded = quantized_weights.encode(w, fmt)
+    return encoded, *_norms(w, quantized_weights.decode(encoded, w.dtype))
+
+
+@jax.jit(static_argnums=1)
+def _encode_kv(x: jax.Array, fmt: KVFormat) -> tuple[Any, jax.Array, jax.Array]:
+    values, scales = kv_pages.encode(x, fmt)
+    return (values, scales), *_norms(x, kv_pages.decode(values, scales, fmt, x.dtype))
+
+
+def _norms(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    wide = jax.numpy.promote_types(x.dtype, "float32")
+    x, y = x.astype(wide), y.astype(wide)
+    return jax.numpy.sum((x - y) ** 2), jax.numpy.sum(x * x)
+
+
+def _relative(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> float:
+    noise, signal = (math.fsum(map(float, column)) for column in zip(*pairs))
+    return math.sqrt(noise / signal)
+
+
+def rounded(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,69 @@
+"""What a sweep of schemes can run on this machine, found out before it starts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from experiments.accuracy_rows import kv_name
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.errors import ConfigError, JllmError
+from jllm.model import Paged, backbone
+from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
+from pallas_kernels.backends import on_hopper
+
+TOKENS, PAGE = 128, 16  # of the step that is tried
+
+
+def check_all_run(model: Model, pairs: Sequence[tuple[str, str]], layers: Sequence[str], backend: str | None) -> None:
+    """Nothing is computed. Raises ConfigError with what cannot run and why, and with what can, in one line."""
+    if backend == "mosaic" and not on_hopper():
+        raise ConfigError("backend 'mosaic' needs a Hopper GPU; what this machine runs all of the sweep with is 'xla'")
+    schemes = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
+    formats = dict.fromkeys(kv for _, kv in pairs)
+    dtype = model.params.norm.dtype
+    report("scheme", schemes, lambda scheme: quantize(_shapes(model).params, scheme))
+    report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
+    if backend is not None:  # None chooses, and XLA takes everything
+        names = {f"{scheme} with KV {kv}": (scheme, kv) for scheme, kv in pairs}
+        report(f"backend {backend!r}:", names, lambda name: try_step(model, *names[name], backend))
+
+
+def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) -> None:
+    """attempt(name) of each; what raises cannot run. Raises ConfigError."""
+    problems, good = {}, []
+    for name in names:
+        try:
+            attempt(name)
+            good.append(name)
+        except (JllmError, NotImplementedError, ValueError) as error:
+            problems[name] = str(error).partition("\n")[0]
+    if problems:
+        text = "; ".join(f"{kind} {name} cannot run: {why}" for name, why in problems.items())
+        raise ConfigError(f"{text}; what can: {', '.join(good) or 'nothing that was asked for'}")
+
+
+def try_step(model: Model, scheme: str, kv: str, backend: str) -> None:
+    """Traces the first layer on a step of prompt chunks."""
+    first = _shapes(model, layers=1)
+    c, dtype = first.config, model.params.norm.dtype
+    params = quantize(first.params, scheme)
+    formats = parse_kv_cache(kv_name(kv, dtype), c, dtype)
+    cache = jax.eval_shape(lambda: make_cache(c, TOKENS // PAGE, PAGE, formats))
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32)
+
+    rows = [ints(TOKENS)] * 4
+    batch = Paged(*rows, ints(0, TOKENS // PAGE), ints(0), ints(1, TOKENS // PAGE), ints(2), ints(1))  # type: ignore[call-arg,arg-type]
+    jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), params, batch, cache)
+
+
+def _shapes(model: Model, layers: int | None = None) -> Model:
+    """Without its values, and with so many of its layers."""
+    params = replace(model.params, layers=model.params.layers[:layers])
+    count = len(params.layers)
+    config = replace(model.config, num_layers=count, windows=model.config.windows[:count])
+    return replace(model, config=config, params=jax.eval_shape(lambda p: p, params))

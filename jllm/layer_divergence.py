@@ -1,0 +1,55 @@
+"""What each layer's quantization alone costs: one layer at a time takes the quantized weights, the others stay wide."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.activations import residuals
+from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
+from jllm.model import Packed, backbone
+from jllm.params import LayerParams, Params
+from jllm.pretrained import Model
+from jllm.scoring import score_rows
+
+
+def divergence_by_layer(
+    model: Model, reference: Model, tokens: Sequence[int], *, backend: str | None = None
+) -> np.ndarray:
+    """f[L]: how far the reference's next-token distributions move, in nats a token, when layer i alone is the model's.
+
+    Kullback-Leibler divergence, the mean over the tokens i32[T] of one sequence, without a cache. Embedding and head
+    are the reference's. Everything before layer i is the reference's stream, so that a sequence takes L (L + 3) / 2 + L
+    layers. Raises EvaluationError for models of different shapes.
+    """
+    c = reference.config
+    a, b = ((m.config.vocab_size, m.config.num_layers, m.config.hidden_size) for m in (model, reference))
+    if a != b:
+        raise EvaluationError(f"the models must have the same vocabulary, layers and width, not {a} and {b}")
+    streams = list(residuals(reference, tokens, backend=backend))
+    head = replace(reference.params, layers=())
+    found = []
+    for i, layer in enumerate(model.params.layers):
+        x = _through(layer, head, streams[i], config=_alone(c, i), backend=backend)
+        for j in range(i + 1, c.num_layers):
+            x = _through(reference.params.layers[j], head, x, config=_alone(c, j), backend=backend)
+        ignored = jnp.zeros(x.shape[0], jnp.int32)
+        scores = score_rows((head, head), (x, streams[-1]), ignored, configs=(c, c), backend=backend)
+        found.append(np.asarray(scores["kl"], np.float64).mean())
+    return np.asarray(found)
+
+
+def _alone(config: LlamaConfig, layer: int) -> LlamaConfig:
+    return replace(config, num_layers=1, windows=config.windows[layer : layer + 1])
+
+
+@partial(jax.jit, static_argnames=("config", "backend"))
+def _through(layer: LayerParams, top: Params, x: jax.Array, *, config: LlamaConfig, backend: str | None) -> jax.Array:
+    """The stream [T, E] after a layer: a model of one, whose embedding is the stream before."""
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+    params = replace(top, embed=x, head=None, layers=(layer,))
+    return backbone(params, config, Packed(rows, rows, jnp.zeros_like(rows)), None, backend=backend)[0]
