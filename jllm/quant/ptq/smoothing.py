@@ -32,7 +32,8 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
     plan(model, "bf16")
     layers = []
     stats = layer_statistics(model, tokens, fields, gram=False)
-    for layer, found in zip(model.params.layers, tqdm(stats, "smoothing", len(model.params.layers), delay=DELAY)):
+    for layer in tqdm(model.params.layers, "smoothing", delay=DELAY, leave=False, disable=None):
+        found = next(stats)
         for field in fields:
             layer = migrate(
                 layer, model.config, field, smoothing_scales(layer, model.config, field, found[field], alpha)
