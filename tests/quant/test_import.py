@@ -6,6 +6,7 @@ moves a weight by at most 2^-11 of itself.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ import pytest
 import jllm
 from jllm.params import LINEARS
 from jllm.quant import codes
-from pallas_kernels.quantized_weights import QuantizedWeight, decode
+from pallas_kernels import quantized_weights
+from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.quant import layouts
 from tests.quant.layouts import awq, compressed, gptq, nf4
 
 packed = partial(compressed, form="pack-quantized", activations=False)
 float8 = partial(compressed, form="float-quantized", kind="float")
+decode = jax.jit(quantized_weights.decode)
 HALF = 2.0**-11
 # layout, what its linear layers become, and how far their weights may be off
 CASES = {
