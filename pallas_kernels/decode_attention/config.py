@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import KVPages
 
 ROWS = 64  # tokens of a tile that a warpgroup computes with: of one wgmma
@@ -17,7 +18,7 @@ class Config:
     split: int = 256  # tokens of one work item: fixed, so that a result doesn't depend on its company,
     most_splits: int = 32  # but doubled until so many are enough for a row
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
-    sms: int = 132  # multiprocessors: an H200's
+    sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
     v_in_registers: bool = False  # V of 8 and 4 bits goes to the product as K does: not yet run on a GPU
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
@@ -66,6 +67,13 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
             raise NotImplementedError(
                 f"the mosaic kernel has no {part.format.dtype} {name}; supported: 16 bits and fewer"
             )
+    group = q.shape[1] // pages.k.values.shape[1]
+    stored = pages.k.format.dtype, pages.v.format.dtype
+    if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and head_dim > 64 and group > 8:
+        raise NotImplementedError(  # for copies of both in the queries' dtype
+            f"the mosaic kernel has no room for float16 queries over bfloat16 K and V of head dim {head_dim} with "
+            f"{group} query heads a KV head; supported: up to 8"
+        )
 
 
 def check_proven(q: jax.Array, pages: KVPages) -> None:

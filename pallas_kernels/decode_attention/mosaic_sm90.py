@@ -21,15 +21,11 @@ from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_i
 from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
-from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, Item, Shape
-from pallas_kernels.decode_attention.storage_sm90 import (
-    shared_bytes,
-    shared_bytes_of_worker,
-    storage,
-    tiled,
-)
+from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
+from pallas_kernels.decode_attention.storage_sm90 import shared_bytes_of_worker, storage
 from pallas_kernels.decode_attention.work import Work, make_work, max_slots, query_chunks, row_splits
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "config", "interpret"))
@@ -53,19 +49,42 @@ def decode_attention(
         return q
     if work is None:
         work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, config=config)
-    chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
     config = work.config
+    shape = shape_of(
+        q, pages, scale, window, page_table.shape[1] * page_size, config, interpreted=interpret is not None
+    )
+    chunks = shape.chunks
     if (work.rows.shape, work.heads, work.window) != ((num_rows,), kv_heads * chunks, window):
         raise ValueError(
             f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
             f"the call has {num_rows}, {kv_heads * chunks} and {window}"
         )
-    stored = [
-        storage(part, q.dtype, head_dim, config, through_registers, interpret is not None)
+    out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
+    if shape.slots:
+        out = merge_cuts(shape, out, parts, work, interpret)
+    return shape.v.results(out.reshape(q.shape))
+
+
+def shape_of(
+    q: jax.Array,
+    pages: KVPages,
+    scale: float,
+    window: int | None,
+    max_tokens: int,
+    config: Config,
+    *,
+    interpreted: bool,
+) -> Shape:
+    """What the kernels are specialized to, for q [R, H, D] and rows of at most `max_tokens` keys."""
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads, page_size = pages.k.values.shape[1:3]
+    chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
+    k, v = (
+        storage(part, q.dtype, head_dim, config, through_registers, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, config.v_in_registers))
-    ]
-    splits, slots = max_slots(num_rows, page_table.shape[1] * page_size, kv_heads * chunks, window, config)
-    shape = Shape(
+    )
+    splits, slots = max_slots(num_rows, max_tokens, kv_heads * chunks, window, config)
+    return Shape(
         rows=num_rows,
         num_heads=num_heads,
         kv_heads=kv_heads,
@@ -78,13 +97,9 @@ def decode_attention(
         slots=slots,
         scale=scale,
         config=config,
-        k=stored[0],
-        v=stored[1],
+        k=k,
+        v=v,
     )
-    out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
-    if shape.slots:
-        out = merge_cuts(shape, out, parts, work, interpret)
-    return shape.v.results(out.reshape(q.shape))
 
 
 def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, Any]:
@@ -98,8 +113,8 @@ def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, An
     }
     return {
         "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
-        "q_s": tiled((each, columns, head_dim), shape.k.dtype),
-        "p_s": tiled((each, columns, ROWS), shape.v.dtype),
+        "q_s": swizzled((each, columns, head_dim), shape.k.dtype),
+        "p_s": swizzled((each, columns, ROWS), shape.v.dtype),
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((columns, head_dim), dtype),
@@ -114,12 +129,12 @@ def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, An
     }
 
 
-def _fitting_scratch(shape: Shape, dtype: Any, copies: int) -> dict[str, Any]:
+def fitting_scratch(shape: Shape, dtype: Any, copies: int) -> dict[str, Any]:
     """With as many tiles in flight as fit a worker's share of an SM's shared memory."""
     for per_sm in (shape.config.per_sm, 1):  # where that is too little, workers take turns
         for stages in range(shape.config.stages, 1, -1):
             scratch = _scratch(shape, stages, dtype, copies)
-            if shared_bytes(scratch) <= shared_bytes_of_worker(per_sm):
+            if shared_bytes(scratch, REDUCTIONS) <= shared_bytes_of_worker(per_sm):
                 return scratch
     raise NotImplementedError(
         f"{shape.config}, head dim {shape.head_dim} and {shape.columns} queries need more shared memory"
@@ -147,7 +162,7 @@ def _attend(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((config.computing, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
-        scratch_types=_fitting_scratch(shape, dtype, len(sources)),
+        scratch_types=fitting_scratch(shape, dtype, len(sources)),
         grid=(config.workers,),
         grid_names=("worker",),
         num_threads=config.computing + 1,

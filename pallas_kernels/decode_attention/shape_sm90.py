@@ -13,8 +13,9 @@ from pallas_kernels.decode_attention.storage_sm90 import Storage
 MASKED = -1e30  # finite: the difference of two is a number
 PAD = 4  # a partial result is followed by its largest logit, its sum of weights, and 8 bytes that align copies
 FETCHED = 8  # partial results of one copy
+REDUCTIONS = 1024  # bytes of shared memory for Pallas's own
 COMPILER = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=REDUCTIONS
 )
 
 

@@ -1,6 +1,5 @@
 """How decode_attention's kernel holds K and V in shared memory, and turns what is stored into what wgmma multiplies."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,20 +24,14 @@ from pallas_kernels.decode_attention.unpack_sm90 import (
     v_operand,
     v_order,
 )
+from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import KVFormat, Pages
+from pallas_kernels.smem_sm90 import swizzled
 
 _SCALES = 64  # of one copy, at least: 128 bytes
 
 # As BY_16_ROWS, of 2 bytes: what the interpreter multiplies by the scales of 4.
 _RUNS_OF_2 = plgpu.Layout.TILED(plgpu.Tiling(((64, 4), (16, 4), (2,))), (-5,), (-3, -2), -1)
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in which rows of 32, 64 or 128 bytes are swizzled: what TMA writes and wgmma reads."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * itemsize)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 @dataclass(frozen=True)
@@ -140,7 +132,7 @@ class Storage:
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
-        buffers = {name: tiled((*every, ROWS, self.row), self.format.storage_dtype)}
+        buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token:
@@ -152,7 +144,7 @@ class Storage:
                 packed = (self.computing, self.parts, self.tokens * self.groups)
                 buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
         if not self.direct and not self.in_registers:
-            buffers[f"{name}_tile"] = tiled((self.computing, ROWS, self.head_dim), self.dtype)
+            buffers[f"{name}_tile"] = swizzled((self.computing, ROWS, self.head_dim), self.dtype)
         return buffers
 
     def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
@@ -259,14 +251,6 @@ def dims_in_order(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
 
 
-def shared_bytes(scratch: dict[str, Any]) -> int:
-    """What these buffers and barriers take: each buffer is aligned to 1024 bytes, and reductions have as many."""
-    buffers = [ref for ref in scratch.values() if not isinstance(ref, plgpu.Barrier)]
-    sizes = [math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in buffers]
-    barriers = sum(int(np.prod(ref.num_barriers)) for ref in scratch.values() if isinstance(ref, plgpu.Barrier))
-    return sum(-(-size // 1024) * 1024 for size in sizes) + 1024 + 8 * barriers
-
-
 def shared_bytes_of_worker(per_sm: int) -> int:
-    """An SM of compute capability 9.0 has 228 KB, of which each CTA takes 1 KB for itself."""
-    return 228 * 1024 // per_sm - 1024
+    """What each of so many CTAs of a multiprocessor may have, 1 KB being taken for each."""
+    return (SHARED_MEMORY + 1024) // per_sm - 1024

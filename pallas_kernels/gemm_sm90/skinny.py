@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
-from pallas_kernels.gemm_sm90.smem import swizzled
 from pallas_kernels.row_pieces_sm90 import silu_mul
+from pallas_kernels.smem_sm90 import swizzled
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)

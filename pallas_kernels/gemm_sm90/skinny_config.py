@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.gemm_sm90.support import H200_SMS, SHARED_MEMORY
+from pallas_kernels.hopper import SHARED_MEMORY, SMS
 
 UNIT = 64  # rows of one wgmma
 MOST_ROWS = 256  # that the kernel is meant for; it takes any
@@ -28,7 +28,7 @@ class Config:
     columns: int
     step: int = STEP
     stages: int = MOST_STAGES
-    ctas: int = H200_SMS
+    ctas: int = SMS
 
     def __post_init__(self) -> None:
         if self.rows not in (64, 128, 256):

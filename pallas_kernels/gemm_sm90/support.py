@@ -1,10 +1,8 @@
-"""What both products share: a CTA's memory, an H200's multiprocessors, dtypes of results. Light to import."""
+"""What both products share: dtypes of results. Light to import."""
 
 import jax
 import jax.numpy as jnp
 
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
-H200_SMS = 132
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.gemm_sm90.support import H200_SMS
+from pallas_kernels.hopper import SMS
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Config:
     tile_n: int = 256
     stages: int = 4
     group: int = 8
-    ctas: int = H200_SMS
+    ctas: int = SMS
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 256):

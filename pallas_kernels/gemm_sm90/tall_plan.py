@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90.smem import swizzled
-from pallas_kernels.gemm_sm90.support import SHARED_MEMORY
 from pallas_kernels.gemm_sm90.tall_config import Config
+from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.smem_sm90 import swizzled
 
 ROWS = 64  # of one wgmma
 STEP = 128  # bytes along K of a stage, at most: the widest swizzle

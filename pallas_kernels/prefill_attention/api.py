@@ -55,7 +55,7 @@ def prefill_attention(
     check_window(window)
     if debug:
         check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
-    chosen = choose_backend(backend, lambda: check_supported(q, pages))
+    chosen = choose_backend(backend, lambda: check_supported(q, pages, scale))
     if chosen == "mosaic":
         from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
-H200_SMS = 132
 FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 
 
@@ -30,7 +29,7 @@ class Config:
     warpgroups: int = 2
     heads: int = 1
     alternate: bool = True
-    ctas: int = H200_SMS
+    ctas: int = SMS
     converters: int = 1
     interpretable: bool = False
 
@@ -61,8 +60,10 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> Config
     return Config(block_kv=64 if converts else 128, heads=heads)
 
 
-def check_supported(q: jax.Array, pages: KVPages) -> None:
-    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
+def check_supported(q: jax.Array, pages: KVPages, scale: float) -> None:
+    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format, size or scale."""
+    if not scale > 0:
+        raise NotImplementedError(f"scale is {scale}: the mosaic kernel takes positive ones")
     supported: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("queries of", str(q.dtype), ("bfloat16", "float16")),
         ("head dim", q.shape[-1], (64, 128, 256)),

@@ -14,7 +14,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVFormat, Pages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
+from pallas_kernels.smem_sm90 import swizzled
 
+# Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them: moved to where
+# they are needed, out of what the launch took (64 Ki over the threads, rounded down to a multiple of 8; to ask for more
+# is to wait forever).
+REGISTERS = {
+    (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
+    (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
+}  # fmt: skip
 SCALES = 64  # the fewest that a copy moves: 128 bytes, where the next may begin in shared memory
 
 
@@ -90,6 +98,16 @@ class Plan:
     window: int | None
     config: Config
 
+    def check(self) -> None:
+        """Raises NotImplementedError for a configuration that does not suit the call."""
+        config, group = self.config, self.num_heads // self.num_kv_heads
+        if group % config.heads:
+            raise NotImplementedError(f"tiles of {config.heads} query heads do not divide {group} of a KV head")
+        if config.block_kv % self.page_size and self.page_size % config.block_kv:
+            raise NotImplementedError(f"blocks of {config.block_kv} keys are not made of pages of {self.page_size}")
+        if (config.warpgroups, self.warpgroups) not in REGISTERS:
+            raise NotImplementedError(f"{config} takes {self.warpgroups} warpgroups in all, which is not supported")
+
     @property
     def pages(self) -> int:
         """Copies that make a KV block: its pages, or one for a part of a page."""
@@ -141,18 +159,14 @@ class Plan:
             "k": self._pool_scratch(self.k_format),
             "v": self._pool_scratch(self.v_format),
             "q_raw": plgpu.SMEM((groups, rows, dim), self.dtype),
-            "q_s": self._tiled(groups, rows, dim),
-            "p_s": self._tiled(groups, rows, config.block_kv) if config.interpretable else None,
+            "q_s": swizzled((groups, rows, dim), self.dtype),
+            "p_s": swizzled((groups, rows, config.block_kv), self.dtype) if config.interpretable else None,
             "out_s": plgpu.SMEM((groups, rows, dim), self.dtype),
             "q_ready": plgpu.Barrier(num_arrivals=groups),
             "q_free": plgpu.Barrier(num_arrivals=groups),
             "v_raw": plgpu.Barrier(num_arrivals=self.pages),
             "turn": plgpu.Barrier(num_barriers=2) if config.alternate else None,
         }
-
-    def _tiled(self, *shape: int) -> Any:
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        return plgpu.SMEM(shape, self.dtype, transforms=transforms)
 
     def _pool_scratch(self, fmt: KVFormat) -> dict[str, Any]:
         stages, block, dim = self.config.stages, self.config.block_kv, self.head_dim
@@ -168,7 +182,7 @@ class Plan:
                 "raw_free": barrier(),
             }
         return scratch | {
-            "blocks": self._tiled(stages, block, dim),
+            "blocks": swizzled((stages, block, dim), self.dtype),
             "ready": barrier(num_arrivals=1 if converts else self.pages),
             "free": barrier(num_arrivals=self.config.warpgroups),
         }

@@ -16,19 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_pages import KVFormat, KVPages
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, check_supported
 from pallas_kernels.prefill_attention.mosaic_attend import compute
 from pallas_kernels.prefill_attention.mosaic_fetch import convert, fetch
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, flat_scales
+from pallas_kernels.prefill_attention.mosaic_plan import REGISTERS, Plan, Pool, Refs, flat_scales
 from pallas_kernels.prefill_attention.work import Work, make_work
-
-# Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them: moved to where
-# they are needed, out of what the launch took (64 Ki over the threads, rounded down to a multiple of 8; to ask for more
-# is to wait forever).
-REGISTERS = {
-    (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
-    (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
-}  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "config", "interpret"))
@@ -47,12 +39,11 @@ def prefill_attention(
     """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py.
 
     `work` carries its configuration; `config` is that of the list made here without one. Raises ValueError for a list
-    made for another window, and NotImplementedError for a scale that isn't positive.
+    made for another window, and NotImplementedError for what isn't supported.
     """
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = pages.k.values.shape
-    if not scale > 0:
-        raise NotImplementedError(f"scale is {scale}: the mosaic kernel takes positive ones")
+    check_supported(q, pages, scale)
     if num_rows == 0 or page_table.shape[0] == 0:
         return jnp.zeros_like(q)
     if work is None:
@@ -63,6 +54,7 @@ def prefill_attention(
         q = jnp.pad(q, ((0, WARPGROUP_ROWS - num_rows), (0, 0), (0, 0)))
     formats = pages.k.format, pages.v.format
     plan = Plan(num_heads, num_kv_heads, head_dim, page_size, q.dtype, *formats, scale, window, work.config)
+    plan.check()
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import SMS
 from pallas_kernels.quantized_weights import WeightFormat
 
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may have
-H200_SMS = 132
 GROUPS = (32, 64, 128)  # that the kernel knows
 
 
@@ -31,7 +30,7 @@ class Config:
     width: int = 128
     stages: int = 8
     overlap: bool = False
-    ctas: int = H200_SMS
+    ctas: int = SMS
 
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
@@ -42,11 +41,13 @@ class Config:
             raise ValueError(f"width is {self.width}, expected 64 or 128")
         if self.warpgroups not in (1, 2, 3):
             raise ValueError(f"warpgroups is {self.warpgroups}, expected 1, 2 or 3")
-        if self.stages < 2:
-            raise ValueError(f"stages is {self.stages}, expected at least 2")
+        if not 2 <= self.stages <= 32:  # barriers of an array
+            raise ValueError(f"stages is {self.stages}, expected 2 to 32")
         for name in ("row_tiles", "split", "ctas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.rows > 256:  # of one copy
+            raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
 
     @property
     def rows(self) -> int:

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import WeightFormat
-from pallas_kernels.weight_only_matmul.config import SHARED_MEMORY, Config
+from pallas_kernels.smem_sm90 import shared_bytes, swizzled
+from pallas_kernels.weight_only_matmul.config import Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, Tile
 
 
@@ -93,33 +95,31 @@ class Plan:
         return [] if self.by_group else [name for name in ("scales", "zeros") if name in names]
 
     def scratch(self, names: tuple[str, ...]) -> dict[str, Any]:
-        config, fmt = self.config, self.format
-        out_rows = ROWS // config.fold
-        stage = config.fold * config.rows * config.width + self.columns * self.step * 2
-        other = 2048 + config.warpgroups * self.kept * out_rows * self.out_dtype.itemsize
-        other += 256 * 32 * 4 if "table" in names else 0
-        vectors: dict[str, tuple[tuple[int, ...], jnp.dtype]] = {}
-        for name in [name for name in ("scales", "zeros") if name in names]:
-            dtype = self.vector_dtype(name)
-            shape = (config.fold * self.groups,) if self.by_group else ()
-            vectors[f"{name}_s"] = (*shape, self.vector_rows(name)), dtype
-            size = math.prod(vectors[f"{name}_s"][0]) * dtype.itemsize
-            stage, other = (stage + size, other) if self.by_group else (stage, other + size)
-        other += config.warpgroups * (self.columns + 8) * ROWS * 4 if config.fold > 1 else 0
-        stages = min(config.stages, (SHARED_MEMORY - other) // stage)
-        if stages < 2:
-            raise NotImplementedError(f"{config} needs more shared memory for {fmt.name}: {stage} bytes a stage")
-        ring = (stages,) if self.by_group else ()
-        scratch: dict[str, Any] = {name: plgpu.SMEM((*ring, *shape), dtype) for name, (shape, dtype) in vectors.items()}
-        if config.fold > 1:
-            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
-        scratch |= {
-            "w_s": swizzled((stages, config.rows, config.fold * config.width), fmt.storage_dtype, config.width),
-            "x_s": swizzled((stages, self.columns, self.step), self.dtype, 128),
+        """Shared memory and barriers, by name, with as many stages as are asked for and fit."""
+        for stages in range(self.config.stages, 1, -1):
+            scratch = self._scratch(names, stages)
+            if shared_bytes(scratch) <= SHARED_MEMORY:
+                return scratch
+        raise NotImplementedError(
+            f"{self.config} needs more shared memory for {self.format.name}: "
+            f"{shared_bytes(self._scratch(names, 2))} bytes for two stages"
+        )
+
+    def _scratch(self, names: tuple[str, ...], stages: int) -> dict[str, Any]:
+        config, out_rows = self.config, ROWS // self.config.fold
+        scratch: dict[str, Any] = {
+            "w_s": swizzled((stages, config.rows, config.fold * config.width), self.format.storage_dtype, config.width),
+            "x_s": swizzled((stages, self.columns, self.step), self.dtype),
             "out_s": plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype),
             "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
+        shape = (stages, config.fold * self.groups) if self.by_group else ()
+        for name in ("scales", "zeros"):
+            if name in names:
+                scratch[f"{name}_s"] = plgpu.SMEM((*shape, self.vector_rows(name)), self.vector_dtype(name))
+        if config.fold > 1:
+            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
         if self.vectors(names):
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors(names)))
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=config.warpgroups)
@@ -127,11 +127,5 @@ class Plan:
             scratch["table_s"] = plgpu.SMEM((256, 32), jnp.int32)
             scratch["table_full"] = plgpu.Barrier()
         if self.interpreted:
-            scratch["staged_s"] = swizzled((config.warpgroups, ROWS, COLUMNS), self.dtype, 128)
+            scratch["staged_s"] = swizzled((config.warpgroups, ROWS, COLUMNS), self.dtype)
         return scratch
-
-
-def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
-    """Shared memory in which rows of `width` bytes are swizzled."""
-    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
