@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats
+from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.weight_only_matmul import reference, xla
 from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
@@ -41,9 +41,7 @@ def weight_only_matmul(
             check_floats(**{name: term})
             if term.shape != shape:
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if str(out_dtype) not in ("bfloat16", "float16", "float32", "float64"):
-        raise ValueError(f"out_dtype is {out_dtype}, expected bfloat16, float16, float32 or float64")
+    out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     m, stored = math.prod(x.shape[:-1]), w.values.shape[1] * (2 if w.format.packed else 1)
     check = check_supported if backend == "mosaic" else check_faster
     chosen = choose_backend(backend, lambda: check(x.dtype, m, w.values.shape[0], stored, w.format))

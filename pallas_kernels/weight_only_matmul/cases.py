@@ -9,6 +9,8 @@ import numpy as np
 from pallas_kernels.cases import normal
 from pallas_kernels.quantized_weights import QuantizedWeight, encode, parse_weight_format
 
+_encode = jax.jit(encode, static_argnums=1)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,7 +30,7 @@ class Case:
         """x, w, bias and residual: standard normal values, w scaled so that results are too."""
         rng = np.random.default_rng(seed)
         x = normal(rng, (*self.leading, self.k), self.dtype)
-        w = encode(normal(rng, (self.n, self.k), "float32") * self.k**-0.5, parse_weight_format(self.format))
+        w = _encode(normal(rng, (self.n, self.k), "float32") * self.k**-0.5, parse_weight_format(self.format))
         if self.shuffled:
             w = replace(w, columns=jnp.asarray(rng.permutation(self.k), jnp.int32))
         bias = normal(rng, (self.n,), self.dtype) if self.bias else None

@@ -23,7 +23,9 @@ from pallas_kernels.weight_only_matmul.config import Config, check_supported, ch
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
-REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40)}  # by warpgroups: of a thread that computes, and that copies
+# Of a thread that computes, and that copies, by the warpgroups that compute. Two warpgroups in all have enough as they
+# are launched: asking for more than that is undefined.
+REGISTERS = {1: None, 2: (232, 40), 3: (152, 40)}
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
@@ -54,9 +56,11 @@ def product(
     if w.format.codes == "nf4":
         arrays["table"] = pair_table(x.dtype)
     arrays = {name: array for name, array in arrays.items() if array is not None}
+    # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
+    width = n + 16 if n == ROWS // config.fold else n
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
-        out_type=jax.ShapeDtypeStruct((config.split, rows, n), out_dtype),
+        out_type=jax.ShapeDtypeStruct((config.split, rows, width), out_dtype),
         scratch_types=plan.scratch(tuple(arrays)),
         grid=(min(config.ctas, plan.items),),
         grid_names=("worker",),
@@ -66,7 +70,7 @@ def product(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    return kernel(*arrays.values())[:, :m]
+    return kernel(*arrays.values())[:, :m, :n]
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
@@ -97,7 +101,7 @@ def _weight_only_matmul(
     config: Config,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    whole = config.split == 1 and bias is None and residual is None
+    whole = config.split == 1 and bias is None and residual is None and out_dtype != jnp.float64
     parts = product(x, w, out_dtype=out_dtype if whole else jnp.float32, config=config, interpret=interpret)
     y = parts[0] if config.split == 1 else functools.reduce(jnp.add, list(parts))  # in order
     return xla.finish(y[:, : w.shape[0]], bias, residual, out_dtype)
@@ -135,7 +139,8 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
 
     @pl.when(warpgroup < config.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(registers[0], action="increase")
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="increase")
         if "table" in names:
             plgpu.barrier_wait(scratch["table_full"])
 
@@ -147,7 +152,8 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
 
     @pl.when(warpgroup == config.warpgroups)
     def _copy() -> None:
-        plgpu.set_max_registers(registers[1], action="decrease")
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="decrease")
 
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
