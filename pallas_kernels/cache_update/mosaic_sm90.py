@@ -85,6 +85,8 @@ def cache_update(
     rows, _, head_dim = q.shape
     check_supported(str(q.dtype), head_dim, pages.k.format.dtype, pages.v.format.dtype)
     num_heads = q.shape[1] if num_heads is None else num_heads
+    if rows == 0:  # no launch without blocks
+        return jnp.zeros((0, num_heads, head_dim), q.dtype), pages
     num_kv_heads = pages.k.values.shape[1]
     config = choose_config(rows, num_kv_heads) if config is None else config
     parts = (

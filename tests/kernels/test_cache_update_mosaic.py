@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90, reference, xla
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.cache_update.config import TUNED, Config, choose_config
-from pallas_kernels.kv_pages import allocate, parse_format
+from pallas_kernels.kv_pages import KVPages, allocate, parse_format
 from tests.kernels.helpers import TOLERANCE, error, poison, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 
@@ -92,6 +92,14 @@ def test_reads_one_fused_array_twice_over_with_the_same_bits():
     assert same_bits(*outs)
 
 
+def test_no_rows():
+    case = small(k_format="bf16", v_format="fp8", heads=(2, 1), head_dim=64)
+    q, k, v, cos, sin, pages, page, offset = (x if isinstance(x, KVPages) else x[:0] for x in case.inputs())
+    out, new = mosaic_sm90.cache_update(q, k, v, cos, sin, pages, page, offset)
+    assert out.shape == (0, 2, 64)
+    assert same_bits(new, pages)
+
+
 @pytest.mark.parametrize(
     ("page", "offset"), [([-1, 3, -(2**31)], [0, 1, 2]), ([0, 1, 2], [-1, 8, 2**31 - 1])], ids=("page", "offset")
 )
@@ -125,13 +133,15 @@ def custom_calls(text: str) -> list[str]:
     return [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
 
 
-def test_every_case_lowers_for_cuda():
+def test_every_kind_of_case_lowers_for_cuda():
+    """Rows are the grid's size alone."""
     odd = [
         dataclasses.replace(SUPPORTED[0], heads=heads, head_dim=dim) for heads in ((28, 4), (5, 1)) for dim in (64, 256)
     ]
-    cases = [(case, choose_config(case.rows, case.heads[1])) for case in (*SUPPORTED, *BENCH_CASES, *odd)]
-    kernels = {(config, dataclasses.replace(case, rows=12)): case for case, config in (*cases, *INTERPRETED)}
-    for (config, _), case in kernels.items():  # rows are the grid's size alone
+    bench = {(dataclasses.replace(case, rows=0), choose_config(case.rows, case.heads[1])): case for case in BENCH_CASES}
+    assert {config for _, config in list(bench)[::5]} == {config for *_, config in TUNED}
+    some = [*SUPPORTED[::4], *list(bench.values())[::5], *odd]
+    for case, config in (*((case, choose_config(case.rows, case.heads[1])) for case in some), *INTERPRETED):
         assert len(custom_calls(lower(jax.jit(partial(mosaic_sm90.cache_update, config=config)), *shapes(case)))) == 1
 
 
