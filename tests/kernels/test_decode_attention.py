@@ -46,8 +46,12 @@ def test_seeded_faults_are_caught():
     q, pages, table, lengths = FAULTY.inputs()
     expected = reference.decode_attention(q, pages, table, lengths, FAULTY.scale, FAULTY.window)
 
-    def wrong_by(pages=pages, table=table, lengths=lengths, window=FAULTY.window):
-        return error(decode_attention(q, pages, table, lengths, scale=FAULTY.scale, window=window), expected)
+    others = [
+        reference.decode_attention(q, pages, table, lengths, FAULTY.scale, FAULTY.window + change) for change in (1, -1)
+    ]
+
+    def wrong_by(pages=pages, table=table, lengths=lengths, expected=expected):
+        return error(decode_attention(q, pages, table, lengths, scale=FAULTY.scale, window=FAULTY.window), expected)
 
     tolerance = TOLERANCE[FAULTY.dtype]
     assert wrong_by() < tolerance
@@ -58,8 +62,8 @@ def test_seeded_faults_are_caught():
         "swapped table entries": wrong_by(table=swap_entries(table, 4, 5, 8)),
         "one key too few": wrong_by(lengths=jnp.maximum(lengths - 1, 0)),
         "one key too many": wrong_by(lengths=jnp.where(lengths > 0, lengths + 1, 0)),
-        "a longer window": wrong_by(window=FAULTY.window + 1),
-        "a shorter window": wrong_by(window=FAULTY.window - 1),
+        "a shorter window": wrong_by(expected=others[0]),
+        "a longer window": wrong_by(expected=others[1]),
         "a swapped scale of V": wrong_by(KVPages(pages.k, swap_scales(pages.v, int(table[0, 4]), 1))),
         "a swapped scale of K": wrong_by(KVPages(swap_scales(pages.k, page, 0), pages.v)),
         "K for V": wrong_by(KVPages(pages.v, pages.k)),

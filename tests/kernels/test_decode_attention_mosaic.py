@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_sm90, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.decode_attention.config import Config, check_proven, check_supported, choose_config
+from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.unpack_sm90 import v_order
-from pallas_kernels.decode_attention.work import max_slots, row_splits
+from pallas_kernels.decode_attention.work import max_slots, query_chunks, row_splits
+from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
+from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.test_decode_attention import first_visible
 
@@ -28,7 +32,7 @@ SMALL = Case(
     v_format="bf16",
     dtype="bfloat16",
 )
-TINY = Config(split=128, most_splits=8, per_sm=1, sms=3, stages=2)
+TINY = Config(split=128, most_splits=8, per_sm=1, sms=2, stages=2)  # threads are what race detection takes long for
 NARROW = dataclasses.replace(TINY, computing=1)
 
 
@@ -41,12 +45,12 @@ def poisoned(case: Case):
     return q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths
 
 
-def interpreted(case: Case, arguments, config: Config = TINY):
-    """The kernel under the GPU interpreter; a race fails."""
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
+def interpreted(case: Case, arguments, config: Config = TINY, races: bool = True):
+    """The kernel under the GPU interpreter; a race fails where they are looked for."""
+    interpret = plgpu.InterpretGPUParams(detect_races=races)
     out = mosaic_sm90.decode_attention(*arguments, case.scale, case.window, config=config, interpret=interpret)
     jax.block_until_ready(out)
-    assert not get_races().races_found
+    assert not (races and get_races().races_found)
     return out
 
 
@@ -55,18 +59,16 @@ def small(**changes) -> Case:
 
 
 INTERPRETED = [
-    (small(window=100), TINY),
+    (small(window=100), dataclasses.replace(TINY, sms=3)),
     (small(lengths=(300,), heads=(2, 2), page_size=128, head_dim=128, k_format="int8-g8", v_format="int4-g32"), TINY),
     (
-        small(lengths=(9, 140), heads=(9, 1), page_size=8, k_format="f16", v_format="f16", dtype="float16"),
+        small(lengths=(9, 140), heads=(9, 1), page_size=8, k_format="bf16", v_format="f16", dtype="float16"),
         dataclasses.replace(TINY, computing=1, split=256),
     ),
     (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), NARROW),
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), TINY),
     (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
-    (small(lengths=(100,), heads=(2, 1), v_format="int4-g8", k_format="int4-g64", head_dim=128), TINY),
-    (small(lengths=(100,), heads=(1, 1), dtype="float16"), NARROW),
 ]
 
 
@@ -78,26 +80,33 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("sms", [1, 5])
-def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut(sms):
+def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut():
     case = small(lengths=(500, 40), heads=(2, 1))
     q, pages, table, lengths = case.inputs()
     out = interpreted(case, (q, pages, table, lengths))
     assert same_bits(out, interpreted(case, (q, pages, table, lengths)))
-    alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), dataclasses.replace(TINY, sms=sms))
-    assert same_bits(out[:1], alone)
+    for sms in (1, 5):
+        config = dataclasses.replace(TINY, sms=sms)
+        alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), config, races=False)
+        assert same_bits(out[:1], alone)
 
 
 def test_seeded_faults_are_caught():
     case = small(lengths=(130,), heads=(2, 1), window=100)
     q, pages, table, lengths = case.inputs()
     expected = reference.decode_attention(q, pages, table, lengths, case.scale, case.window)
-    other = dataclasses.replace(case, window=case.window + 1)
+
+    def wrong_by(pages=pages, table=table, lengths=lengths, expected=expected):
+        config = dataclasses.replace(TINY, sms=1)
+        return error(interpreted(case, (q, pages, table, lengths), config, races=False), expected)
+
+    assert wrong_by() < TOLERANCE[case.dtype]
+    longer = reference.decode_attention(q, pages, table, lengths, case.scale, case.window + 1)
     faults = {
-        "swapped table entries": error(interpreted(case, (q, pages, swap_entries(table, 0, 5, 8), lengths)), expected),
-        "one key too few": error(interpreted(case, (q, pages, table, lengths - 1)), expected),
-        "a longer window": error(interpreted(other, (q, pages, table, lengths)), expected),
-        "K for V": error(interpreted(case, (q, KVPages(pages.v, pages.k), table, lengths)), expected),
+        "swapped table entries": wrong_by(table=swap_entries(table, 0, 5, 8)),
+        "one key too few": wrong_by(lengths=lengths - 1),
+        "a shorter window": wrong_by(expected=longer),
+        "K for V": wrong_by(pages=KVPages(pages.v, pages.k)),
     }
     assert not missed(faults, TOLERANCE[case.dtype])
 
@@ -134,14 +143,16 @@ def partial_results(work) -> dict[int, tuple[int, int, range]]:
     return written
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 300, 3000])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_work_list_has_every_item_once_and_is_balanced(window, seed):
+@pytest.mark.parametrize(
+    ("seed", "window"),
+    [(0, None), (0, 1), (1, None), (1, 300), (2, None), (2, 3000), (3, None), (3, 100), (4, 1), (4, 300)],
+)
+def test_the_work_list_has_every_item_once_and_is_balanced(seed, window):
     rng = np.random.default_rng(seed)
     longest = (60, 600, 5000, 300, 2000)[seed]
     lengths = np.where(rng.random(9) < 0.3, 0, rng.integers(1, longest, 9)).astype(np.int32)
     config = dataclasses.replace(TINY, sms=(1, 5, 16, 40, 100)[seed])
-    work = make_work(jnp.asarray(lengths), 6, 3, 64, window=window, config=config)
+    work = jax.jit(partial(make_work, window=window, config=config), static_argnums=(1, 2, 3))(lengths, 6, 3, 64)
     expected, of_row, starts, size = [], {}, {}, {}
     for row, length in enumerate(lengths.tolist()):
         starts[row] = 0 if window is None else max(length - window, 0)
@@ -204,21 +215,62 @@ def lower(case: Case, function=decode_attention) -> str:
     return f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-DISTINCT = {dataclasses.replace(case, lengths=(100, 100)): None for case in BENCH_CASES}
+# Each way in which K or V of a format comes to a product, with a page in parts, whole, or several to a tile, one
+# computing warpgroup or two; and what is benchmarked. The kernel is cut by these alone.
+LOWERED = [
+    small(**dict(zip(("k_format", "v_format", "page_size", "head_dim", "heads", "window", "dtype"), settings)))
+    for settings in (
+        ("bf16", "f16", 8, 64, (4, 4), 1, "bfloat16"),
+        ("f16", "bf16", 16, 256, (16, 1), None, "float16"),
+        ("fp8", "int8-g8", 128, 128, (6, 2), 40, "bfloat16"),
+        ("int8-g16", "fp8", 8, 256, (4, 1), None, "float16"),
+        ("int8-g64", "int4-g8", 16, 64, (71, 1), 129, "bfloat16"),
+        ("int4-g32", "int8-g64", 32, 128, (4, 2), None, "bfloat16"),
+        ("int4-g64", "int4-g64", 64, 64, (4, 2), None, "float16"),
+        ("int4-g16", "int8-g128", 128, 256, (71, 1), None, "bfloat16"),
+    )
+] + [
+    dataclasses.replace(case, lengths=(100, 100))
+    for case in {(case.heads, case.k_format): case for case in BENCH_CASES}.values()
+    if case.heads == (32, 32) or case.k_format == "bf16"
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*filter(supported, CASES), *filter(supported, DISTINCT)], ids=str)
+@pytest.mark.parametrize("case", LOWERED, ids=str)
 def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lower(case)
 
 
-@pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g64", "int4-g8", "int4-g64"])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    ("kv", "head_dim"), [("fp8", 64), ("int8-g8", 256), ("int8-g64", 64), ("int4-g8", 256), ("int4-g64", 64)]
+)
 def test_v_in_registers_lowers_for_cuda(kv, head_dim):
     case = small(lengths=(100,), k_format=kv, v_format=kv, head_dim=head_dim)
     config = dataclasses.replace(choose_config(head_dim, 2), v_in_registers=True)
     f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
     assert "movmatrix" in f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_supported_call_fits_shared_memory(head_dim):
+    """With the configuration that runs by default, at least two tiles are in flight for each worker."""
+    groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
+    formats = ("bf16", "f16", "fp8", *groups)
+    tried = 0
+    for dtype, num_heads, page_size, k_format in product(("bfloat16", "float16"), (1, 9, 17, 64), (8, 128), formats):
+        for v_format, v_in_registers in ((k_format, True), ("bf16", False), ("int8-g8", False)):
+            case = small(heads=(num_heads, 1), head_dim=head_dim, page_size=page_size, dtype=dtype,
+                         k_format=k_format, v_format=v_format)  # fmt: skip
+            if not supported(case):
+                continue
+            q, pages, *_ = shapes(case)
+            config = choose_config(head_dim, query_chunks(num_heads, 1, head_dim)[1])
+            config = dataclasses.replace(config, v_in_registers=v_in_registers)
+            shape = mosaic_sm90.shape_of(q, pages, case.scale, None, 512, config, interpreted=False)
+            scratch = mosaic_sm90.fitting_scratch(shape, q.dtype, copies=4)
+            assert shared_bytes(scratch, REDUCTIONS) <= SHARED_MEMORY
+            tried += 1
+    assert tried > 200
 
 
 def lanes_as_v_operand_has_them(codes: np.ndarray, nibbles: int) -> np.ndarray:
@@ -251,6 +303,7 @@ def test_unsupported_arguments_name_what_is_supported():
         ({"dtype": "float32"}, "bfloat16, float16"),
         ({"head_dim": 32}, "64, 128, 256"),
         ({"page_size": 4}, "8, 16, 32, 64, 128"),
+        ({"dtype": "float16", "head_dim": 128, "heads": (9, 1)}, "9 query heads a KV head; supported: up to 8"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             lower(small(**change))

@@ -13,6 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import skinny
 from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
+from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 
 EXTRA = ("x_scale", "w_scale", "bias", "residual")
@@ -163,8 +165,11 @@ def test_the_chosen_configurations_fit():
         ):  # fmt: skip
             config = choose_config(m, n, k, jnp.dtype(dtype).itemsize, jnp.dtype(out).itemsize)
             extra = {"residual": jnp.dtype(out)}
+            if dtype == "int8":
+                extra |= dict.fromkeys(("x_scale", "w_scale", "bias"), jnp.dtype("float32"))
             plan = skinny.Plan(m, n, k, jnp.dtype(dtype), jnp.dtype(out), extra, config)
             assert plan.stages() >= min(3, max(plan.steps, 2))
+            assert shared_bytes(plan.scratch()) <= SHARED_MEMORY
             kernels.add((plan.config, dtype, out))
     assert len(kernels) > 20
 

@@ -1,6 +1,7 @@
 """The Hopper product for many rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import tall
 from pallas_kernels.gemm_sm90.tall_config import Config
+from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.scaled_matmul import reference
 from pallas_kernels.scaled_matmul.cases import Case
-from pallas_kernels.scaled_matmul.config import TILES
+from pallas_kernels.scaled_matmul.config import TILES, choose_config
+from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 
 # Hopper's tensor cores add float8 products with some 14 bits, over up to 11008 of them.
@@ -116,6 +119,17 @@ def test_every_tile_lowers_for_cuda(config):
 
     text = jax.jit(gemm).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_the_chosen_configurations_fit():
+    """With all that can be added, or nothing; shapes that nobody measured, too."""
+    every = "x_scale", "w_scale", "bias", "residual"
+    for m, n, k in product((65, 128, 512, 1024, 4096), (32, 96, 4096, 22016, 28672), (32, 160, 4096, 11008)):
+        config = choose_config(m, n, k)
+        for out, optional in product(("bfloat16", "float32"), ((), every)):
+            rows = max(config.tile_m, -(-m // 8) * 8)
+            plan = tall.Plan(rows, n, k, jnp.dtype("int8"), jnp.dtype(out), optional, config)
+            assert shared_bytes(plan.scratch()) <= SHARED_MEMORY
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -94,13 +93,13 @@ def shapes(case: Case) -> tuple:
     return row, jax.ShapeDtypeStruct((case.width,), case.dtype), row if case.residual else None
 
 
-def test_every_case_lowers_for_cuda():
+def test_every_kind_of_case_lowers_for_cuda():
+    """Rows are the grid's size."""
+
     def run(x, weight, residual, case):
         return mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options())
 
-    for case in {
-        replace(case, rows=8) for case in (*SUPPORTED, *BENCH_CASES, *INTERPRETED)
-    }:  # rows are the grid's size
+    for case in (*SUPPORTED[::4], *BENCH_CASES[:9:4], *INTERPRETED):
         jitted = jax.jit(partial(run, case=case))
         text = jitted.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1

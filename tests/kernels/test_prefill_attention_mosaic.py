@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,13 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import allocate, parse_format
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
-from pallas_kernels.prefill_attention.cases import BENCH_CASES, CASES, MOSAIC_CASES, Case
+from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config
+from pallas_kernels.prefill_attention.mosaic_plan import Plan
+from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 
 
@@ -60,7 +64,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         (SMALL, STAGED),
         (
             dataclasses.replace(SMALL, heads=(4, 2), page_size=8, window=40, **HALF),
-            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=3),
+            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=3, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, q_lens=(70,), kv_lens=(70,), unused=0, head_dim=128, page_size=128),
@@ -72,7 +76,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(STAGED, block_kv=64, heads=2, converters=2),
+            dataclasses.replace(STAGED, block_kv=64, heads=2, converters=2, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
@@ -118,13 +122,12 @@ def test_seeded_faults_are_caught():
     case = dataclasses.replace(SMALL, q_lens=(66, 5), kv_lens=(130, 40), unused=1, heads=(1, 1), window=90)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
     expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
-    run = jax.jit(
-        partial(mosaic_sm90.prefill_attention, scale=case.scale, config=STAGED, interpret=plgpu.InterpretGPUParams()),
-        static_argnames="window",
-    )
+    longer = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window + 1)
+    options = {"config": dataclasses.replace(STAGED, ctas=1), "interpret": plgpu.InterpretGPUParams()}
+    run = jax.jit(partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, **options))
 
-    def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, window=case.window):
-        return error(run(q, pages, table, cu_q_lens, kv_lens, window=window), expected)
+    def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, expected=expected):
+        return error(run(q, pages, table, cu_q_lens, kv_lens), expected)
 
     assert wrong_by() < tolerance(case)
     (unowned,) = set(range(pages.k.num_pages)) - set(np.asarray(table).flat)
@@ -134,7 +137,7 @@ def test_seeded_faults_are_caught():
         "one key too few": wrong_by(kv_lens=kv_lens.at[1].add(-1)),
         "one key too many": wrong_by(kv_lens=kv_lens.at[0].add(1)),
         "a query of the next chunk": wrong_by(cu_q_lens=cu_q_lens.at[1].add(1)),
-        "a longer window": wrong_by(window=case.window + 1),
+        "a shorter window": wrong_by(expected=longer),
     }
     assert not missed(faults, tolerance(case))
 
@@ -149,7 +152,7 @@ def test_the_work_list_covers_every_row_once_longest_first():
         for window, config in ((None, Config()), (100, Config(heads=2))):
             q, pages, *_ = shapes(dataclasses.replace(SMALL, q_lens=(rows,), unused=0))
             lengths = jnp.asarray(bounds, jnp.int32), jnp.asarray(kv_lens, jnp.int32)
-            work = make_work(q, pages, *lengths, window=window, config=config)
+            work = jax.jit(partial(make_work, q, pages, window=window, config=config))(*lengths)
             tiles = np.asarray(work.tiles)[: int(work.count[0])]
             positions = np.full(rows, -1)
             for chunk, row, count, position, keys in tiles:
@@ -182,9 +185,9 @@ SUPPORTED = [
 ]
 
 
-def test_every_case_lowers_for_cuda():
-    benchmarked = {case.heads + (case.k_format,): case for case in BENCH_CASES}  # lengths change nothing
-    for case in (*SUPPORTED, *benchmarked.values()):
+def test_every_kind_of_case_lowers_for_cuda():
+    """Lengths change nothing, heads a number."""
+    for case in (*SUPPORTED[: -len(MOSAIC_CASES) : 4], *MOSAIC_CASES):
         attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
         text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
@@ -197,6 +200,23 @@ def test_two_converters_lower_for_cuda(case):
     attend = partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, config=config)
     text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_supported_call_fits_shared_memory(head_dim):
+    groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
+    formats = ("bf16", "f16", "fp8", *groups)
+    for dtype, page_size, k_format in product(("bfloat16", "float16"), (8, 128), formats):
+        for heads, v_format in product(((1, 1), (2, 1)), (k_format, "bf16", "int8-g8")):
+            case = dataclasses.replace(SMALL, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype,
+                                       k_format=k_format, v_format=v_format)  # fmt: skip
+            q, pages, *_ = shapes(case)
+            for converters in (1, 2):
+                config = dataclasses.replace(choose_config(q, pages), converters=converters)
+                formats_of = pages.k.format, pages.v.format
+                plan = Plan(*heads, head_dim, page_size, q.dtype, *formats_of, case.scale, None, config)
+                assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
+                assert (config.warpgroups, plan.warpgroups) in mosaic_sm90.REGISTERS
 
 
 def test_registers_that_are_asked_for_are_there():
@@ -243,6 +263,14 @@ def test_what_is_not_supported_says_what_is():
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)
+    for config, message in (
+        (Config(warpgroups=4, alternate=False), "takes 5 warpgroups in all, which is not supported"),
+        (Config(heads=2), "tiles of 2 query heads do not divide 1 of a KV head"),
+        (Config(block_kv=192), "blocks of 192 keys are not made of pages of 128"),
+    ):
+        attend = partial(mosaic_sm90.prefill_attention, scale=1.0, window=None, config=config)
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(attend, *shapes(dataclasses.replace(case, page_size=128)))
     for heads, rows in (((4, 1), 64), ((4, 4), 128), ((6, 2), 128)):
         assert choose_config(*shapes(dataclasses.replace(SMALL, heads=heads))[:2]).tile_rows == rows
 
