@@ -1,7 +1,7 @@
 """C8: INT4 weights with 16-bit inputs against 16-bit weights, by batch: whole decode steps of LLaMA-2-7B.
 
 The steps are those of experiments.quant_steps: every slot at 136 tokens of KV in bfloat16, INT4 in groups of 128, both
-formats in one run. On a GPU the kernels are named (mosaic), so that no product falls back to XLA's. Beside what was
+formats in one run. At full size the kernels are named (mosaic), so that no product falls back to XLA's. Beside what was
 measured stands what bytes and peaks alone would allow, the ratio of the two floors: INT4 codes are read in a quarter of
 the time, but multiplied in 16 bits like the others, so the gain shrinks as K, V and operations grow with the batch.
 """
@@ -14,7 +14,6 @@ from typing import Any
 from experiments import quant_steps
 from experiments.claims.claim import Claim, Row, Verdict
 from jllm.config import load_config
-from pallas_kernels.backends import on_hopper
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 INT4 = "w4a16-g128"
@@ -30,7 +29,7 @@ def measure(toy: bool) -> Iterator[Row]:
         config = replace(config, **sizes, head_dim=32, vocab_size=256, num_layers=1, windows=config.windows[:1])
     batches = ",".join(map(str, TOY_BATCHES if toy else BATCHES))
     flags = ["--schemes", "bf16", INT4, "--stages", f"decode:bf16:{batches}"]
-    flags += ["--backend", "mosaic"] if on_hopper() else []
+    flags += [] if toy else ["--backend", "mosaic"]
     floors: dict[int, float] = {}
     for row in quant_steps.rows(config, quant_steps.parse_args(flags)):
         if row.get("scheme") == "bf16" and "floor_ms" in row:
