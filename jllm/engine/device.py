@@ -100,15 +100,17 @@ class Device:
         check_fits(snapshot, self._state.cache)
 
     def compile_ahead(self, variant: Variant) -> int:
-        """Compiles a variant of every rung; returns how many there are."""
+        """Compiles a variant of every rung, and what copies pages; returns how many rungs there are."""
         # Tracing stays in this thread: JAX's context managers (64-bit mode, say) are the calling thread's own.
         lowered = [self._lower(rung, variant) for rung in self.sizes.ladder]
+        pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
+        copies = jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            jobs = [threads.submit(step.compile) for step in lowered]
+            jobs = [threads.submit(step.compile) for step in (*lowered, copies)]
             bar = tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False, disable=None)
             for job in bar:
                 job.result()
-        return len(jobs)
+        return len(lowered)
 
     def _lower(self, rung: Rung, variant: Variant) -> jax.stages.Lowered:
         if not rung.tokens:
