@@ -26,8 +26,8 @@ def measure(toy: bool) -> Iterator[Row]:
     yield from contest(toy, {"threshold": {"sampling": "threshold"}, "sort": {"sampling": "sort"}}, **SAMPLING)
 
 
-def alone(rows: int, vocabulary: int) -> Row:
-    """Microseconds of either sampler for a step of so many rows."""
+def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, RowParams, jax.Array]:
+    """Logits, parameters and positions of a step of so many rows, sampled by top-k and top-p."""
 
     def full(value: float, dtype=jnp.float32) -> jax.Array:
         return jnp.full(rows, value, dtype)
@@ -38,13 +38,18 @@ def alone(rows: int, vocabulary: int) -> Row:
         top_p=full(SAMPLING["top_p"]), min_p=full(0.0), seed=jnp.arange(rows, dtype=jnp.uint32),
         sample=full(0, jnp.int32),
     )  # fmt: skip
-    at = full(7, jnp.int32)
+    return logits, params, full(7, jnp.int32)
+
+
+def alone(rows: int, vocabulary: int) -> Row:
+    """Microseconds of either sampler for a step of so many rows."""
+    arguments = sampler_inputs(rows, vocabulary)
     ours, sorted_ = jax.jit(sample), jax.jit(sample_reference)
-    same = float(jnp.mean(ours(logits, params, at) == sorted_(logits, params, at)))
+    same = float(jnp.mean(ours(*arguments) == sorted_(*arguments)))
     row: Row = {"rows": rows, "V": vocabulary, "same_tokens": same}
     if same < 0.99:  # ties of rounding aside
         return row | {"error": f"only {same:.1%} of the tokens are the same"}
-    us = [microseconds(partial(draw, logits, params, at)) for draw in (ours, sorted_)]
+    us = [microseconds(partial(draw, *arguments)) for draw in (ours, sorted_)]
     return row | {"threshold_us": round(us[0], 2), "sort_us": round(us[1], 2), "times": round(us[1] / us[0], 2)}
 
 

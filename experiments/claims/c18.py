@@ -1,0 +1,196 @@
+"""C18: the four fusions, one by one, against the unfused model: milliseconds a step, kernels a layer.
+
+The decoder layers of LLaMA-2-7B in bfloat16 over the paged cache, built of the library's operations (unfused.py), with
+none of the fusions, with each alone, and with all: residual sum with norm; q, k, v and gate, up as one product each;
+rotary embedding with the write of K and V; flash attention. What is not fused stands between barriers. Layers of two
+depths are timed, calls one after the other on the host's clock, and a layer's difference makes the 32; kernels are
+counted in the compiled program, likewise. SiLU and its product are one kernel throughout.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.shapes import config_of, random_params
+from experiments.claims.unfused import NAMES, Fusions, layers, split
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.model import Paged
+
+CASES = (("decode", 1, 256), ("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
+TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))
+VARIANTS = {"none": Fusions(), **{name: Fusions(**{name: True}) for name in NAMES}, "all": Fusions(*[True] * 4)}
+DEPTHS = (1, 3)
+PAGE = 16
+CALLS, REPEATS = 20, 3
+AGREE = 3e-2  # of the norm: what orders of sums in bfloat16 may differ by
+FREE = {  # what launches nothing
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier", "call",
+    "while", "conditional", "after-all", "copy-done", "partition-id", "iota",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compiled layers of one depth with their inputs."""
+
+    compiled: Any
+    params: Any
+    x: jax.Array
+    batch: Paged
+    config: LlamaConfig
+
+    def time(self) -> tuple[float, jax.Array]:
+        """Microseconds of a call, the best repeat, and the result of the last."""
+        pages = pages_of(self.batch)
+        cache = make_cache(self.config, pages, PAGE, parse_kv_cache(None, self.config, self.x.dtype))
+        depth, times = len(self.params), []
+        out, cache = self.compiled(self.params, self.x, self.batch, cache[:depth])
+        for _ in range(REPEATS):
+            jax.block_until_ready((out, cache))
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                out, cache = self.compiled(self.params, self.x, self.batch, cache)
+            jax.block_until_ready(out)
+            times.append(1e6 * (time.perf_counter() - start) / CALLS)
+        return min(times), out
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    config = config_of(toy)
+    deep = LlamaConfig(**{**vars(config), "num_layers": max(DEPTHS), "windows": ()})
+    params = random_params(deep, toy)
+    both = tuple((layer, split(layer, deep)) for layer in params.layers)
+    for phase, sequences, tokens in TOY_CASES if toy else CASES:
+        x, batch = inputs(deep, phase, sequences, tokens, params.norm.dtype)
+        jobs = [(name, depth) for name in VARIANTS for depth in DEPTHS]
+        lowered = [lower(both[:depth], x, batch, deep, VARIANTS[name]) for name, depth in jobs]
+        with ThreadPoolExecutor(8) as pool:
+            compiled = list(pool.map(lambda each: each.compile(), lowered))
+        runs = {job: Run(c, both[: job[1]], x, batch, deep) for job, c in zip(jobs, compiled)}
+        plain = None
+        for name in VARIANTS:
+            row, out = variant_row(name, [runs[name, depth] for depth in DEPTHS], config)
+            plain = out if plain is None else plain
+            row = {"phase": phase, "sequences": sequences, "tokens": tokens} | row
+            off = float(jnp.linalg.norm(out - plain) / jnp.linalg.norm(plain))
+            yield row if off < AGREE else row | {"error": f"the results are {off:.1e} of their norm apart"}
+
+
+def variant_row(name: str, runs: list[Run], config: LlamaConfig) -> tuple[Row, jax.Array]:
+    times, outs = zip(*(run.time() for run in runs))
+    counts = [kernels(run.compiled.as_text()) for run in runs]
+    step = DEPTHS[1] - DEPTHS[0]
+    layer = (times[1] - times[0]) / step
+    row = {
+        "fused": name, "kernels": round((counts[1] - counts[0]) / step, 1), "layer_us": round(layer, 1),
+        "step_ms": round((times[0] + layer * (config.num_layers - DEPTHS[0])) / 1e3, 3),
+    }  # fmt: skip
+    return row, outs[1].astype(jnp.float32)
+
+
+def lower(params: Any, x: jax.Array, batch: Paged, config: LlamaConfig, fusions: Fusions) -> jax.stages.Lowered:
+    run = jax.jit(partial(layers, config=config, fusions=fusions), donate_argnums=3)
+    pages = pages_of(batch)
+    cache = jax.eval_shape(lambda: make_cache(config, pages, PAGE, parse_kv_cache(None, config, x.dtype)))
+    return run.lower(params, x, batch, cache[: len(params)])
+
+
+def pages_of(batch: Paged) -> int:
+    """All pages that its tables name."""
+    return batch.decode_pages.size + batch.chunk_pages.size
+
+
+def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) -> tuple[jax.Array, Paged]:
+    """One new token for each sequence, whose K and V count `tokens` with it; or one whole prompt."""
+    each = -(-tokens // PAGE)
+    table = jnp.arange(sequences * each, dtype=jnp.int32).reshape(sequences, each)
+    none = jnp.zeros((0, each), jnp.int32)
+    if phase == "decode":
+        positions = jnp.full(sequences, tokens - 1, jnp.int32)
+        page, rows = table[:, (tokens - 1) // PAGE], sequences
+        views = {"decode_pages": table, "decode_lengths": positions + 1, "chunk_pages": none}
+        views |= {"chunk_cu": jnp.zeros(1, jnp.int32), "chunk_lengths": jnp.zeros(0, jnp.int32)}
+    else:
+        positions = jnp.arange(tokens, dtype=jnp.int32)
+        page, rows = positions // PAGE, tokens
+        views = {"decode_pages": none, "decode_lengths": jnp.zeros(0, jnp.int32), "chunk_pages": table}
+        views |= {"chunk_cu": jnp.array([0, tokens], jnp.int32), "chunk_lengths": jnp.array([tokens], jnp.int32)}
+    batch = Paged(jnp.zeros(rows, jnp.int32), positions, page, positions % PAGE, **views)
+    return jax.random.normal(jax.random.key(1), (rows, config.hidden_size), dtype), batch
+
+
+def kernels(text: str) -> int:
+    """What a compiled program launches: instructions of its entry, and of what that calls as a whole."""
+    bodies: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if match := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = match.group(2)
+            entry = name if match.group(1) else entry
+            bodies[name] = []
+        elif name and " = " in line:
+            bodies[name].append(line)
+
+    def count(name: str) -> int:
+        total = 0
+        for line in bodies.get(name, ()):
+            match = re.search(r" = (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", line)
+            opcode = match.group(1) if match else ""
+            total += bool(opcode) and opcode not in FREE
+            if opcode in ("call", "while") and (target := re.search(r"(?:to_apply|body)=%?([\w.\-]+)", line)):
+                total += count(target.group(1))
+        return total
+
+    return count(entry)
+
+
+def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, Row]]:
+    """Rows by case and by what is fused; only cases that have the unfused model."""
+    found: dict[tuple[str, int, int], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["phase"], row["sequences"], row["tokens"]), {})[row["fused"]] = row
+    return {case: by for case, by in found.items() if "none" in by}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    parts, saved = [], []
+    for (phase, sequences, tokens), by in cases_of(rows).items():
+        none = by["none"]
+        gains = {name: 1 - row["step_ms"] / none["step_ms"] for name, row in by.items() if name != "none"}
+        saved += [gain > 0 for gain in gains.values()]
+        each = ", ".join(f"{name} {-gain:+.0%}" for name, gain in gains.items())
+        many = f", {none['kernels']:g} to {by['all']['kernels']:g} kernels a layer" if "all" in by else ""
+        parts.append(f"{phase} {sequences} x {tokens}: time {each}{many}")
+    return Verdict("yes" if saved and all(saved) else "partly" if any(saved) else "no", "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    cases = cases_of(rows)
+    for axes, ((phase, sequences, tokens), by) in zip(
+        figure.subplots(1, max(1, len(cases)), squeeze=False)[0], cases.items()
+    ):
+        names = list(by)
+        axes.bar(range(len(names)), [by[name]["step_ms"] for name in names], 0.7)
+        for x, name in enumerate(names):
+            axes.annotate(f"{by[name]['kernels']:g}", (x, by[name]["step_ms"]), ha="center", va="bottom", fontsize=6)
+        axes.set_xticks(range(len(names)), names, fontsize=6, rotation=45)
+        axes.set_title(f"{phase} {sequences} x {tokens}", fontsize=8)
+        axes.set_ylabel("ms a step (above: kernels a layer)", fontsize=7)
+
+
+CLAIM = Claim(
+    id="C18",
+    stated="residual with norm, one QKV product, rotary with what surrounds it, flash attention",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)

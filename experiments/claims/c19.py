@@ -1,0 +1,154 @@
+"""C19: shares of tokenizing, computing, sampling and returning in the work of prefill and decode.
+
+Each part alone: prompts of the bundled text through the tokenizer; a step of LLaMA-2-7B, less its sampler; the sampler
+by top-k and top-p on that many rows; and what the engine's host loop does a step on a device that takes no time:
+planning, packing, reading tokens, detokenizing them, events (`return`). The shares are of their sum: in the engine they
+overlap. The tokenizer is the bundled model's, of 4,096 tokens.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import jllm
+from experiments.claims.c4 import sampler_inputs
+from experiments.claims.c22 import Step
+from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.claims.shapes import config_of, random_params
+from experiments.qps import HostOnly
+from experiments.step_profile import decode_steps
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.params import Params
+from jllm.pretrained import Model
+from jllm.sampling import sample
+from jllm.step import Outputs
+from jllm.tokenizer import Tokenizer
+
+PREFILL, DECODE = (128, 1024), (1, 64, 256)  # tokens of one prompt; sequences
+CONTEXT = 256
+STEPS = 4
+PARTS = ("tokenize", "compute", "sample", "return")
+STATED = {"prefill": (0.10, 0.80, 0.10, 0.05), "decode": (0.0, 0.80, 0.10, 0.05)}
+NEAR = 0.10  # how far a share may be from the one stated
+
+
+class Talking(HostOnly):
+    """Takes no time, and says tokens that have a text."""
+
+    vocabulary = 4000
+
+    def run(self, buffer, layout, variant) -> Outputs:
+        outputs = super().run(buffer, layout, variant)
+        tokens = np.random.default_rng(len(buffer)).integers(300, self.vocabulary, len(outputs.tokens), np.int32)
+        return Outputs(tokens, None, None, None, None)  # type: ignore[arg-type]
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    config = config_of(toy)
+    params, tokenizer = random_params(config, toy), jllm.load().tokenizer
+    assert tokenizer is not None
+    host = Model(config, jax.eval_shape(lambda: params), tokenizer)
+    for tokens in (24,) if toy else PREFILL:
+        step = Step(params, config, tokens, False, config.num_layers).microseconds()
+        parts = [tokenize_us(tokenizer, tokens), step, sample_us(params, 1), host_us(host, 1, tokens, toy)]
+        yield row_of("prefill", 1, tokens, parts)
+    for batch in (2,) if toy else DECODE:
+        args = argparse.Namespace(page_size=16, kv_cache=None, context=16 if toy else CONTEXT)
+        step = microseconds(decode_steps(params, config, batch, args, STEPS)) / STEPS
+        parts = [0.0, step, sample_us(params, batch), host_us(host, batch, 0, toy)]
+        yield row_of("decode", batch, args.context, parts)
+
+
+def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
+    """parts: microseconds of tokenizing, of the whole step, of its sampler, of the host's loop."""
+    tokenize, step, sampler, host = parts
+    us = (tokenize, max(0.0, step - sampler), sampler, host)
+    row: Row = {"phase": phase, "batch": batch, "tokens": tokens}
+    row |= {f"{name}_us": round(value, 1) for name, value in zip(PARTS, us)}
+    return row | {name: round(value / sum(us), 4) for name, value in zip(PARTS, us)}
+
+
+def tokenize_us(tokenizer: Tokenizer, tokens: int) -> float:
+    """Of a text of so many tokens, the median of nine."""
+    ids = tokenizer.encode(" ".join(read_documents(BUNDLED_TEXT)))[:tokens]
+    text = tokenizer.decode(ids)
+    return _median_us(lambda: tokenizer.encode(text))
+
+
+def sample_us(params: Params, rows: int) -> float:
+    vocabulary = (params.embed if params.head is None else params.head).shape[0]
+    return microseconds(partial(jax.jit(sample), *sampler_inputs(rows, vocabulary)))
+
+
+def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
+    """Of the engine's loop, on a device that takes no time, the median: a step that decodes so many sequences; or all
+    steps of a prompt from its admission to its first token."""
+    output, length = (1 if prompt else 8 if toy else 64), prompt or 8
+    pages = 2 * batch * -(-(length + output) // 16) + batch
+    engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))
+    sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
+    rng, times = np.random.default_rng(0), []
+    for _ in range(9 if prompt else 1):
+        for _ in range(batch):
+            engine.submit(rng.integers(3, engine.vocab_size, length).tolist(), sampling)
+        steps = []
+        while engine.has_work:
+            full = engine.metrics()["running"] == batch
+            start = time.perf_counter()
+            engine.step()
+            if full or prompt:
+                steps.append(1e6 * (time.perf_counter() - start))
+        times += [sum(steps)] if prompt else steps
+    engine.close()
+    return statistics.median(times)
+
+
+def _median_us(call: Any) -> float:
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def judge(rows: list[Row]) -> Verdict:
+    parts, near = [], []
+    for row in rows:
+        stated = STATED[row["phase"]]
+        shares = [row[name] for name in PARTS]
+        near.append(all(abs(share - want) <= NEAR for share, want in zip(shares, stated)))
+        text = " / ".join(f"{100 * share:.3g}" for share in shares)
+        parts.append(f"{row['phase']} {row['batch']} x {row['tokens']}: {text} %")
+    verdict = "yes" if all(near) else "partly" if any(near) else "no"
+    return Verdict(verdict, f"{' / '.join(PARTS)}: {'; '.join(parts)}")
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for name in PARTS:
+        values = [100 * row[name] for row in rows]
+        axes.barh(range(len(rows)), values, 0.6, left=left, label=name)
+        left = [a + b for a, b in zip(left, values)]
+    axes.set_yticks(range(len(rows)), [f"{row['phase']} {row['batch']} x {row['tokens']}" for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the work")
+    axes.legend(ncols=len(PARTS), fontsize=7)
+
+
+CLAIM = Claim(
+    id="C19",
+    stated="prefill 10 / 80 / 10 / 2 to 5 %, decode - / 80 / 10 / 5 %",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)
