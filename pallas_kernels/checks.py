@@ -65,6 +65,21 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: expected a multiple")
 
 
+def check_whole_rows(letter: str, dtype: str, rows: int, width: int, largest: int) -> None:
+    """Raises NotImplementedError for what Hopper's kernels over whole rows [T, `letter`] lack, naming what they do."""
+    supported = "bfloat16", "float16"
+    if dtype not in supported:
+        raise NotImplementedError(
+            f"dtype {dtype} is not supported by backend mosaic, which does {', '.join(supported)}"
+        )
+    if width % 128 or not 128 <= width <= largest:
+        raise NotImplementedError(
+            f"{letter}={width} is not supported by backend mosaic, which does multiples of 128 up to {largest}"
+        )
+    if rows < 1:
+        raise NotImplementedError("T=0 is not supported by backend mosaic, which does at least one row")
+
+
 def check_window(window: int | None) -> None:
     """Raises ValueError for a window that sees nothing: every query sees its own key."""
     if window is not None and window < 1:

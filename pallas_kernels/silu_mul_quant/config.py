@@ -2,26 +2,20 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.checks import check_whole_rows
+
 # The kinds that backend=None gives the kernel, whatever the number of rows, as that must not show in a row's bits. It
 # takes half to two thirds of XLA's time to quantize to int8 (H200, 1 to 8192 rows; only one row of 28672 takes 5.5 us
 # for XLA's 4.8). In 16 bits XLA makes one pass too, over more blocks: in a 7B decode step 1.7, 2.7 and 5.3 us at batch
 # 1, 64 and 256, where the kernel takes 3.3, 4.5 and 7.7 for int8.
 DEFAULT_KINDS = ("int8", "fp8")
 
-DTYPES = ("bfloat16", "float16")
 LARGEST_WIDTH = 32768
 
 
 def check_supported(dtype: str, rows: int, width: int) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
-    if dtype not in DTYPES:
-        raise NotImplementedError(f"dtype {dtype} is not supported by backend mosaic, which does {', '.join(DTYPES)}")
-    if width % 128 or not 128 <= width <= LARGEST_WIDTH:
-        raise NotImplementedError(
-            f"F={width} is not supported by backend mosaic, which does multiples of 128 up to {LARGEST_WIDTH}"
-        )
-    if rows < 1:
-        raise NotImplementedError("T=0 is not supported by backend mosaic, which does at least one row")
+    check_whole_rows("F", dtype, rows, width, LARGEST_WIDTH)
 
 
 @dataclass(frozen=True)
