@@ -93,6 +93,9 @@ class HostOnly(Device):
         tokens: Any = np.ones(layout.rung.decodes + layout.rung.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 
+    def copy_pages(self, copies) -> None:
+        pass
+
     def compile_ahead(self, variant) -> int:
         return 0
 
@@ -211,7 +214,8 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
 
 def make_engine(model: Model, args: argparse.Namespace) -> Engine:
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *POLICIES)
-    options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
+    options = {"max_slots": args.slots, "prefix_cache": False}  # repeats have the same prompts
+    options |= {name: getattr(args, name) for name in names}
     if not args.host_only:
         return Engine(model, **options)
     if args.num_pages is None:  # those that an H200 has room for
@@ -245,6 +249,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
         engine.reset_metrics()
+        engine.reset_prefix_cache()  # each repeat has the same prompts
         busy = time.thread_time()
         served, seconds = serve(engine, requests, sampling, args.seed)
         busy_s = min(busy_s, time.thread_time() - busy)
