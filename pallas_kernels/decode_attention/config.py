@@ -69,7 +69,8 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
             )
     group = q.shape[1] // pages.k.values.shape[1]
     stored = pages.k.format.dtype, pages.v.format.dtype
-    if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and head_dim > 64 and group > 8:
+    large = group > 8 if head_dim == 256 else head_dim == 128 and 8 < group <= 16  # beyond, a smaller tile is chosen
+    if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and large:
         raise NotImplementedError(  # for copies of both in the queries' dtype
             f"the mosaic kernel has no room for float16 queries over bfloat16 K and V of head dim {head_dim} with "
             f"{group} query heads a KV head; supported: up to 8"
