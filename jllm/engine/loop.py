@@ -61,6 +61,7 @@ class Engine:
             sizes.prompt_sizes,
             sizes.decode_sizes,
             static=self._options.batching == "static",
+            padded=self._options.prefill == "padded",
             policy=self._options.make_policy(),
             prefix_cache=self._options.prefix_cache,
         )
@@ -275,7 +276,7 @@ class Engine:
         )
         tokens, pool = sum(len(c.tokens) for c in plan.chunks), self._scheduler.pool
         decodes = max(len(plan.decodes), plan.decode_rows)
-        rung = choose_rung(self._device.sizes.ladder, decodes, tokens, len(plan.chunks))
+        rung = choose_rung(self._device.sizes.ladder, decodes, max(tokens, plan.prompt_rows), len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:

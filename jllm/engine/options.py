@@ -17,7 +17,10 @@ from jllm.errors import ConfigError
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 BACKENDS = ("xla", "mosaic")
-POLICIES = {"batching": ("merge", "static"), "sampling": ("threshold", "sort"), "host": ("late", "wait")}
+POLICIES = {
+    "batching": ("merge", "static"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
+    "host": ("late", "wait"),
+}  # fmt: skip
 KV_POLICIES = ("paged", "reserve", "extent")
 OVERFLOWS = ("scatter", "move")
 QUANTILE = 0.9  # by default
@@ -49,6 +52,7 @@ class EngineOptions:
     )
     # What an engine would do without one of its ideas, for experiments that measure what the idea is worth:
     batching: str = "merge"  # or "static": nobody joins before the longest of a batch has ended
+    prefill: str = "ragged"  # or "padded": a step computes as many rows for each of its prompts as the longest has
     sampling: str = "threshold"  # or "sort": each row's logits sorted
     host: str = "late"  # or "wait": a step's tokens are read before the next step is planned
 

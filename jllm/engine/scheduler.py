@@ -47,6 +47,9 @@ class Scheduler:
     static: sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has
     members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
 
+    padded: the chunks of a step count as if each were as long as the longest, and none but the first is cut to fit.
+    That is what a step without ragged rows computes.
+
     policy makes the KV policy for a pool (see kv_policy.make_policy); by default pages on demand.
 
     prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
@@ -62,11 +65,13 @@ class Scheduler:
         decode_sizes: tuple[int, ...] = (),
         *,
         static: bool = False,
+        padded: bool = False,
         policy: Callable[[PagePool], Policy] = Paged,
         prefix_cache: bool = False,
     ):
         self.limits, self.make_policy = limits, policy
-        self.prompt_sizes, self.decode_sizes, self.static = prompt_sizes, decode_sizes, static
+        self.prompt_sizes, self.decode_sizes = () if padded else prompt_sizes, decode_sizes
+        self.static, self.padded = static, padded
         self.turn = 0  # where among the decodes the next to sit out begin
         self.held = 0  # steps since prompts first waited for others to fill a step with
         self.joining = 0  # static: members of the batch that are still to be admitted
@@ -167,6 +172,7 @@ class Scheduler:
             tuple(draft.chunks),
             tuple(draft.deltas),
             rows,
+            len(draft.chunks) * draft.longest if self.padded else 0,
             copies,
             tuple(draft.loads),
             tuple(preempted),
@@ -251,6 +257,8 @@ class Scheduler:
         while self.waiting and self.free_slots and budget and len(draft.chunks) < self.limits.max_chunks:
             if self.static and not self.joining:
                 break
+            if self.padded and not draft.room(self.waiting[0].length, budget):
+                break
             if len(draft.deltas) == self.limits.max_deltas or not self._admit(self.waiting[0], draft):
                 break
             budget -= self._chunk(self.waiting.popleft(), budget, draft)
@@ -291,7 +299,8 @@ class Scheduler:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
         if not budget or len(draft.chunks) == self.limits.max_chunks:
             return 0
-        n = self._grow(seq, min(budget, seq.prefill_end - seq.computed), draft)
+        want = seq.prefill_end - seq.computed
+        n = self._grow(seq, min(draft.room(want, budget) if self.padded else budget, want), draft)
         if n:
             stop = seq.computed + n
             draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.qps import HostOnly
 from jllm.batch import Rung
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import Histogram
@@ -105,7 +106,9 @@ def test_an_aborted_request_has_no_end_to_end_time_and_preemptions_are_counted(m
     assert m["output_tokens"] == 36
 
 
-@pytest.mark.parametrize("policy", [{"host": "wait"}, {"sampling": "sort"}, {"batching": "static"}])
+@pytest.mark.parametrize(
+    "policy", [{"host": "wait"}, {"sampling": "sort"}, {"batching": "static"}, {"prefill": "padded"}]
+)
 def test_a_policy_changes_no_token(model, policy):
     sampling = [SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=i, max_new_tokens=6) for i in range(3)]
 
@@ -138,6 +141,43 @@ def test_sorting_sorts_and_thresholds_do_not(model):
             variant=Variant(sort=sort),
         ).as_text()  # fmt: skip
         assert ("stablehlo.sort" in text) == sort
+
+
+def test_padded_prompts_count_as_long_as_the_longest_and_are_not_cut_to_fit():
+    loop = Loop(Limits(4, 20, 16, 4, 4, 64, 20), scheduler=lambda limits: Scheduler(limits, (16,), padded=True))
+    lengths = [3, 6, 2, 1, 30, 5, 5, 5]
+    for n in lengths:
+        loop.add(n, 3)
+    seen = []
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.schedule()
+        if plan is not None:
+            chunks = [len(c.tokens) for c in plan.chunks]
+            assert plan.prompt_rows == len(chunks) * max(chunks, default=0) <= 16
+            assert all(c.start == 0 and c.final for c in plan.chunks[1:])
+            seen += [chunks] if chunks else []
+            loop.unread.append((plan, loop.device.run(plan), []))
+        while loop.unread and (plan is None or len(loop.unread) > 1):
+            loop.read()
+        assert loop.scheduler.dispatched < 200, "no progress"
+    loop.check_end()
+    assert seen[0] == [3, 6]  # a third would make it 18
+    assert sum(map(sum, seen)) == sum(lengths)
+
+
+def test_a_padded_step_computes_the_rows_of_the_longest(model):
+    ladder = (Rung(3, 0, 0), Rung(3, 8, 3), Rung(3, 12, 3), Rung(3, 24, 3))
+    rows = {}
+    for prefill in ("ragged", "padded"):
+        options = {"max_slots": 3, "num_pages": 12, "ladder": ladder, "max_step_tokens": 24, "prefill": prefill}
+        engine = Engine(model, **{**OPTIONS, **options}, device=HostOnly)
+        for n in (8, 1, 2):
+            engine.submit([5] * n, greedy(1))
+        list(engine.run())
+        m = engine.metrics()
+        rows[prefill] = m["slack"], m["prefill_tokens"]
+    assert rows["ragged"] == (pytest.approx(1 - 11 / 15), 11)
+    assert rows["padded"] == (pytest.approx(1 - 11 / 27), 11)
 
 
 def static_loop(pages: int = 64) -> Loop:
