@@ -139,7 +139,7 @@ class SharingMachine(Machine):
         self.loop.continue_from(seq, seq.length)
 
 
-SharingMachine.TestCase.settings = settings(CONFIG, max_examples=100)
+SharingMachine.TestCase.settings = settings(CONFIG, max_examples=60)
 TestSharing = SharingMachine.TestCase
 
 
