@@ -1,0 +1,123 @@
+"""What a length predictor learns from: whole texts that a model made and ended itself, and requests cut out of them.
+
+A text that was sampled token by token is, behind any cut, a sample of what the model says after the part before it: so
+one text gives a request (prompt, number of tokens that follow) wherever it is cut, as long as the place doesn't depend
+on what comes after it. Requests are of two kinds, as clients send them: a story to its end token, and a paragraph,
+which stops at the first line break.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from jllm.batch import Rung
+from jllm.engine.learned_length import fingerprint
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import InputFileError, RequestError
+from jllm.pretrained import Model
+from jllm.tokenizer import Tokenizer
+
+SLOTS = 64
+LINE = "\n"
+SHORTEST, LONGEST = 2, 256  # tokens of a prompt
+
+
+@dataclass(frozen=True)
+class Text:
+    """One sample of a model, without the begin token."""
+
+    seed: int
+    tokens: tuple[int, ...]  # without the end token
+    ended: bool  # by itself; else it was cut off
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, the strings that stop it, and the tokens that follow, the last one included."""
+
+    prompt: tuple[int, ...]
+    stop: tuple[str, ...]
+    output: int
+    ended: bool = True  # else it has at least so many
+
+
+def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[Text]:
+    """So many texts, at temperature 1 from the begin token: first those that `path` has, then new ones of the least
+    seeds that it lacks, which are appended to it as they end, so that an interrupted run goes on. Raises InputFileError
+    for a file of another model, RequestError for a model without a begin token."""
+    if model.config.bos_id is None:
+        raise RequestError("texts are sampled from the begin token, and this model has none")
+    about = {"model": fingerprint(model), "longest": longest}
+    found = {text.seed: text for text in read_texts(path, about)} if path.exists() else {}
+    missing = [seed for seed in range(count) if seed not in found][: max(0, count - len(found))]
+    if not path.exists():
+        path.write_text(json.dumps(about) + "\n", encoding="utf-8")
+    if missing:
+        with path.open("a", encoding="utf-8") as file, tqdm(total=len(missing), unit="text", delay=2) as bar:
+            for text in _generate(model, missing, longest):
+                found[text.seed] = text
+                file.write(json.dumps({"seed": text.seed, "ended": text.ended, "tokens": text.tokens}) + "\n")
+                file.flush()
+                bar.update()
+    return [found[seed] for seed in sorted(found)[:count]]
+
+
+def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text]:
+    slots = min(SLOTS, len(seeds))
+    ladder = (Rung(slots, 0, 0), Rung(slots, slots, slots))  # prompts have one token
+    engine = Engine(model, max_slots=slots, page_size=32, ladder=ladder, max_step_tokens=2 * slots)
+    longest = min(longest, model.config.context - 1)
+    ids = {}
+    for seed in seeds:
+        params = SamplingParams(temperature=1.0, max_new_tokens=longest, seed=seed)
+        ids[engine.submit([model.config.bos_id or 0], params)] = seed
+    for event in engine.run():
+        if event.completion is not None:
+            done = event.completion
+            yield Text(ids[event.id], done.token_ids, done.finish_reason == "stop")
+
+
+def read_texts(path: Path, about: dict[str, object]) -> list[Text]:
+    """Raises InputFileError where the file is not of this model and length."""
+    try:
+        head, *lines = path.read_text(encoding="utf-8").splitlines()
+        told = json.loads(head)
+        rows = [json.loads(line) for line in lines]
+        texts = [Text(row["seed"], tuple(row["tokens"]), row["ended"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputFileError(f"{path}: not a file of generated texts: {error}") from None
+    if told != about:
+        raise InputFileError(f"{path}: made by another model or of another length; name another file")
+    return texts
+
+
+def line_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of tokens with a line break in their text."""
+    return frozenset(i for i in range(tokenizer.vocab_size) if LINE in tokenizer.decode([i]))
+
+
+def cut_requests(
+    texts: Sequence[Text], begin: int, lines: frozenset[int], cuts: int, rng: np.random.Generator
+) -> list[Request]:
+    """Requests from each text at `cuts` places, of both kinds in turn. Places are drawn log-uniformly from SHORTEST ..
+    LONGEST tokens whatever the text; those behind its end are dropped."""
+    requests = []
+    for text in texts:
+        places = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), cuts)).astype(int).tolist()
+        for i, place in enumerate(places):
+            rest = text.tokens[place:]
+            if place > len(text.tokens) or not (rest or text.ended):
+                continue
+            prompt = (begin, *text.tokens[:place])
+            line = next((j for j, token in enumerate(rest) if token in lines), None) if i % 2 else None
+            whole = len(rest) + text.ended
+            stop = (LINE,) if i % 2 else ()
+            requests.append(
+                Request(prompt, stop, whole, text.ended) if line is None else Request(prompt, stop, line + 1)
+            )
+    return requests
