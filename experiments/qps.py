@@ -214,8 +214,7 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
 
 def make_engine(model: Model, args: argparse.Namespace) -> Engine:
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *POLICIES)
-    options = {"max_slots": args.slots, "prefix_cache": False}  # repeats have the same prompts
-    options |= {name: getattr(args, name) for name in names}
+    options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
     if not args.host_only:
         return Engine(model, **options)
     if args.num_pages is None:  # those that an H200 has room for

@@ -95,7 +95,8 @@ def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
     pages = 2 * batch * -(-(length + output) // 16) + batch
     engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))
     sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
-    rng, times = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    times: list[float] = []
     for _ in range(9 if prompt else 1):
         for _ in range(batch):
             engine.submit(rng.integers(3, engine.vocab_size, length).tolist(), sampling)

@@ -6,11 +6,21 @@ import importlib
 from experiments.claims.claim import Claim
 
 TITLES = {
+    "C1": "dynamic batching over static batches",
+    "C3": "pipelined host work over a host that waits each step",
+    "C4": "sampling without a sort over sampling by sorting",
     "C5": "Decoding Attention over flash attention for decode",
     "C8": "INT4 weights over 16-bit ones, by batch",
+    "C11": "no-padding saves prefill work",
+    "C13": "matrix products' share of a step",
+    "C14": "prefill's share of a generation, by prompt and output length",
     "C16": "KV offload in mid-flight cannot pay",
+    "C18": "the four fusions one by one against the unfused model",
+    "C19": "shares of tokenizing, computing, sampling and returning",
+    "C20": "KV cache's share of memory at capacity",
     "C21": "KV dequantization hides behind memory even at 10x its arithmetic",
     "C22": "KV cache over recomputation, and flash over naive attention",
+    "C23": "service quality: requests a second that are served in time",
 }
 
 

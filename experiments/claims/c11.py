@@ -1,0 +1,101 @@
+"""C11: prompts head to tail, without padding, save prefill work over prompts padded to the longest of their step.
+
+Step: the first prompts of the QPS workload, so many at a time, as one step of exactly their tokens and as one of as
+many rows for each as the longest has; each such group of the workload's first 512 adds to the shares of work, one of
+them is timed. Attention reads no padding in either, which a padded system's would. QPS: the whole workload, all at
+once, through the engine under both policies.
+"""
+
+from collections.abc import Iterator
+from itertools import batched
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.claims.serving import contest, draw_qps, gain_of, make_model, workload
+from experiments.decode_step import filled_slots
+from jllm.batch import Layout, Rung
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.pretrained import Model
+from jllm.step import State, jit_step
+
+BATCHES = (4, 16, 64)  # prompts in a step
+GROUPED = 512  # prompts of the workload that are put into groups
+STATED = 0.5
+TYPICAL = 16  # whose share decides
+PAGE = 16
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    model = make_model(toy)
+    lengths = [request.prompt for request in workload(toy)][:GROUPED]
+    for batch in (2,) if toy else BATCHES:
+        groups = [group for group in batched(lengths, batch) if len(group) == batch]
+        padded = sum(batch * max(group) for group in groups)
+        row: Row = {"prompts": batch, "tokens": sum(map(sum, groups)), "padded_rows": padded}
+        row["work_saved"] = round(1 - row["tokens"] / padded, 4)
+        # The group whose share is nearest to that of all.
+        group = min(groups, key=lambda group: abs(1 - sum(group) / (batch * max(group)) - row["work_saved"]))
+        us = [step_us(model, group, rows) for rows in (sum(group), batch * max(group))]
+        row |= {"timed_tokens": sum(group), "timed_rows": batch * max(group)}
+        yield row | {
+            "ragged_us": round(us[0], 1),
+            "padded_us": round(us[1], 1),
+            "time_saved": round(1 - us[0] / us[1], 4),
+        }
+    yield from contest(toy, {"ragged": {"prefill": "ragged"}, "padded": {"prefill": "padded"}})
+
+
+def step_us(model: Model, lengths: tuple[int, ...], rows: int) -> float:
+    """Microseconds of one step that prefills prompts of these lengths and computes so many rows."""
+    config, dtype = model.config, model.params.norm.dtype
+    each, n = -(-max(lengths) // PAGE), len(lengths)
+    layout = Layout(Rung(0, rows, n), deltas=8)
+    buffer, batch = layout.pack()
+    batch.tokens[: sum(lengths)] = np.arange(sum(lengths)) % 97
+    batch.chunk_slot[:n], batch.chunk_len[:n], batch.chunk_final[:n] = np.arange(n), lengths, 1
+    batch.prompt_len[:n], batch.max_length[:n] = lengths, np.iinfo(np.int32).max
+    state = State(make_cache(config, n * each, PAGE, parse_kv_cache(None, config, dtype)), filled_slots(n, each, 0))
+
+    def call() -> jax.Array:
+        nonlocal state
+        state, outputs = jit_step(model.params, state, buffer, config=config, layout=layout)
+        return outputs.tokens
+
+    if int(jnp.min(call())) < 0:
+        raise AssertionError("a prompt made no token")
+    return microseconds(call)
+
+
+def judge(rows: list[Row]) -> Verdict:
+    steps = [row for row in rows if "work_saved" in row]
+    if not steps:
+        return Verdict("no", "no step was measured")
+    parts = [
+        f"{row['work_saved']:.0%} of rows, {row['time_saved']:.0%} of the time at {row['prompts']} prompts a step"
+        for row in steps
+    ]
+    typical = min(steps, key=lambda row: abs(row["prompts"] - TYPICAL))["time_saved"]
+    verdict = "yes" if typical >= STATED else "partly" if typical > 0.05 else "no"
+    if any("policy" in row for row in rows):
+        parts.append(f"on the workload {gain_of(rows, 'ragged', 'padded', 0.0).measured}")
+    return Verdict(verdict, "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2)
+    steps = [row for row in rows if "work_saved" in row]
+    for i, (key, label) in enumerate((("work_saved", "rows"), ("time_saved", "time"))):
+        left.bar([x + 0.4 * i - 0.2 for x in range(len(steps))], [100 * row[key] for row in steps], 0.38, label=label)
+    left.axhline(100 * STATED, color="black", linestyle="--", linewidth=1, label="as stated")
+    left.set_xticks(range(len(steps)), [str(row["prompts"]) for row in steps])
+    left.set_xlabel("prompts in a step")
+    left.set_ylabel("% saved")
+    left.legend()
+    draw_qps(right, rows)
+
+
+CLAIM = Claim(id="C11", stated=">= 50 %", measure=measure, judge=judge, draw=draw)

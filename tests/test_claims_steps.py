@@ -1,0 +1,306 @@
+"""Claims about requests a second and about the parts of a step: what they measure, at toy size, and what they judge."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.claims import __main__ as command
+from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, serving, shapes, unfused
+from experiments.claims.unfused import NAMES, Fusions
+from experiments.qps import Request
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.engine.options import POLICIES
+from jllm.model import backbone
+from jllm.pretrained import Model, load
+from tests.tiny import CONFIG, tiny_model
+
+MEAN = dict.fromkeys(serving.KEPT, 1.0) | {"repeat": "mean", "slots": 2}
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> None:
+    monkeypatch.setattr(shapes, "TOY", shapes.TOY | {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32})
+
+
+@pytest.mark.parametrize(
+    ("claim", "policies"),
+    [
+        (c1, [{"batching": "merge"}, {"batching": "static"}]),
+        (c3, [{"host": "late"}, {"host": "wait"}]),
+        (c4, [{"sampling": "threshold"}, {"sampling": "sort"}]),
+        (c11, [{"prefill": "ragged"}, {"prefill": "padded"}]),
+    ],
+)
+def test_the_workload_runs_under_both_policies(monkeypatch, tiny, claim, policies):
+    seen = []
+
+    def measure(model, requests, args):
+        seen.append(args)
+        assert requests == [Request(p, o, 0.0) for p, o in serving.TOY_LENGTHS]
+        yield {"repeat": 0, "qps": 7.0}
+        yield MEAN | {"qps": 3.0 + len(seen)}
+
+    monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(c4, "alone", lambda rows, vocabulary: {"rows": rows, "times": 2.0})
+    monkeypatch.setattr(c11, "step_us", lambda model, lengths, rows: float(rows))
+    rows = [row for row in claim.measure(True) if "policy" in row]
+    plain = {name: choices[0] for name, choices in POLICIES.items()}
+    assert [{name: getattr(args, name) for name in POLICIES} for args in seen] == [plain | each for each in policies]
+    assert [row["qps"] for row in rows] == [4.0, 5.0]
+    assert all("slots" not in row for row in rows)
+    if claim is c4:
+        assert {(args.temperature, args.top_k, args.top_p) for args in seen} == {(0.8, 50, 0.9)}
+
+
+def test_at_full_size_the_whole_workload_is_sent():
+    assert len(serving.workload(False)) == 1024
+    assert serving.workload(False, 8, rate=2.0)[-1].arrival > 0
+    args = serving.settings(False, batching="static")
+    assert (args.slots, args.batching, args.requests, args.repeats) == (512, "static", None, 2)
+
+
+def count(jaxpr, primitive: str) -> int:
+    """How often an operation is computed, inner functions included."""
+    inner = [value.jaxpr for eqn in jaxpr.eqns for value in eqn.params.values() if hasattr(value, "jaxpr")]
+    return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns) + sum(count(each, primitive) for each in inner)
+
+
+def policy_rows(*names: str, qps: tuple[float, ...], ci: float | None = None) -> list[dict]:
+    return [{"policy": n, "qps": q, "qps_ci": ci, "ttft_ms_p50": 8.0, "goodput": q / 2} for n, q in zip(names, qps)]
+
+
+@pytest.mark.parametrize(
+    ("claim", "names", "least"),
+    [
+        (c1, ("dynamic", "static"), 2.0), (c3, ("pipelined", "waiting"), 1.05), (c4, ("threshold", "sort"), 1.1)
+    ],
+)  # fmt: skip
+def test_gains_are_judged_by_what_was_stated(claim, names, least):
+    for ratio, verdict in ((least, "yes"), (least - 0.01, "partly"), (1.01, "no"), (0.5, "no")):
+        found = claim.judge(policy_rows(*names, qps=(10 * ratio, 10.0), ci=0.3))
+        assert found.verdict == verdict
+        assert f"{100 * (ratio - 1):+.1f} +- " in found.measured
+    assert claim.judge(policy_rows(names[0], qps=(1.0,))).verdict == "no"
+
+
+def test_c4_times_samplers_that_agree(monkeypatch):
+    row = c4.alone(3, 64)
+    assert row["times"] == pytest.approx(row["sort_us"] / row["threshold_us"], abs=0.01)
+    monkeypatch.setattr(c4, "sample_reference", lambda logits, params, at: jnp.full(3, -1, jnp.int32))
+    assert "only 0.0% of the tokens are the same" in c4.alone(3, 64)["error"]
+
+
+def test_c11_saves_what_padding_would_compute(tiny):
+    model = serving.make_model(True)
+    assert c11.step_us(model, (5, 3), 8) > 0
+    assert c11.step_us(model, (5, 3), 10) > 0
+    step = {"prompts": 16, "work_saved": 0.6, "time_saved": 0.55}
+    assert c11.judge([step]).verdict == "yes"
+    assert c11.judge([step | {"time_saved": 0.3}, step | {"prompts": 64}]).verdict == "partly"
+    found = c11.judge([step | {"time_saved": 0.0}, *policy_rows("ragged", "padded", qps=(12.0, 10.0))])
+    assert found.verdict == "no"
+    assert "+20.0 % requests a second" in found.measured
+
+
+def test_c11_groups_the_prompts_of_the_workload(monkeypatch):
+    timed = []
+    monkeypatch.setattr(c11, "make_model", lambda toy: None)
+    monkeypatch.setattr(c11, "contest", lambda *_: iter(()))
+    monkeypatch.setattr(c11, "step_us", lambda model, lengths, rows: timed.append((lengths, rows)) or float(rows))
+    lengths = np.array([request.prompt for request in serving.workload(False)][: c11.GROUPED])
+    for row, batch in zip(c11.measure(False), c11.BATCHES, strict=True):
+        groups = lengths.reshape(-1, batch)
+        assert row["work_saved"] == round(1 - groups.sum() / (batch * groups.max(axis=1)).sum(), 4)
+        assert row["time_saved"] == pytest.approx(row["work_saved"], abs=0.05)
+    assert all(rows in (sum(group), len(group) * max(group)) for group, rows in timed)
+
+
+def test_c13_products_are_those_of_a_step():
+    model = tiny_model()
+    x = jax.ShapeDtypeStruct((3, CONFIG.hidden_size), jnp.float32)
+    made = jax.make_jaxpr(c13.products)(model.params, x, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert made.out_avals[0].shape == (2, CONFIG.vocab_size)
+    assert count(made.jaxpr, "dot_general") == 4 * CONFIG.num_layers + 1
+    rows = [c13.share_row("decode", 1, 8, 100.0, share) for share in (71.0, 89.0)]
+    assert c13.judge(rows).verdict == "yes"
+    assert c13.judge([*rows, c13.share_row("prefill", 1, 8, 100.0, 50.0)]).verdict == "partly"
+    attention = {"phase": "decode", "kind": "attention", "of_step": 0.25}
+    assert "attention kernels take 25% to 25%" in c13.judge([*rows, attention]).measured
+
+
+def test_c14_at_toy_size_through_the_command(tiny, tmp_path, capsys):
+    assert command.main(["C14", "--toy", "--results", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C14"]
+    row, verdict = document["rows"]
+    prefill, decode = row["prefill_ms"], 16 * row["decode_ms"]
+    assert row["prefill_share"] == pytest.approx(prefill / (prefill + decode), abs=1e-3)
+    assert verdict["verdict"] == "toy size: no verdict"
+    assert list(tmp_path.glob("claims-C14-*.svg"))
+    typical = {"batch": 1, "input": 114, "output": 321, "prefill_share": 0.02}
+    assert c14.judge([typical]).verdict == "yes"
+    assert c14.judge([typical, typical | {"input": 2048, "prefill_share": 0.5}]).verdict == "partly"
+    assert "2.0% at batch 1 and the workload's mean lengths" in c14.judge([typical]).measured
+
+
+def layers_of(model: Model, phase: str, sequences: int, tokens: int, fusions: Fusions | None):
+    """Layers over pages of random K and V: by the claim's own with some fusions, or by the library's."""
+    config = model.config
+    x, batch = c18.inputs(config, phase, sequences, tokens, jnp.float32)
+    cache = make_cache(config, c18.pages_of(batch), c18.PAGE, parse_kv_cache(None, config, jnp.dtype("float32")))
+    leaves, tree = jax.tree.flatten(cache)
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    cache = jax.tree.unflatten(tree, [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)])
+    if fusions is None:
+        return backbone(model.params, config, batch, cache)
+    params = tuple((p, unfused.split(p, config)) for p in model.params.layers)
+    if phase == "decode":
+        x = model.params.embed[batch.tokens]
+    return unfused.layers(params, x, batch, cache, config=config, fusions=fusions)
+
+
+def test_c18_unfused_layers_compute_the_same():
+    model = tiny_model(num_layers=1)
+
+    def close(a, b):
+        for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-4)
+
+    def made(phase, sequences, tokens, fusions):
+        return jax.jit(lambda: layers_of(model, phase, sequences, tokens, fusions))()
+
+    close(made("decode", 2, 20, Fusions()), made("decode", 2, 20, None))
+    close(made("decode", 2, 20, Fusions(*[True] * 4)), made("decode", 2, 20, None))
+    close(made("prefill", 1, 24, Fusions()), made("prefill", 1, 24, Fusions(*[True] * 4)))
+
+
+def test_c18_each_fusion_takes_barriers_away():
+    model = tiny_model(num_layers=1)
+
+    def operations(fusions: Fusions) -> tuple[int, int]:
+        """Barriers and products."""
+        made = jax.make_jaxpr(lambda: layers_of(model, "decode", 2, 20, fusions))().jaxpr
+        return count(made, "optimization_barrier"), count(made, "dot_general")
+
+    none = operations(Fusions())
+    assert operations(Fusions(*[True] * 4))[0] == 0
+    assert operations(Fusions(projections=True)) == (none[0], none[1] - 3)
+    for name in set(NAMES) - {"projections"}:
+        assert operations(Fusions(**{name: True}))[0] < none[0]
+
+
+HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %a = f32[4]{0} add(%p, %p)
+}
+
+%command_buffer (q: f32[4]) -> f32[4] {
+  %q = f32[4]{0} parameter(0)
+  %f = f32[4]{0} fusion(%q), kind=kLoop, calls=%fused
+  ROOT %g = (f32[4]{0}, s8[16]{0}) custom-call(%f), custom_call_target="__cublas$gemm"
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %c = f32[4]{0} call(%x), to_apply=%command_buffer
+  %t = (f32[4]{0}, f32[4]{0}) tuple(%c, %x)
+  ROOT %d = f32[4]{0} fusion(%c), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_c18_counts_what_is_launched():
+    assert c18.kernels(HLO) == 3
+    lowered = jax.jit(lambda x: jnp.tanh(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert c18.kernels(lowered.compile().as_text()) >= 1
+
+
+def test_c18_is_decided_by_each_fusion():
+    def rows(**ms: float) -> list[dict]:
+        case = {"phase": "decode", "sequences": 1, "tokens": 8}
+        return [case | {"fused": name, "step_ms": value, "kernels": 9.0} for name, value in ms.items()]
+
+    assert c18.judge(rows(none=4.0, norm=3.0, all=2.0)).verdict == "yes"
+    found = c18.judge(rows(none=4.0, norm=5.0, all=2.0))
+    assert found.verdict == "partly"
+    assert "norm +25%, all -50%, 9 to 9 kernels a layer" in found.measured
+    assert c18.judge(rows(none=4.0, all=5.0)).verdict == "no"
+
+
+def test_c19_parts_add_up():
+    row = c19.row_of("prefill", 1, 8, [10.0, 90.0, 10.0, 0.0])
+    assert [row[name] for name in c19.PARTS] == [0.1, 0.8, 0.1, 0.0]
+    assert c19.judge([row]).verdict == "yes"
+    assert c19.judge([row, c19.row_of("decode", 2, 8, [0.0, 50.0, 10.0, 50.0])]).verdict == "partly"
+    config = shapes.config_of(True)
+    params = jax.eval_shape(lambda: shapes.random_params(config, True))
+    tokenizer = load().tokenizer
+    host = Model(config, params, tokenizer)
+    assert c19.host_us(host, 2, 0, True) > 0
+    assert c19.host_us(host, 1, 24, True) > 0
+    assert c19.tokenize_us(tokenizer, 24) > 0
+
+
+def test_c20_shares_follow_from_weights_and_memory():
+    rows = list(c20.measure(True))
+    by = {(row["model"], row["kv"], row["device"]): row for row in rows}
+    row = by["llama-2-7b", "bf16", "NVIDIA H100 SXM"]
+    weights = 6738415616 * 2
+    assert row["weights_gib"] == round(weights / 2**30, 1)
+    assert row["share"] == pytest.approx(1 - weights / (0.9 * 80e9), abs=1e-3)
+    assert row["token_kib"] == 512
+    assert by["llama-2-7b", "int8-g8", "NVIDIA H100 SXM"]["sequences"] / row["sequences"] == pytest.approx(
+        1.6, rel=0.02
+    )
+    large = by["176B", "bf16", "NVIDIA H100 SXM"]
+    assert (large["devices"], large["share"]) == (8, pytest.approx(1 - 352 / 576, abs=1e-3))
+    assert by["176B", "bf16", "NVIDIA L4"]["devices"] is None
+    assert c20.judge(rows).verdict == "partly"
+    only = [row for row in rows if row["model"] == "llama-2-7b"]
+    assert c20.judge(only).verdict == "yes"
+
+
+def test_c23_wants_almost_all_in_time():
+    def rows(**shares: float) -> list[dict]:
+        at = [
+            {"load": float(load[1:]) / 10, "rate": float(load[1:]) * 4, "good_share": share}
+            | {"qps": 1.0, "ttft_ms_p99": 100.0, "itl_ms_p99": 20.0}
+            for load, share in shares.items()
+        ]
+        return [{"load": None, "rate": None, "qps": 40.0, "good_share": 0.1}, *at]
+
+    found = c23.judge(rows(x5=1.0, x7=0.995, x9=0.6))
+    assert found.verdict == "yes"
+    assert "up to 28 requests a second, of 40" in found.measured
+    assert c23.judge(rows(x3=1.0, x5=0.9)).verdict == "partly"
+    assert c23.judge(rows(x5=0.9)).verdict == "no"
+
+
+def test_each_draws_its_rows(tmp_path):
+    served = {"qps": 2.0, "goodput": 1.0, "qps_ci": None}
+    two = [{"policy": name} | served for name in ("ours", "theirs")]
+    rows = {
+        "C1": two,
+        "C3": two,
+        "C4": [{"rows": 4, "V": 8, "times": 2.0, "threshold_us": 1.0, "sort_us": 2.0}, *two],
+        "C11": [{"prompts": 4, "work_saved": 0.5, "time_saved": 0.4}, *two],
+        "C13": [c13.share_row("decode", 1, 8, 2.0, 1.0), {"kind": "attention", "of_step": 0.1}],
+        "C14": [{"batch": 1, "input": 8, "output": 8, "prefill_share": 0.1}],
+        "C18": [
+            {"phase": "decode", "sequences": 1, "tokens": 8, "fused": name, "step_ms": 1.0, "kernels": 3.0}
+            for name in ("none", "all")
+        ],
+        "C19": [c19.row_of("decode", 1, 8, [0.0, 2.0, 1.0, 1.0])],
+        "C20": [{"model": "176B", "kv": "bf16", "devices": 8, "share": 0.4}],
+        "C23": [{"load": 0.5, "rate": 4.0, "good_share": 1.0, "ttft_ms_p99": 9.0, "itl_ms_p99": 8.0}],
+    }
+    for name, found in rows.items():
+        path = tmp_path / f"claims-{name}.json"
+        document = {"experiment": f"claims-{name}", "device": "cpu", "rows": [*found, {"verdict": "yes"}]}
+        path.write_text(json.dumps(document))
+        assert command.main(["--draw", str(path)]) == 0
+        assert path.with_suffix(".svg").read_text().count("<path") > 10
