@@ -105,6 +105,7 @@ def simulate(
     workload: Workload,
     *,
     max_new_tokens: int | None = None,
+    context: int | None = None,
     requests: int | None = None,
     rate: float | None = None,
     seed: int = 0,
@@ -114,7 +115,7 @@ def simulate(
     truth = Truth()
     options = options_of(case, costs, truth, learned)
     longest = max_new_tokens or workload.longest_output
-    simulation = Simulation(costs.model.config, options, costs.cost, longest, truth=truth)
+    simulation = Simulation(costs.model.config, options, costs.cost, longest, truth=truth, context=context)
     simulation.run(arrivals(workload.samples, requests, rate, seed))
     about = {"workload": workload.name, "rate": rate, "max_new_tokens": longest}
     return case.about() | about | rounded(simulation.row())

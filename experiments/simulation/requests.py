@@ -19,6 +19,7 @@ class Sample:
 
     prompt: tuple[int, ...]  # token ids; where a workload has lengths alone, so many ones
     output: int  # tokens that it makes before it stops, the end token included
+    stop: tuple[str, ...] = ()  # strings that it asked to be stopped at
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Workload:
 
 def read_workload(name: str) -> Workload:
     """The workload workloads/<name>.json or .jsonl, or that of a file: {"requests": [[prompt, output], ..]} in tokens,
-    or a line {"prompt": [token ids] or their number, "output": tokens} for each. Raises InputFileError."""
+    or a line {"prompt": [token ids] or their number, "output": tokens, "stop": [strings]} for each. Raises
+    InputFileError."""
     found = [path for suffix in (".json", ".jsonl") if (path := WORKLOADS / f"{name}{suffix}").exists()]
     path = found[0] if found else Path(name)
     try:
@@ -47,29 +49,31 @@ def read_workload(name: str) -> Workload:
         pairs = [_line(f"{path}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         try:
-            pairs = [(p, o) for p, o in json.loads(text)["requests"]]
+            pairs = [(p, o, []) for p, o in json.loads(text)["requests"]]
         except (ValueError, KeyError, TypeError) as error:
             raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
     if not pairs:
         raise InputFileError(f"{path}: a workload needs requests")
     samples = tuple(_sample(f"{path}: request {i}", *pair) for i, pair in enumerate(pairs, 1))
-    return Workload(path.stem, samples, all(isinstance(prompt, list) for prompt, _ in pairs))
+    return Workload(path.stem, samples, all(isinstance(prompt, list) for prompt, *_ in pairs))
 
 
-def _line(where: str, line: str) -> tuple[Any, Any]:
+def _line(where: str, line: str) -> tuple[Any, Any, Any]:
     try:
         document = json.loads(line)
-        return document["prompt"], document["output"]
+        return document["prompt"], document["output"], document.get("stop", [])
     except (ValueError, KeyError, TypeError):
         raise InputFileError(f'{where}: expected {{"prompt": [ids] or a number, "output": tokens}}') from None
 
 
-def _sample(where: str, prompt: Any, output: Any) -> Sample:
+def _sample(where: str, prompt: Any, output: Any, stop: Any) -> Sample:
     ids = [1] * prompt if isinstance(prompt, int) and not isinstance(prompt, bool) else prompt
     good = isinstance(ids, list) and ids and all(isinstance(i, int) and i >= 0 for i in ids)
     if not good or not isinstance(output, int) or output < 1:
         raise InputFileError(f"{where}: needs at least 1 prompt token and 1 output token")
-    return Sample(tuple(ids), output)
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise InputFileError(f"{where}: stop must be a list of strings, not {stop!r}")
+    return Sample(tuple(ids), output, tuple(stop))
 
 
 @dataclass(frozen=True)

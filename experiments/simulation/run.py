@@ -69,7 +69,8 @@ class _Live:
 
 class Simulation:
     """One engine without a device. `max_new_tokens` is what every request allows; its output, at most that, is what it
-    really makes. `truth` is where an Oracle among the options finds that."""
+    really makes. `truth` is where an Oracle among the options finds that. `context` are the most tokens of prompt and
+    output, by default the model's."""
 
     def __init__(
         self,
@@ -80,10 +81,11 @@ class Simulation:
         *,
         truth: Truth | None = None,
         host_us: float = 0.0,
+        context: int | None = None,
     ):
         assert options.num_pages is not None
         self.sizes: Sizes = resolve(options, config, options.num_pages)
-        self.context, self.cost, self.max_new_tokens = config.context, cost, max_new_tokens
+        self.context, self.cost, self.max_new_tokens = context or config.context, cost, max_new_tokens
         self.truth = truth or Truth()
         self.host_us = host_us  # simulated: for each running sequence and step
         self.scheduler = Scheduler(
@@ -152,7 +154,7 @@ class Simulation:
         longest = min(self.max_new_tokens, self.context - len(sample.prompt))
         output = min(sample.output, longest)
         self.truth.outputs[number] = output
-        params = SamplingParams(max_new_tokens=longest, seed=number)
+        params = SamplingParams(max_new_tokens=longest, stop=sample.stop, seed=number)
         seq = Sequence(number, 0, sample.prompt, params, number, len(sample.prompt) + longest)
         self._live[number] = _Live(seq, output, arrival.at)
         self.scheduler.add(seq)

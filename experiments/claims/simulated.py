@@ -1,0 +1,53 @@
+"""Simulated serving for claims: the same rows as experiments.simulate, of cases that a claim chooses.
+
+Weights stay in bf16; steps are costed as calibrated (experiments/cost_model.py), and every row says that it is
+simulated. A request allows the longest output of the workload, which is the least that a server could promise to
+everyone, or a whole context of CONTEXT tokens, which is what a static cache is made for.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.claims.claim import Row
+from experiments.simulate import Case, Costs, make_costs, simulate
+from experiments.simulation.requests import Workload
+
+MODELS = ("llama-2-7b", "llama-3-8b")  # 32 KV heads for 32 query heads, and 8
+CONTEXT = 2048
+Todo = tuple[Case, Workload, dict[str, Any]]  # the dict is more arguments of simulate.simulate
+KEPT = (
+    "source", "model", "kv", "kv_policy", "predictor", "quantile", "slots", "pool_gib", "workload", "allowed",
+    "requests", "seconds", "qps", "output_tokens_s", "goodput", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50",
+    "itl_ms_p99", "held_mean", "held_peak", "preemption_rate", "recomputed_share", "fragmentation", "wasted_pages",
+    "pages_used", "slack",
+)  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """Simulates cases; remembers what steps of each model and KV format cost."""
+
+    _costs: dict[tuple[str, str | None], Costs] = field(default_factory=dict)
+
+    def rows(self, todo: Iterable[Todo]) -> Iterator[Row]:
+        """A row each. Where the arguments have a context, all of that is allowed."""
+        for case, workload, more in tqdm(list(todo), delay=2):
+            key = (case.config, case.kv_cache)
+            if key not in self._costs:
+                self._costs[key] = make_costs(case.config, case.scheme, case.kv_cache)
+            allowed = more.get("context", workload.longest_output)
+            row = simulate(case, self._costs[key], workload, max_new_tokens=allowed, **more)
+            row["allowed"] = f"context of {allowed}" if "context" in more else allowed
+            yield {name: row[name] for name in KEPT}
+
+
+def gain(row: Row, over: Row) -> float:
+    """How many more requests a second, as a share: 1.0 is twice as many."""
+    return row["qps"] / over["qps"] - 1
+
+
+def cell(row: Row, *names: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
