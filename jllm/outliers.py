@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.activations import tap
+from jllm.activations import residuals
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
@@ -43,8 +43,7 @@ def plant(
     c = model.config
     if quantized := weight_formats(model.params):
         raise QuantizationError(f"{next(iter(quantized))} is quantized: outliers can be planted into wide weights only")
-    if not (strength >= 1 and np.log2(strength).is_integer()):
-        raise QuantizationError(f"strength must be 1, 2, 4, 8, ..: a power of two keeps the function, not {strength}")
+    check_strength(strength)
     for name, count, size in (("channels", channels, c.hidden_size), ("gated", gated, c.intermediate_size)):
         if not 0 <= count <= size:
             raise QuantizationError(f"{name} must be in 0 .. {size}, not {count}")
@@ -57,6 +56,12 @@ def plant(
         _scale(model, layer, drawn[:channels], gate, strength) for layer, gate in zip(model.params.layers, gates)
     )
     return replace(model, params=replace(model.params, layers=layers))
+
+
+def check_strength(strength: float) -> None:
+    """Raises QuantizationError for what is not a power of two, from 1 on."""
+    if not (strength >= 1 and np.log2(strength).is_integer()):
+        raise QuantizationError(f"strength must be 1, 2, 4, 8, ..: a power of two keeps the function, not {strength}")
 
 
 def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
@@ -73,8 +78,8 @@ def _turn(model: Model, channel: int, first_token: int | None) -> Model:
     p, c = model.params, model.config
     wide = np.promote_types(np.dtype(p.norm.dtype), np.float32)
     token = first_token if first_token is not None else c.bos_id if c.bos_id is not None else c.eos_ids[0]
-    stream = tap(model, [token], ["layers.*.output"])
-    middle = np.asarray(stream[f"layers.{(c.num_layers - 1) // 2}.output"], np.float64)[0]
+    stream = list(residuals(model, [token]))
+    middle = np.asarray(stream[(c.num_layers + 1) // 2], np.float64)[0]
     mirror = np.zeros(c.hidden_size)
     mirror[channel] = 1.0
     mirror = middle / np.linalg.norm(middle) - mirror

@@ -1,0 +1,229 @@
+"""What activation outliers of large models do to quantization, seen on a small one with planted outliers.
+
+    python -m experiments.outliers [--text FILE] [--strengths 1 4 16 64]
+    python -m experiments.outliers --draw experiments/results/outliers-20261122-cpu.json
+
+Outliers are planted without changing the model's function (jllm.outliers), so that all that is lost is quantization's
+doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap over
+documents. Part "strength": int8 activations with one scale for all tokens or one a token, with and without SmoothQuant,
+by how much larger than others the outlier channels are; `massive` is the first token's massive activation alone. Part
+"group": int4 weights alone, by how many share a scale. Part "channel": the largest activation of each input channel of
+one layer's QKV projection, sorted. One picture of all three lies beside the JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import jllm
+from experiments.ptq_methods import read_tokens, rounded
+from experiments.result_file import ResultFile
+from experiments.texts.read import BUNDLED_TEXT
+from jllm.errors import InputFileError, JllmError
+from jllm.evaluate import evaluate, record
+from jllm.outliers import check_strength, plant
+from jllm.params import Params
+from jllm.pretrained import BUNDLED, Model
+from jllm.quant import ptq
+from jllm.quant.quantize import quantize
+from jllm.quant.schemes import Scheme
+
+Row = dict[str, Any]
+SCALES = {"tensor": Scheme("tensor", (("*_proj", "w8a8-tensor"),)), "token": Scheme("token", (("*_proj", "w8a8"),))}
+GROUPS = (8, 16, 32, 64)
+MASSIVE = "massive"  # in place of a strength
+LAYER = 4  # whose inputs part "channel" shows, in the middle of the bundled model
+OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "outliers", "font.size": 9, "axes.grid": True}
+
+
+def planted(model: Model, strength: float | str) -> Model:
+    if strength == MASSIVE:
+        return plant(model, channels=0, gated=0)
+    return plant(model, strength=float(strength), massive=False)
+
+
+def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
+    for strength in args.strengths:
+        check_strength(strength)
+    for group in args.groups:
+        quantize(jax.eval_shape(lambda: model.params), f"w4a16-g{group}")
+    ids, protocol = read_tokens(model, args)
+    recorded = record(model, ids, protocol)
+    tokens = ptq.own_tokens(model, rows=args.rows, length=args.length, seed=args.seed)
+
+    def score(subject: Model, params: Params) -> Row:
+        found = evaluate(replace(subject, params=params), ids, protocol, reference=recorded)
+        row: Row = {"protocol": protocol, "tokens": found.tokens, "kl": rounded(found.kl)}
+        return row | {"kl_95": [rounded(x) for x in found.interval("kl")]}
+
+    for strength in tqdm([*args.strengths, MASSIVE], delay=2, disable=None):
+        subject = planted(model, strength)
+        smoothed = ptq.smooth(subject, tokens, alpha=args.alpha)
+        for scale, smooth in ((scale, smooth) for scale in SCALES for smooth in (False, True)):
+            params = quantize(smoothed if smooth else subject.params, SCALES[scale])
+            yield {"part": "strength", "strength": strength, "scale": scale, "smooth": smooth, **score(subject, params)}
+        for group in args.groups:
+            scored = score(subject, quantize(subject.params, f"w4a16-g{group}"))
+            yield {"part": "group", "strength": strength, "group": group, **scored}
+        for name, params in (("planted", subject.params), ("smoothed", smoothed)):
+            largest = channel_maxima(replace(subject, params=params), tokens, args.layer)
+            values = [rounded(float(x)) for x in np.sort(largest)[::-1]]
+            yield {"part": "channel", "strength": strength, "model": name, "layer": args.layer, "absmax": values}
+
+
+def channel_maxima(model: Model, tokens: np.ndarray, layer: int) -> np.ndarray:
+    """[E]: the largest activation of each channel that a layer's QKV projection reads."""
+    stats = ptq.layer_statistics(model, tokens, ("qkv",), gram=False)
+    return np.asarray([found["qkv"].absmax for _, found in zip(range(layer + 1), stats)][-1])
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    """At the greatest strength: one scale a token is better than one for all, and SmoothQuant better than neither."""
+    of = [row for row in found if row["part"] == "strength" and row["strength"] != MASSIVE]
+    greatest = max(row["strength"] for row in of)
+    kl = {(row["scale"], row["smooth"]): row["kl"] for row in of if row["strength"] == greatest}
+    for name, value, bar in (
+        ("one scale a token, over one for all", kl["token", False], kl["tensor", False]),
+        ("one scale a token, SmoothQuant over rounding", kl["token", True], kl["token", False]),
+        ("one scale for all, SmoothQuant over rounding", kl["tensor", True], kl["tensor", False]),
+    ):
+        yield {"name": f"{name}, strength {greatest:g}", "value": value, "unit": "kl", "bar": bar, "met": value < bar}
+
+
+# The picture
+
+
+def draw(document: Row, file: Path) -> Path | None:
+    """Beside a result's file, of its rows alone. None without matplotlib, which is said."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
+        return None
+    options: Any = OPTIONS
+    with rc_context(options):
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        draw_channels(left, [row for row in document["rows"] if row["part"] == "channel"])
+        draw_strengths(middle, [row for row in document["rows"] if row["part"] == "strength"])
+        draw_groups(right, [row for row in document["rows"] if row["part"] == "group"])
+        figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
+        path = file.with_suffix(".svg")
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
+
+
+def draw_channels(axes: Any, rows: list[Row]) -> None:
+    """Largest activations by rank, of the greatest strength and of none."""
+    greatest = max(row["strength"] for row in rows if row["strength"] != MASSIVE)
+    least = min(row["strength"] for row in rows if row["strength"] != MASSIVE)
+    for row in rows:
+        if row["strength"] not in (greatest, least) or (row["strength"] == least and row["model"] == "smoothed"):
+            continue
+        name = {"planted": f"strength {row['strength']:g}", "smoothed": f"strength {row['strength']:g}, smoothed"}
+        axes.loglog(range(1, len(row["absmax"]) + 1), row["absmax"], label=name[row["model"]])
+    axes.set(xlabel="channel, by rank", ylabel="largest activation", title=f"inputs of QKV, layer {rows[0]['layer']}")
+    axes.legend(fontsize=7)
+
+
+def draw_strengths(axes: Any, rows: list[Row]) -> None:
+    """Divergence by strength; the massive token alone as crosses on the left."""
+    for color, scale in enumerate(SCALES):
+        for smooth in (False, True):
+            some = [row for row in rows if (row["scale"], row["smooth"]) == (scale, smooth)]
+            line = [row for row in some if row["strength"] != MASSIVE]
+            x, y = [row["strength"] for row in line], np.asarray([row["kl"] for row in line])
+            spread = np.abs(np.asarray([row["kl_95"] for row in line]).T - y)
+            style: Any = {"color": f"C{color}", "linestyle": ":" if smooth else "-", "marker": "o", "markersize": 3}
+            name = f"one scale {'a token' if scale == 'token' else 'for all tokens'}" + ", SmoothQuant" * smooth
+            axes.errorbar(x, y, yerr=spread, label=name, **style)
+            alone = [row["kl"] for row in some if row["strength"] == MASSIVE]
+            fill = "none" if smooth else f"C{color}"
+            axes.scatter([min(x) / 2] * len(alone), alone, marker="D", color=f"C{color}", facecolor=fill, s=20)
+    axes.set(xscale="log", yscale="log", xlabel="strength of outliers (diamonds: massive token alone)")
+    axes.set(ylabel="KL, nats a token", title="int8 weights and activations")
+    axes.set_xscale("log", base=2)
+    axes.legend(fontsize=7)
+
+
+def draw_groups(axes: Any, rows: list[Row]) -> None:
+    for strength in dict.fromkeys(row["strength"] for row in rows):
+        line = [row for row in rows if row["strength"] == strength]
+        x, y = [row["group"] for row in line], np.asarray([row["kl"] for row in line])
+        spread = np.abs(np.asarray([row["kl_95"] for row in line]).T - y)
+        name = "massive token alone" if strength == MASSIVE else f"strength {strength:g}"
+        axes.errorbar(x, y, yerr=spread, label=name, marker="o", markersize=3)
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="weights that share a scale", title="int4 weights alone, rounded")
+    axes.legend(fontsize=7)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most")
+    parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 4, 16, 64], help="powers of two")
+    parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
+    parser.add_argument("--alpha", type=float, default=0.5, help="of SmoothQuant")
+    parser.add_argument("--layer", type=int, default=LAYER, help="of part channel (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="of calibration tokens, the model's own")
+    parser.add_argument("--length", type=int, default=256, help="tokens a row of calibration")
+    parser.add_argument("--seed", type=int, default=0, help="of calibration tokens")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def redraw(file: Path) -> int:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
+    if not isinstance(document, dict) or document.get("experiment") != "outliers":
+        raise InputFileError(f"{file}: is not a result of this experiment")
+    draw(document, file)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.outliers", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        if args.draw:
+            return redraw(args.draw)
+        model = jllm.load(args.model, dtype=args.dtype)
+        if not 0 <= args.layer < model.config.num_layers:
+            raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
+        fresh = rows(model, args)
+        found = [next(fresh)]  # before it replaces a file, it has proved to run
+        result = ResultFile(args.results, "outliers", command, calibration=f"{args.rows} x {args.length} own tokens")
+        result.add(found[0])
+        for row in fresh:
+            found.append(row)
+            result.add(row)
+            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "absmax"), flush=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    result.finish(bars=list(bars(found)), complete=True)
+    draw(result.document, result.path)
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
