@@ -113,6 +113,15 @@ COMMANDS = (
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
     Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 200),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
+    Command("C13", "-m experiments.claims C13 --results {results}", 90),
+    Command("C18", "-m experiments.claims C18 --results {results}", 150),
+    Command("C14", "-m experiments.claims C14 --results {results}", 150),
+    Command("C19", "-m experiments.claims C19 --results {results}", 90),
+    Command("C4", "-m experiments.claims C4 --results {results}", 240),
+    Command("C3", "-m experiments.claims C3 --results {results}", 240),
+    Command("C11", "-m experiments.claims C11 --results {results}", 240),
+    Command("C1", "-m experiments.claims C1 --results {results}", 300),
+    Command("C23", "-m experiments.claims C23 --results {results}", 240),
 )
 
 

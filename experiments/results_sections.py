@@ -160,7 +160,7 @@ STEPS = (
 ATTENTION = ("R", "length", "H", "K", "kv")
 KERNELS = (
     Section(
-        "decode_attention",
+        r"decode_attention(?:\W.*|_.*)?",
         "Decode attention against FlashInfer and cuDNN",
         "One query a sequence over shuffled pages of 16. The bar of a bf16 cell is FlashInfer's time on an H200; that "
         "of a quantized KV format is bf16's time by the ratio of bytes and a slack; that of skewed lengths, uniform "
@@ -174,7 +174,7 @@ KERNELS = (
         times_of_bar("FlashInfer's time", r" bf16\b"),
     ),
     Section(
-        "prefill_attention",
+        r"prefill_attention(?:\W.*|_.*)?",
         "Prefill attention against FlashInfer and cuDNN",
         "Causal attention of prompts over pages. Bars are FlashInfer's times (fa3) on an H200, and for a chunk that "
         "continues a sequence a share of cuDNN's rate.",

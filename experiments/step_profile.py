@@ -47,7 +47,7 @@ def decode_steps(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
 ) -> Callable[[], jax.Array]:
     """A function that runs `steps` decode steps, each fed by the one before."""
-    pages_each = -(-(args.context + 4 * steps) // args.page_size)
+    pages_each = -(-(args.context + 16 * steps) // args.page_size)  # run is called a few times
     formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
     state = State(
         make_cache(config, batch * pages_each, args.page_size, formats), filled_slots(batch, pages_each, args.context)
