@@ -108,7 +108,7 @@ def test_c11_saves_what_padding_would_compute(tiny):
 def test_c11_groups_the_prompts_of_the_workload(monkeypatch):
     timed = []
     monkeypatch.setattr(c11, "make_model", lambda toy: None)
-    monkeypatch.setattr(c11, "contest", lambda *_: iter(()))
+    monkeypatch.setattr(c11, "contest", lambda *_, **__: iter(()))
     monkeypatch.setattr(c11, "step_us", lambda model, lengths, rows: timed.append((lengths, rows)) or float(rows))
     lengths = np.array([request.prompt for request in serving.workload(False)][: c11.GROUPED])
     for row, batch in zip(c11.measure(False), c11.BATCHES, strict=True):

@@ -46,7 +46,7 @@ def measure(toy: bool) -> Iterator[Row]:
             "padded_us": round(us[1], 1),
             "time_saved": round(1 - us[0] / us[1], 4),
         }
-    yield from contest(toy, {"ragged": {"prefill": "ragged"}, "padded": {"prefill": "padded"}})
+    yield from contest(toy, {"ragged": {"prefill": "ragged"}, "padded": {"prefill": "padded"}}, model=model)
 
 
 def step_us(model: Model, lengths: tuple[int, ...], rows: int) -> float:

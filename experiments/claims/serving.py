@@ -44,9 +44,11 @@ def served(model: Model, requests: list[Request], args: argparse.Namespace) -> R
     return {key: mean[key] for key in KEPT if key in mean}
 
 
-def contest(toy: bool, policies: Mapping[str, Mapping[str, Any]], **common: Any) -> Iterator[Row]:
+def contest(
+    toy: bool, policies: Mapping[str, Mapping[str, Any]], *, model: Model | None = None, **common: Any
+) -> Iterator[Row]:
     """One row for each of the policies, which are settings of experiments.qps by a name."""
-    model, requests = make_model(toy), workload(toy)
+    model, requests = model or make_model(toy), workload(toy)
     for name, changes in policies.items():
         yield {"policy": name} | served(model, requests, settings(toy, **common, **changes))
 
