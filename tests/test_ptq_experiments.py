@@ -1,0 +1,115 @@
+"""The experiments of calibrated quantization and of outliers: their rows, bars and picture, and what they refuse."""
+
+import json
+
+import numpy as np
+import pytest
+
+import experiments.outliers as outliers
+import experiments.ptq_methods as ptq_methods
+from jllm.evaluate import Evaluation, Part
+from jllm.protocols import PROTOCOLS
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Nothing is generated or evaluated: kl is 0.05 by rounding and less by what calibrates."""
+    asked = []
+
+    def evaluate(model, ids, protocol, *, reference):
+        kl = [0.05, 0.04][model.params == "calibrated"]
+        parts = (Part(10, None, 12.0, 11.0, 10 * kl, 9), Part(20, None, 9.0, 9.0, 18 * kl, 8))
+        return Evaluation(PROTOCOLS["document"], parts)
+
+    def method(name):
+        def run(model, scheme, tokens, seed):
+            asked.append((name, scheme.name, seed, tokens.shape))
+            return "rounded" if name == "round" else "calibrated"
+
+        return run
+
+    for module in (ptq_methods, outliers):
+        monkeypatch.setattr(module, "record", lambda *args: None)
+        monkeypatch.setattr(module, "evaluate", evaluate)
+    tokens = lambda model, rows, length, seed: np.zeros((rows, length), np.int32)  # noqa: E731
+    monkeypatch.setattr("jllm.quant.ptq.own_tokens", tokens)
+    monkeypatch.setattr(ptq_methods, "METHODS", {name: method(name) for name in ptq_methods.METHODS})
+    return asked
+
+
+def run(main, tmp_path, *options):
+    status = main(["--results", str(tmp_path), *options])
+    files = list(tmp_path.glob("*.json"))
+    return status, json.loads(files[0].read_text()) if files else None
+
+
+def test_methods_are_held_against_rounding(calls, tmp_path):
+    options = ["--models", "plain", "--schemes", "w4a16-g64", "--methods", "gptq", "--seeds", "0", "7", "--rows", "2"]
+    status, result = run(ptq_methods.main, tmp_path, *options)
+    assert (status, result["complete"]) == (0, True)
+    assert calls == [("round", "w4a16-g64", 0, (2, 256)), ("gptq", "w4a16-g64", 0, (2, 256)),
+                     ("gptq", "w4a16-g64", 7, (2, 256))]  # fmt: skip
+    rounding, *gptq = result["rows"]
+    assert (rounding["kl"], rounding["ratio"], rounding["ratio_95"]) == (pytest.approx(0.0467, rel=1e-3), 1, [1, 1])
+    assert [(row["seed"], row["ratio"], row["ratio_95"]) for row in gptq] == [(s, 0.8, [0.8, 0.8]) for s in (0, 7)]
+    (bar,) = result["bars"]
+    assert (bar["value"], bar["met"]) == (0.8, True)
+    assert bar["name"].startswith("gptq over rounding, w4a16-g64, plain")
+
+
+def test_methods_by_scheme(calls, tmp_path):
+    run(ptq_methods.main, tmp_path, "--models", "plain")
+    of = {scheme: [name for name, of, *_ in calls if of == scheme] for scheme in ("w4a16-g64", "w8a8-all")}
+    assert of == {"w4a16-g64": list(ptq_methods.FOUR), "w8a8-all": list(ptq_methods.EIGHT)}
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "message"),
+    [
+        (ptq_methods.main, ["--schemes", "w4a61"], "unknown quantization scheme 'w4a61'"),
+        (ptq_methods.main, ["--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
+        (outliers.main, ["--strengths", "3"], "a power of two keeps the function"),
+        (outliers.main, ["--groups", "48"], "K must be a multiple of 48"),
+        (outliers.main, ["--layer", "8"], "--layer must be in 0 .. 7, not 8"),
+    ],
+)
+def test_refused_before_anything_is_written(calls, tmp_path, capsys, main, options, message):
+    status, result = run(main, tmp_path, *options)
+    error = capsys.readouterr().err
+    assert (status, result) == (2, None)
+    assert message in error
+    assert error.startswith("error: ")
+
+
+def point(**keys):
+    return {"protocol": "document", "tokens": 9, "kl_95": [keys["kl"] * 0.9, keys["kl"] * 1.1], **keys}
+
+
+def test_the_picture_and_bars_of_outliers(tmp_path):
+    rows = [
+        point(part="strength", strength=strength, scale=scale, smooth=smooth, kl=kl / (1 + 4 * smooth))
+        for scale, kl in (("tensor", 0.5), ("token", 0.1))
+        for smooth in (False, True)
+        for strength in (1, 16, "massive")
+    ]
+    rows += [point(part="group", strength=s, group=g, kl=g / 100) for s in (1, 16, "massive") for g in (8, 64)]
+    rows += [
+        {"part": "channel", "strength": s, "model": model, "layer": 4, "absmax": [16.0, 2.0, 1.0]}
+        for s in (1, 16, "massive")
+        for model in ("planted", "smoothed")
+    ]
+    assert [(bar["value"], bar["met"]) for bar in outliers.bars(rows)] == [(0.1, True), (0.02, True), (0.1, True)]
+    assert not any(bar["met"] for bar in outliers.bars([{**row, "kl": 1.0} if "kl" in row else row for row in rows]))
+    file = tmp_path / "outliers-20261122-cpu.json"
+    file.write_text(json.dumps({"experiment": "outliers", "date": "2026-11-22", "device": "cpu", "rows": rows}))
+    assert outliers.main(["--draw", str(file)]) == 0
+    first = file.with_suffix(".svg").read_bytes()
+    assert b"strength 16, smoothed" in first
+    assert outliers.main(["--draw", str(file)]) == 0
+    assert file.with_suffix(".svg").read_bytes() == first
+
+
+def test_another_experiments_result_is_not_drawn(tmp_path, capsys):
+    (tmp_path / "x.json").write_text('{"experiment": "qps"}')
+    assert outliers.main(["--draw", str(tmp_path / "x.json")]) == 2
+    assert "is not a result of this experiment" in capsys.readouterr().err
