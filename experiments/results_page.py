@@ -90,7 +90,7 @@ def page(directory: Path = RESULTS) -> str:
     for group, sections in GROUPS:
         entries = []
         for section in sections:
-            for key in [key for key in left if re.fullmatch(section.pattern, key[0])]:
+            for key in sorted((key for key in left if re.fullmatch(section.pattern, key[0])), key=_natural):
                 entries.append((section, heading(section, key, found), left.pop(key)))
         placed.append((group, entries))
     placed.append(("Other", [(FALLBACK, f"{key[0]}, {short(key[1])}", files) for key, files in left.items()]))
@@ -115,12 +115,17 @@ def heading(section: Section, key: tuple[str, str], found: Iterable[tuple[str, s
     assert match is not None
     title = section.title.format(*match.groups())
     if experiment.startswith("claims-"):
-        title += f": {TITLES.get(match.group(1), '')}"
+        title += f": {TITLES.get(match.group(1), experiment)}"
     others = [other for other in found if other != key and re.fullmatch(section.pattern, other[0])]
     same = [other for other in others if _groups(section, other[0]) == match.groups()]
     if any(other[0] != experiment for other in same):
         title += f": {experiment}"
     return f"{title} ({short(device)})" if any(other[1] != device for other in same) else title
+
+
+def _natural(key: tuple[str, str]) -> tuple[list[str | int], str]:
+    """C2 before C10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key[0])], key[1]
 
 
 def _groups(section: Section, experiment: str) -> Sequence[str]:

@@ -7,11 +7,13 @@ from experiments.claims.claim import Claim
 
 TITLES = {
     "C1": "dynamic batching over static batches",
+    "C2": "VM allocator and paging over reserving the longest length",
     "C3": "pipelined host work over a host that waits each step",
     "C4": "sampling without a sort over sampling by sorting",
     "C5": "Decoding Attention over flash attention for decode",
     "C8": "INT4 weights over 16-bit ones, by batch",
     "C11": "no-padding saves prefill work",
+    "C12": "paging does not help past batch 512 or with GQA",
     "C13": "matrix products' share of a step",
     "C14": "prefill's share of a generation, by prompt and output length",
     "C16": "KV offload in mid-flight cannot pay",
