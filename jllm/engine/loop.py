@@ -341,7 +341,7 @@ class Engine:
             live.logprobs.append(token_logprob(token, outputs, row, seq.params.logprobs))
         if live.output.stopped:
             self._finish(live, "stop")
-        elif seq.length >= seq.max_length:
+        elif len(seq.prompt) + len(seq.output) >= seq.max_length:
             self._finish(live, "length")
         else:
             text, tokens = live.output.take(final=False)

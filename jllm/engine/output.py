@@ -32,9 +32,7 @@ class OutputText:
     def push(self, token: int) -> None:
         """Appends one token; sets `stopped` when its text completes a stop string."""
         self.tokens.append(token)
-        if self.decoder is None:
-            self._ends.append(0)
-        else:
+        if self.decoder is not None:
             self._grow(self.decoder.push(token))
 
     def finish(self) -> None:
@@ -45,6 +43,10 @@ class OutputText:
 
     def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
         """Text and tokens that are certain by now and were not taken before."""
+        if self.decoder is None:
+            tokens = tuple(self.tokens[self._shown_tokens :])
+            self._shown_tokens += len(tokens)
+            return "", tokens
         held = 0 if final or self.stopped or not self._longest else self._held_back()
         upto = len(self.text) - held
         upto = max(upto, self._shown_text)

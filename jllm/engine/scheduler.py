@@ -330,13 +330,13 @@ class Scheduler:
 
     def on_token(self, seq: Sequence, token: int) -> None:
         """A token read from the device. What comes after the end of a sequence is surplus, and dropped."""
-        if seq.finished:
+        if seq.finish_reason is not None:
             return
         if not seq.in_flight:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a token that was not in flight")
         seq.in_flight -= 1
         seq.output.append(token)
-        if seq.length == seq.prefill_end + 1:
+        if len(seq.output) == seq.prefill_end + 1 - len(seq.prompt):
             self.sharing.on_first_token(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
