@@ -173,7 +173,7 @@ class Extent(OnDemand):
         "move"      it moves to a longer run, if there is one, and goes on as with "scatter" if not
         "scatter"   it goes on in another run, or a single page: the page table doesn't mind
 
-    Nothing is ever compacted: see LOG.md for what that would be worth.
+    Nothing is ever compacted: experiments.kv_choices says what that would be worth, and why "scatter" is the default.
     """
 
     def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, overflow: str = "scatter"):

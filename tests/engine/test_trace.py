@@ -1,6 +1,7 @@
 """A recorded schedule says what ran, and is read back as it was written."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError, OutputError
 from tests.tiny import greedy, tiny_model
 
-OPTIONS = {"max_slots": 2, "page_size": 8, "num_pages": 4, "ladder": (Rung(2, 0, 0), Rung(2, 16, 2))}
+OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "prefix_cache": False}
+OPTIONS["ladder"] = (Rung(2, 0, 0), Rung(2, 16, 2))
 
 
 @pytest.fixture(scope="module")

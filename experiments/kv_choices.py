@@ -1,0 +1,131 @@
+"""Choices inside the KV policies, each against its alternative, without a GPU (simulate.py says how).
+
+python -m experiments.kv_choices --pool-gib 16 32
+
+victim      who is preempted when pages are short: the cheapest that frees enough, or the one that came last
+overflow    where an outgrown extent goes on: in another run of pages, or all of it in a longer one, by a copy
+compaction  what moving extents together would be worth if it took no time: extents of pages from anywhere
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.cost_model import calibrated
+from experiments.qps import positive, rounded
+from experiments.result_file import ResultFile
+from experiments.simulate import GIB, Costs, Row, make_costs
+from experiments.simulation.requests import arrivals, read_workload
+from experiments.simulation.run import Simulation, Truth
+from jllm.engine.kv_policy import Extent, Paged, Policy
+from jllm.engine.length import Quantile
+from jllm.engine.options import EngineOptions
+from jllm.engine.pages import PagePool
+from jllm.engine.sequence import Sequence
+from jllm.errors import JllmError
+
+WORKLOAD = "ppl_samples_1024"
+QUANTILES = (0.5, 0.9)
+
+
+class NewestVictim(Paged):
+    def victim(self, running, pages: int) -> Sequence:
+        return running[-1]
+
+
+class Compacted(Extent):
+    """An extent may begin with pages from anywhere, as if all others had just moved out of its way."""
+
+    def admit(self, seq: Sequence, running) -> bool:
+        pool, run = self.pool, self.pool.allocate_run
+        pool.allocate_run = pool.allocate  # type: ignore[method-assign]
+        try:
+            return super().admit(seq, running)
+        finally:
+            pool.allocate_run = run  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Chosen(EngineOptions):
+    """Options with a policy that no option names."""
+
+    policy: Callable[[PagePool], Policy] = Paged
+
+    def make_policy(self) -> Callable[[PagePool], Policy]:
+        return self.policy
+
+
+def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Callable[[PagePool], Policy]]]]:
+    """(question, answer, quantile, what makes the policy's maker): a predictor that learns is new for each run."""
+    yield "victim", "cheapest", None, lambda: Paged
+    yield "victim", "newest", None, lambda: NewestVictim
+    for q in QUANTILES:
+        for overflow in ("scatter", "move"):
+            yield "overflow", overflow, q, partial(extent, Extent, q, overflow)
+        yield "compaction", "none", q, partial(extent, Extent, q, "scatter")
+        yield "compaction", "free", q, partial(extent, Compacted, q, "scatter")
+
+
+def extent(kind: type[Extent], quantile: float, overflow: str) -> Callable[[PagePool], Policy]:
+    return partial(kind, predictor=Quantile(), quantile=quantile, overflow=overflow)
+
+
+def simulate(policy: Callable[[PagePool], Policy], costs: Costs, gib: float, args: argparse.Namespace) -> Row:
+    workload, truth = read_workload(WORKLOAD), Truth()
+    pages = int(gib * GIB / (args.page_size * costs.cost.token_bytes))
+    options = Chosen(
+        max_slots=args.slots, page_size=args.page_size, num_pages=pages, max_step_tokens=2048, policy=policy
+    )
+    simulation = Simulation(costs.model.config, options, costs.cost, workload.longest_output, truth=truth)
+    simulation.run(arrivals(workload.samples, args.requests, None, args.seed))
+    counts = simulation.scheduler.counts
+    found = rounded(simulation.row())
+    return found | {"preempted": counts.preempted, "recomputed": counts.recomputed, "moves": counts.moved}
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    costs = make_costs(args.config, None, None)
+    for gib, (question, answer, quantile, make) in tqdm(list(product(args.pool_gib, choices())), delay=2):
+        about: dict[str, Any] = {
+            "question": question, "answer": answer, "quantile": quantile, "model": args.config, "slots": args.slots,
+            "pool_gib": gib, "page_size": args.page_size,
+        }  # fmt: skip
+        yield about | simulate(make(), costs, gib, args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
+    parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0], help="sizes of the page pool")
+    parser.add_argument("--slots", type=positive, default=512)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--requests", type=positive, default=2048, help=f"so many draws from {WORKLOAD}")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    args = parser.parse_args(argv)
+    command = ["python", "-m", "experiments.kv_choices", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        result = ResultFile(args.results, f"kv_choices_{args.config}", command, cost_model=vars(calibrated(None)))
+        for row in rows(args):
+            result.add(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        result.finish(bars=[], complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
