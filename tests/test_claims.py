@@ -83,7 +83,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
             ["C5", "--results", str(tmp_path)],
             "error: C5 needs a Hopper GPU, whose kernel it is about, and this machine",
         ),
-        (["C22", "c25"], "error: unknown claim 'c25'; near: C2"),
+        (["C22", "c25"], "error: unknown claim 'c25'; near: C"),
         (["--draw", str(tmp_path / "none.json")], "error: "),
     ):
         assert command.main(arguments) == 2
