@@ -13,7 +13,7 @@ and none that is cached below (see insert); so below an idle page all are idle, 
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from jllm.engine.pages import PagePool
@@ -51,8 +51,8 @@ class _Node:
     parent: "_Node | None"
     used: int = 0  # when, by the cache's clock
     idle: bool = False  # nobody but the cache holds the page
-    children: dict[Tokens, "_Node"] = field(default_factory=dict)
-    sorted: list[Tokens] = field(default_factory=list)  # keys of children, ascending
+    children: dict[Tokens, "_Node"] | None = None  # most pages have none
+    sorted: list[Tokens] | None = None  # keys of children, ascending, once somebody looked for the closest
 
 
 class PrefixCache:
@@ -89,7 +89,7 @@ class PrefixCache:
         node = self._root
         pages: list[int] = []
         while (at := len(pages) * size) + size <= most:
-            child = node.children.get(tokens[at : at + size])
+            child = node.children.get(tokens[at : at + size]) if node.children else None
             if child is None:
                 break
             node = child
@@ -111,17 +111,23 @@ class PrefixCache:
         kept. Pages after such a one are kept only if they have no holder but a sequence that is leaving, i.e. is about
         to free them: otherwise they would be held while the cached page before them is idle.
         """
-        size, node, ours = self.pool.page_size, self._root, True
+        size, node, ours, new = self.pool.page_size, self._root, True, []
         for i, page in enumerate(pages[: len(tokens) // size]):
-            key = tokens[i * size : (i + 1) * size]
-            child = node.children.get(key)
+            child = self._nodes.get(page) if ours else None  # as long as the way here led over its pages
             if child is None:
-                if not ours and not (leaving and self.pool.holders(page) == 1):
-                    break
-                child = self._add(node, key, page)
-            ours = ours and child.page == page
-            self._touch(child)
+                key = tokens[i * size : (i + 1) * size]
+                child = node.children.get(key) if node.children else None
+                if child is None:
+                    if not ours and not (leaving and self.pool.holders(page) == 1):
+                        break
+                    child = self._add(node, key, page)
+                    new.append(page)
+                ours = ours and child.page == page
+                if child.idle:
+                    self._touch(child)
             node = child
+        self.pool.share(new)
+        self.counts.pages_kept += len(new)
 
     def reclaim(self, pages: int) -> None:
         """Gives back at least so many pages, or all idle ones."""
@@ -165,17 +171,21 @@ class PrefixCache:
     # The tree
 
     def _add(self, parent: _Node, tokens: Tokens, page: int) -> _Node:
-        self.pool.share([page])
-        node = self._nodes[page] = parent.children[tokens] = _Node(tokens, page, parent)
-        insort(parent.sorted, tokens)
-        self.counts.pages_kept += 1
+        node = self._nodes[page] = _Node(tokens, page, parent)
+        if parent.children is None:
+            parent.children = {}
+        parent.children[tokens] = node
+        if parent.sorted is not None:
+            insort(parent.sorted, tokens)
         return node
 
     def _remove(self, node: _Node) -> None:
         parent = node.parent
         assert parent is not None
+        assert parent.children is not None
         del self._nodes[node.page], parent.children[node.tokens]
-        del parent.sorted[bisect_left(parent.sorted, node.tokens)]
+        if parent.sorted is not None:
+            del parent.sorted[bisect_left(parent.sorted, node.tokens)]
         self._idle -= 1
         parent.used = max(parent.used, node.used)
         self._queue(parent)
@@ -199,6 +209,10 @@ class PrefixCache:
 
 def _closest(node: _Node, tokens: Tokens) -> tuple[_Node | None, int]:
     """The child whose page begins with most of `tokens`, and how many that are."""
+    if not node.children:
+        return None, 0
+    if node.sorted is None:
+        node.sorted = sorted(node.children)
     at = bisect_left(node.sorted, tokens)
     best, most = None, 0
     for key in node.sorted[max(at - 1, 0) : at + 1]:  # those who share most stand next to it
