@@ -14,7 +14,7 @@ requests with the first token within 2 s and at most 50 ms a token from there on
 arrive, which find the engine empty, count for neither. Intervals are Student's t at 95 % over the repeats.
 
 The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
---batching static, --sampling sort and --host wait each take one idea away.
+--batching static, --prefill padded, --sampling sort and --host wait each take one idea away.
 """
 
 import argparse
