@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError
 
@@ -116,3 +117,13 @@ class Counts:
     page_steps: int = 0  # pages in use
     empty_steps: int = 0  # tokens that pages of running sequences had room for and did not hold
     fragmentation: float = 0.0  # PagePool.fragmentation
+
+    def planned(self, pool: PagePool, running: int, copies: int, empty: int) -> None:
+        """One more step, of so many sequences, pages to copy, and tokens that pages have room for."""
+        self.steps += 1
+        self.copied_pages += copies
+        self.running_peak = max(self.running_peak, running)
+        self.running_steps += running
+        self.page_steps += pool.num_used
+        self.empty_steps += empty
+        self.fragmentation += pool.fragmentation

@@ -163,7 +163,7 @@ class Scheduler:
             chunk.seq.in_flight += chunk.final
             chunk.seq.last_step = self.dispatched
         preempted, self.preempted = self.preempted, []
-        self._count(draft)
+        self.counts.planned(self.pool, len(self.running), len(draft.copies), self.empty)
         copies = tuple((source, target) for target, source in draft.copies.items())
         rows = self.members if self.static and decodes else 0
         return Plan(
@@ -177,16 +177,6 @@ class Scheduler:
             tuple(draft.loads),
             tuple(preempted),
         )
-
-    def _count(self, draft: Draft) -> None:
-        counts, running = self.counts, len(self.running)
-        counts.steps += 1
-        counts.copied_pages += len(draft.copies)
-        counts.running_peak = max(counts.running_peak, running)
-        counts.running_steps += running
-        counts.page_steps += self.pool.num_used
-        counts.empty_steps += self.empty
-        counts.fragmentation += self.pool.fragmentation
 
     def _form_batch(self) -> None:
         if not self.running and not self.draining:

@@ -305,6 +305,6 @@ def test_the_checks_catch(fault, message):
 def test_what_the_faults_are_tried_on_does_happen():
     paged, moving = play(Scheduler, Paged, 100), play(Scheduler, EXTENT, 100)
     assert paged["preempted"] > 20
-    assert min(moving["preempted"], moving["moved"]) > 20
+    assert min(moving["preempted"], moving["moved"]) > 10
     assert moving["copied_pages"] > moving["moved"]
     assert moving["outgrown"] > moving["moved"]
