@@ -15,7 +15,7 @@ from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.serving import contest, draw_qps, gain_of
 from jllm.sampling import RowParams, sample, sample_reference
 
-SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 SHAPES = ((64, 32000), (512, 32000), (64, 128256), (512, 128256))  # rows, vocabulary
 TOY_SHAPES = ((4, 256),)
 
