@@ -152,7 +152,8 @@ def draw_strengths(axes: Any, rows: list[Row]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="strength of outliers (diamonds: massive token alone)")
     axes.set(ylabel="KL, nats a token", title="int8 weights and activations")
     axes.set_xscale("log", base=2)
-    axes.legend(fontsize=7)
+    axes.margins(y=0.4)  # room for the names
+    axes.legend(fontsize=7, loc="upper left")
 
 
 def draw_groups(axes: Any, rows: list[Row]) -> None:
@@ -164,7 +165,8 @@ def draw_groups(axes: Any, rows: list[Row]) -> None:
         axes.errorbar(x, y, yerr=spread, label=name, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="weights that share a scale", title="int4 weights alone, rounded")
-    axes.legend(fontsize=7)
+    axes.margins(y=0.4)
+    axes.legend(fontsize=7, loc="upper left", ncols=2)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

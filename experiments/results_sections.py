@@ -247,6 +247,33 @@ ACCURACY = (
         ),
     ),
     Section(
+        "ptq_methods.*",
+        "What calibration gains over plain rounding at equal bits",
+        "Divergence from the unquantized model in nats a token, and over that of rounding (`ratio`), with 95 % "
+        "intervals (bootstrap over documents or windows); of the model as it is, and with planted outliers.",
+        (
+            Table(
+                (
+                    "model", "scheme", "method", "seed", "protocol", "kl", "kl_95", "ratio", "ratio_95", "added",
+                    "seconds",
+                ),
+                "by method",
+            ),
+        ),
+        of_bars("{:.2g} to {:.2g} of rounding's divergence at most, where a method should be better"),
+    ),
+    Section(
+        "outliers",
+        "What outliers of activations do to quantization, and what SmoothQuant mends",
+        "Divergence from the unquantized model in nats a token, by how much larger planted outlier channels are than "
+        "others; `massive` is the first token's massive activation alone.",
+        (
+            Table(("strength", "scale", "smooth", "kl", "kl_95"), "int8 weights and activations", _is(part="strength")),
+            Table(("strength", "group", "kl", "kl_95"), "int4 weights alone, rounded", _is(part="group")),
+            Table((), "largest activations", _is(part="channel"), hidden=True),
+        ),
+    ),
+    Section(
         "train_small", "Training of the bundled model", answer=first_values("validation loss {:.3f}", "valid_loss")
     ),
 )  # fmt: skip
