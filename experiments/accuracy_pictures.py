@@ -137,11 +137,11 @@ def draw_groups(figure: Any, rows: list[Row]) -> None:
             found = [row for row in of_what if row["codes"] == codes]
             grouped = [row for row in found if row["group"]]
             if grouped:
-                xs, ys = [row["group"] for row in grouped], [row["error"] for row in grouped]
+                xs, ys = [row["group"] for row in grouped], [row["relative_error"] for row in grouped]
                 axes.loglog(xs, ys, "o-", markersize=3, color=color, label=codes)
             for row in found[len(grouped) :]:
                 label = f"{codes}, a scale a row" if what == "weights" else codes
-                axes.axhline(row["error"], color=color, linestyle=":", label=label)
+                axes.axhline(row["relative_error"], color=color, linestyle=":", label=label)
         axes.set_xticks(ticks, [str(group) for group in ticks], minor=False)
         axes.set_xticks([], minor=True)
         axes.set_title(title, fontsize=9)

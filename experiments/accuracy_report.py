@@ -53,7 +53,7 @@ def _added(rows: list[Row]) -> Iterator[Row]:
 def _orders(rows: list[Row]) -> Iterator[Row]:
     """Smaller groups over larger ones, and NF4 over linear int4: each must be below 1."""
     kl = {(row["scheme"], row["kv"]): row["kl"] for row in part(rows, "scheme")}
-    error = {(row["what"], row["codes"], row["group"]): row["error"] for row in part(rows, "group")}
+    error = {(row["what"], row["codes"], row["group"]): row["relative_error"] for row in part(rows, "group")}
 
     def below(name: str, values: dict[Any, float], a: Any, b: Any) -> Iterator[Row]:
         if a in values and b in values:

@@ -153,7 +153,7 @@ def group_count(model: Model) -> int:
 
 def _group_row(what: str, codes: str, group: int | None, bytes_each: float, error: float) -> Row:
     codes = "fp8" if codes == kv_pages.FP8 else codes
-    size = {"group": group, "bytes": round(bytes_each, 4), "error": rounded(error)}
+    size = {"group": group, "bytes": round(bytes_each, 4), "relative_error": rounded(error)}
     return {"part": "group", "what": what, "codes": codes, **size}
 
 

@@ -168,7 +168,7 @@ def test_group_rows_fall_with_smaller_groups(monkeypatch):
     assert len(rows) == accuracy_rows.group_count(model)
     for what, bytes_each in (("weights", [0.75, 0.5625]), ("k", [1.25, 1.125]), ("v", [1.25, 1.125])):
         small, large = (row for row in rows if row["what"] == what)
-        assert 0 < small["error"] < large["error"] < 0.2
+        assert 0 < small["relative_error"] < large["relative_error"] < 0.2
         assert [small["bytes"], large["bytes"]] == bytes_each
 
 
@@ -218,7 +218,10 @@ def test_bars_and_rank_correlation():
         row_of("bf16", "model", 0.0), row_of("w8a8-all", "model", 6e-4, 0.02), row_of("nf4", "model", 0.02),
         row_of("w4a16-g64", "model", 0.01), row_of("bf16", "int8-g8", 1e-5, 0.001), row_of("bf16", "int8-g32", 2e-5),
     ]  # fmt: skip
-    rows += [{"part": "group", "what": "k", "codes": "int8", "group": g, "error": e} for g, e in ((8, 1.0), (32, 2.0))]
+    rows += [
+        {"part": "group", "what": "k", "codes": "int8", "group": g, "relative_error": e}
+        for g, e in ((8, 1.0), (32, 2.0))
+    ]
     others = [row | {"kl": row["kl"] * 2} for row in rows[:4]] + [row_of("bf16", "int8-g8", 1.0)]
     found = {bar["name"]: (bar["value"], bar["met"]) for bar in bars(rows, {"rows": others}, "other.json")}
     assert found == {
