@@ -1,0 +1,68 @@
+"""C15: NF4 against linear int4 at equal bits: error, divergence and perplexity.
+
+Both have 16 codes and one f16 scale for a group of the same size; NF4's codes are quantiles of a normal distribution,
+int4's are evenly spaced. Rounding to nearest, no calibration, on the bundled model and the text that it wrote. Beside
+them what changes the bits: a zero point (4 bits more a group), and NF4's scales in int8 themselves.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.accuracy_rows import rounded, weight_error
+from experiments.claims.accuracy import bundled, percent
+from experiments.claims.claim import Claim, Row, Verdict
+from pallas_kernels.quantized_weights import parse_weight_format
+
+GROUPS = (16, 32, 64)
+NAMES = {"nf4": "nf4-g{}", "int4": "w4a16-g{}", "int4-zp": "w4a16-g{}-zp", "nf4-dq": "nf4-g{}-dq"}
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    judge = bundled(toy)
+    for group in GROUPS[-1:] if toy else GROUPS:
+        for codes, form in list(NAMES.items())[: 2 if toy else None]:
+            fmt = parse_weight_format(form.format(group))
+            bytes_each, error = weight_error(judge.model.params, fmt)
+            row: Row = {
+                "codes": codes,
+                "group": group,
+                "bytes_per_weight": round(bytes_each, 4),
+                "relative_error": rounded(error),
+            }
+            yield row | judge.row(fmt.name)
+
+
+def judge(rows: list[Row]) -> Verdict:
+    found = {(row["codes"], row["group"]): row for row in rows}
+    parts, better, added = [], [], []
+    for group in dict.fromkeys(group for _, group in found):
+        nf4, int4 = found["nf4", group], found["int4", group]
+        ratios = [nf4[key] / int4[key] for key in ("relative_error", "kl")]
+        better += [ratio < 1 for ratio in ratios]
+        added.append(nf4["added"] < int4["added"])
+        parts.append(
+            f"group {group}: error {ratios[0]:.2f}, KL {ratios[1]:.2f} of int4's, perplexity {percent(nf4['added'])} "
+            f"against {percent(int4['added'])}"
+        )
+    verdict = "yes" if all(better) and all(added) else "partly" if any(better) else "no"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    every = figure.subplots(1, 3)
+    labels = {"relative_error": "norm of the rounding error", "kl": "KL, nats a token", "added": "perplexity added, %"}
+    for axes, (key, label) in zip(every, labels.items()):
+        scale = 100 if key == "added" else 1
+        for i, codes in enumerate(dict.fromkeys(row["codes"] for row in rows)):
+            found = [row for row in rows if row["codes"] == codes]
+            xs, ys = [row["bytes_per_weight"] for row in found], [scale * row[key] for row in found]
+            ends = [row.get(f"{key}_95", (row[key],) * 2) for row in found]
+            spread = [[max(y - scale * low, 0) for y, (low, _) in zip(ys, ends)],
+                      [max(scale * high - y, 0) for y, (_, high) in zip(ys, ends)]]  # fmt: skip
+            axes.errorbar(xs, ys, yerr=spread, fmt="o-", markersize=3, capsize=2, color=f"C{i}", label=codes)
+        axes.set_xlabel("bytes a weight")
+        axes.set_ylabel(label)
+    every[0].legend(fontsize=7)
+
+
+CLAIM = Claim(id="C15", stated="NF4 fits weights better", measure=measure, judge=judge, draw=draw, computed=True)

@@ -1,0 +1,141 @@
+"""C7: W8A8 doubles the speed of 16-bit products and keeps accuracy.
+
+Speed is a kernel's, so that only a GPU can say it. On a Hopper GPU the four products of a LLaMA-2-7B layer are timed
+here, with XLA's of bfloat16; elsewhere rows are what result files of this repository have, which each names. Either
+way the 16-bit time is the fastest that any run on that device had, our own kernel's included. Whole decode steps come
+from quant_steps' files where there are any. Accuracy is measured here, on the bundled model and the text that it wrote.
+"""
+
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.claims.accuracy import bundled, percent
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.measured_speed import PLAIN, STEPS, documents, plain_products, product_pairs
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.scaled_matmul import bench
+from pallas_kernels.scaled_matmul.cases import BENCH_SHAPES, Case
+
+RESULTS = Path(__file__).parents[1] / "results"
+ROWS = (1, 16, 64, 128, 256, 512, 4096)
+SCHEMES = ("w8a8-talk", "w8a8-all")
+OURS, WIDE = "int8_matmul", "xla bf16"
+STATED, KEPT = 2.0, 0.015  # times as fast; perplexity that may be added
+NEAR = 1.5  # what counts as partly
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    judge = bundled(toy)
+    for scheme in SCHEMES:
+        yield {"part": "accuracy", "scheme": scheme, **judge.row(scheme)}
+    yield from (timed_products() if on_hopper() else products(RESULTS))
+    yield from steps(RESULTS)
+
+
+def products(results: Path) -> Iterator[Row]:
+    """From result files."""
+    for (m, k, n), (ours, wide) in product_pairs(results, OURS).items():
+        files = ", ".join(dict.fromkeys((ours.file, wide.file)))
+        yield product_row(m, k, n, ours.us, wide.us, files)
+
+
+def timed_products() -> Iterator[Row]:
+    """On this device, the rows of a shape together."""
+    known = plain_products(RESULTS, jax.devices()[0].device_kind)
+    with ThreadPoolExecutor(16) as pool:
+        for k, n in BENCH_SHAPES:
+            ours, wide = (
+                bench.measure([Case(m, n, k, bench.PRODUCTS[name][1]) for m in ROWS], name, pool)
+                for name in (OURS, WIDE)
+            )
+            for (case, us), (_, wide_us) in zip(ours, wide):
+                if isinstance(us, Exception) or isinstance(wide_us, Exception):
+                    failed = us if isinstance(us, Exception) else wide_us
+                    yield {
+                        "part": "product",
+                        "M": case.m,
+                        "K": k,
+                        "N": n,
+                        "error": str(failed).partition("\n")[0][:200],
+                    }
+                    continue
+                best = known.get((case.m, k, n))
+                here = best is None or wide_us <= best.us
+                file = "measured here" if best is None or here else f"measured here, {best.file}"
+                yield product_row(case.m, k, n, us, wide_us if best is None or here else best.us, file)
+
+
+def product_row(m: int, k: int, n: int, us: float, wide_us: float, file: str) -> Row:
+    row: Row = {"part": "product", "M": m, "K": k, "N": n, "us": round(us, 2), "bf16_us": round(wide_us, 2)}
+    return row | {"times": round(wide_us / us, 3), "file": file}
+
+
+def steps(results: Path) -> Iterator[Row]:
+    """Whole decode steps with 16-bit K and V, from the newest file that has them."""
+    for document, file in [*documents(results, STEPS)][-1:]:
+        found = {(r["scheme"], r["kv"], r["batch"]): r["decode_ms"] for r in document["rows"] if "decode_ms" in r}
+        for (scheme, kv, batch), ms in found.items():
+            wide = found.get((*PLAIN, batch))
+            if scheme in SCHEMES and kv == PLAIN[1] and wide:
+                times = round(wide / ms, 3)
+                row = {"part": "step", "scheme": scheme, "batch": batch, "ms": ms, "bf16_ms": wide, "times": times}
+                yield row | {"file": file}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    of = {part: [row for row in rows if row["part"] == part] for part in ("accuracy", "product", "step")}
+    parts = []
+    for name, what in (("product", "products"), ("step", "decode steps")):
+        times = [row["times"] for row in of[name]]
+        if times:
+            middle = statistics.median(times)
+            parts.append(f"{len(times)} {what} {min(times):.2f} to {max(times):.2f} times as fast, median {middle:.2f}")
+    if not parts:
+        parts.append("speed: not measured")
+    parts += [
+        f"{row['scheme']} adds {percent(row['added'])} to perplexity, KL {row['kl']:.2g}" for row in of["accuracy"]
+    ]
+    bars = tuple(
+        {"name": f"perplexity added by {row['scheme']}", "value": row["added"], "unit": "1", "bar": KEPT,
+         "met": row["added"] <= KEPT}
+        for row in of["accuracy"]
+    )  # fmt: skip
+    times = [row["times"] for row in of["step"] or of["product"]]  # what a user sees decides
+    kept = bool(of["accuracy"]) and all(bar["met"] for bar in bars)
+    if not times:
+        return Verdict("not measured: speed", "; ".join(parts), bars)
+    verdict = (
+        "yes" if statistics.median(times) >= STATED and kept else "no" if max(times) < NEAR or not kept else "partly"
+    )
+    return Verdict(verdict, "; ".join(parts), bars)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2)
+    found = [row for row in rows if row["part"] == "product"]
+    for k, n in dict.fromkeys((row["K"], row["N"]) for row in found):
+        of_shape = sorted((row["M"], row["times"]) for row in found if (row["K"], row["N"]) == (k, n))
+        left.semilogx(*zip(*of_shape), "o-", base=2, markersize=3, label=f"{k} x {n}")
+    left.set_xlabel("rows of a product (K x N)")
+    for scheme in SCHEMES:
+        of_scheme = sorted(
+            (row["batch"], row["times"]) for row in rows if row["part"] == "step" and row["scheme"] == scheme
+        )
+        if of_scheme:
+            right.semilogx(*zip(*of_scheme), "o-", base=2, markersize=3, label=scheme)
+    right.set_xlabel("batch of a decode step" if right.lines else "batch of a decode step: not measured yet")
+    for axes in (left, right):
+        axes.axhline(STATED, color="black", linestyle="--", linewidth=1)
+        axes.axhline(1, color="gray", linewidth=1)
+        axes.set_ylim(0, 3)
+        axes.set_ylabel("times as fast as bfloat16 (stated: dashed)")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+
+
+CLAIM = Claim(id="C7", stated="+100 %, accuracy kept", measure=measure, judge=judge, draw=draw, computed=True)

@@ -1,0 +1,158 @@
+"""C9: INT8's error against FP8's (e4m3), and what a wrong scale does to either.
+
+Rounding alone, with a scale a row: weights of the bundled model, an output channel a row, and what its linear layers
+read, a token a row; the norm of the error over that of the values. Then whole models, by divergence. Last, scales that
+are not the largest magnitude's, but a multiple of it: below 1 the largest values are clipped, above 1 codes are wasted.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.accuracy_rows import rounded
+from experiments.claims.accuracy import Judge, bundled
+from experiments.claims.claim import Claim, Row, Verdict
+from jllm.activations import tap
+from jllm.protocols import encode, find_protocol
+from pallas_kernels.quantized_rows import KINDS, LARGEST
+
+TOKENS, TOY_TOKENS = 512, 32
+READ = {
+    "attn_norm": "input of QKV",
+    "attention": "input of O",
+    "mlp_norm": "input of gate and up",
+    "silu_mul": "input of down",
+}
+WEIGHTS = {"qkv": "QKV", "o": "O", "gate_up": "gate and up", "down": "down"}
+FACTORS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 16.0)
+PAIRS = (("w8a16", "fp8-weight"), ("w8a8-all", "fp8"))  # the same layers, weights alone, and activations too
+STATED = 10.0
+SENSITIVE = 1.5  # times the error within a factor of 4: what counts as sensitive
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    judge = bundled(toy)
+    values = {"weights": weights(judge), "activations": activations(judge, TOY_TOKENS if toy else TOKENS)}
+    for kind, named in values.items():
+        for name, arrays in (named | {"all": [x for each in named.values() for x in each]}).items():
+            yield {"part": "rounding", "of": kind, "which": name, **both(arrays, 1.0)}
+    for eight, floating in PAIRS[:1] if toy else PAIRS:
+        kl = [judge.row(scheme)["kl"] for scheme in (eight, floating)]
+        row: Row = {"part": "model", "of": f"{eight} and {floating}", "int8_kl": kl[0], "fp8_kl": kl[1]}
+        yield row | {"fp8_over_int8": round(kl[1] / kl[0], 3)}
+    for kind, named in values.items():
+        for factor in FACTORS:
+            yield {
+                "part": "scale",
+                "of": kind,
+                "factor": factor,
+                **both([x for e in named.values() for x in e], factor),
+            }
+
+
+def weights(judge: Judge) -> dict[str, list[jax.Array]]:
+    """Rows are output channels."""
+    return {text: [getattr(layer, name) for layer in judge.model.params.layers] for name, text in WEIGHTS.items()}
+
+
+def activations(judge: Judge, count: int) -> dict[str, list[jax.Array]]:
+    """Rows are tokens."""
+    ids = encode(judge.model.tokenizer, "\n\n".join(judge.texts), find_protocol("windows-512"))[:count]
+    found = tap(judge.model, ids, [f"layers.*.{name}" for name in READ])
+    return {text: [x for key, x in found.items() if key.endswith(f".{name}")] for name, text in READ.items()}
+
+
+def both(arrays: Iterable[jax.Array], factor: float) -> Row:
+    """The error of each kind, and FP8's over INT8's: of norms, and of their squares."""
+    arrays = list(arrays)
+    found = {kind: relative_error(arrays, kind, factor) for kind in ("int8", "fp8")}
+    row: Row = {f"{kind}_error": rounded(error) for kind, error in found.items()}
+    over = found["fp8"] / found["int8"]
+    return row | {"fp8_over_int8": round(over, 3), "squared": round(over**2, 3)}
+
+
+def relative_error(arrays: Iterable[jax.Array], kind: str, factor: float) -> float:
+    sums = np.asarray([jax.device_get(_errors(x, kind, factor)) for x in arrays], np.float64).sum(axis=0)
+    return math.sqrt(sums[0] / sums[1])
+
+
+@jax.jit(static_argnums=1)
+def _errors(x: jax.Array, kind: str, factor: float) -> tuple[jax.Array, jax.Array]:
+    """Squared norms of the rounding error and of x [.., E], whose rows have factor times their own scale."""
+    x = x.astype(jnp.float32)
+    y = round_trip(x, kind, factor)
+    return jnp.sum((x - y) ** 2), jnp.sum(x * x)
+
+
+def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
+    """x as codes of a kind with a scale a row, factor * absmax / largest, and back."""
+    scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (factor / LARGEST[kind])
+    scales = jnp.maximum(scales, jnp.finfo(x.dtype).tiny)
+    codes = jnp.clip(x / scales, -LARGEST[kind], LARGEST[kind])
+    codes = jnp.round(codes) if kind == "int8" else codes.astype(KINDS[kind]).astype(x.dtype)
+    return codes * scales
+
+
+def judge(rows: list[Row]) -> Verdict:
+    rounding = {row["of"]: row for row in rows if row["part"] == "rounding" and row["which"] == "all"}
+    parts = [
+        f"FP8's error on {of} {row['fp8_over_int8']:.1f} times INT8's ({row['squared']:.1f} squared)"
+        for of, row in rounding.items()
+    ]
+    models = [row for row in rows if row["part"] == "model"]
+    parts += [f"KL {row['fp8_over_int8']:.1f} times ({row['of']})" for row in models]
+    growth = {kind: spread(rows, kind) for kind in ("int8", "fp8")}
+    parts.append("scale up to 4 times too large: " + ", ".join(f"{k} error x{up:.2f}" for k, (up, _) in growth.items()))
+    parts.append("down to a quarter: " + ", ".join(f"{k} x{down:.1f}" for k, (_, down) in growth.items()))
+    larger = [row["fp8_over_int8"] >= STATED for row in [*rounding.values(), *models]]
+    larger += [row["squared"] >= STATED for row in rounding.values()]
+    up = {kind: each[0] for kind, each in growth.items()}
+    sensitive = up["int8"] >= SENSITIVE > up["fp8"] and growth["fp8"][1] < SENSITIVE
+    verdict = "yes" if all(larger) and sensitive else "partly" if any(larger) or up["int8"] > up["fp8"] else "no"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def spread(rows: list[Row], kind: str) -> tuple[float, float]:
+    """The largest error with a scale up to 4 times too large, and down to a quarter, over that with it as it is."""
+    up, down = [], []
+    for of in dict.fromkeys(row["of"] for row in rows if row["part"] == "scale"):
+        found = {row["factor"]: row[f"{kind}_error"] for row in rows if row["part"] == "scale" and row["of"] == of}
+        up += [error / found[1.0] for factor, error in found.items() if 1 <= factor <= 4]
+        down += [error / found[1.0] for factor, error in found.items() if 0.25 <= factor <= 1]
+    return max(up), max(down)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2)
+    found = [row for row in rows if row["part"] == "rounding"]
+    for i, (kind, color) in enumerate((("int8", "C0"), ("fp8", "C1"))):
+        at = [j + (i - 0.5) * 0.4 for j in range(len(found))]
+        left.barh(at, [row[f"{kind}_error"] for row in found], 0.38, color=color, label=kind)
+    left.set_yticks(range(len(found)), [f"{row['of']}: {row['which']}" for row in found], fontsize=7)
+    left.set_xlabel("norm of the error over that of the values")
+    left.invert_yaxis()
+    left.legend()
+    for of, style in (("weights", "o-"), ("activations", "s--")):
+        scaled = [row for row in rows if row["part"] == "scale" and row["of"] == of]
+        for kind, color in (("int8", "C0"), ("fp8", "C1")):
+            ys = [row[f"{kind}_error"] for row in scaled]
+            right.loglog(
+                [row["factor"] for row in scaled], ys, style, base=2, color=color, markersize=3, label=f"{kind}, {of}"
+            )
+    right.set_yscale("log", base=10)
+    right.set_xlabel("scale, times the largest magnitude's")
+    right.legend(fontsize=7)
+
+
+CLAIM = Claim(
+    id="C9",
+    stated="FP8's error some 10x INT8's; FP8 insensitive to its scale, INT8 sensitive",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)

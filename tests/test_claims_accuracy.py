@@ -1,0 +1,218 @@
+"""What the claims about accuracy measure, and what they make of their rows."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.accuracy_rows import weight_error
+from experiments.claims import __main__ as command
+from experiments.claims import c6, c7, c9, c10, c15
+from experiments.claims.accuracy import Judge
+from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
+from pallas_kernels.quantized_weights import WeightFormat, decode, encode
+from tests.test_quant_accuracy import Pieces
+from tests.tiny import tiny_model
+
+FIGURES = {"protocol": "document", "perplexity": 9.0, "added": 0.001, "added_95": [-0.001, 0.002], "kl": 1e-3}
+FIGURES |= {"kl_95": [9e-4, 2e-3], "top1": 0.99}
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A tiny model, and figures of evaluations by what was asked for, in its order."""
+    asked = []
+
+    def row(self, scheme="bf16", kv="model"):
+        asked.append((scheme, kv))
+        return dict(FIGURES)
+
+    judge = Judge(tiny_model(tokenizer=Pieces(), intermediate_size=64), ("Once upon a time " * 8,), None)
+    monkeypatch.setattr(Judge, "row", row)
+    for module in (c6, c7, c9, c10, c15):
+        monkeypatch.setattr(module, "bundled", lambda toy: judge)
+    return asked
+
+
+def test_c6_counts_requests_with_their_scales(pretended):
+    rows = {row["kv"]: row for row in c6.measure(False)}
+    # 32 layers, K and V of 32 heads of 128 values; int8-g8: 128 codes and 16 f16 scales
+    assert rows["bf16"]["requests"] == (40 << 30) // (1024 * 32 * 2 * 32 * 256)
+    assert rows["int8-g8"]["requests"] == (40 << 30) // (1024 * 32 * 2 * 32 * (128 + 32))
+    assert {kv: rows[kv]["times"] for kv in ("int8-g8", "fp8", "int8-g128")} == {
+        "int8-g8": 1.6, "fp8": 2.0, "int8-g128": 1.9625
+    }  # fmt: skip
+    assert "kl" not in rows["int8-g128"]  # the small model's heads are smaller
+    assert pretended[:2] == [("bf16", "model"), ("bf16", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("added", "times", "verdict"), [(0.001, 1.6, "partly"), (0.001, 2.1, "yes"), (0.01, 2.1, "no")]
+)
+def test_c6_wants_both(added, times, verdict):
+    found = c6.judge([FIGURES | {"kv": "int8-g8", "times": times, "added": added}])
+    assert found.verdict == verdict
+    assert found.bars[0]["met"] == (added < 0.002)
+    assert f"int8-g8 {100 * (times - 1):+.0f} % requests" in found.measured
+
+
+def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypatch):
+    shape = {"M": 64, "K": 4096, "N": 12288}
+
+    def write(name, experiment, rows):
+        document = {"experiment": experiment, "device": "H", "command": "python", "rows": rows}
+        (tmp_path / name).write_text(json.dumps(document))
+
+    monkeypatch.setattr(c7, "RESULTS", tmp_path)
+    rows = list(c7.measure(False))
+    assert [row["part"] for row in rows] == ["accuracy"] * 2
+    assert c7.judge(rows).verdict == "not measured: speed"
+    write("int8_matmul-1-h.json", "int8_matmul", [shape | {"peer": "int8_matmul", "us": 10.0}])
+    write("matmul-1-h.json", "matmul", [shape | {"dtype": "bfloat16", "us": 17.0}])
+    steps = [{"scheme": s, "kv": "bf16", "batch": 64, "decode_ms": ms} for s, ms in (("bf16", 9.0), ("w8a8-all", 4.0))]
+    rows = list(c7.measure(False))[2:]
+    assert rows == [c7.product_row(64, 4096, 12288, 10.0, 17.0, "int8_matmul-1-h.json, matmul-1-h.json")]
+    assert c7.judge(rows + [FIGURES | {"part": "accuracy", "scheme": "w8a8-all"}]).verdict == "partly"
+    write("quant_steps-1-h.json", "quant_steps", steps)
+    rows = list(c7.measure(False))
+    assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
+    assert c7.judge(rows).verdict == "yes"
+    assert c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows]).verdict == "no"
+
+
+def test_c9_rounds_as_the_library_does():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
+    for kind in ("int8", "fp8"):
+        want = dequantize_rows(quantize_rows(x, kind))
+        np.testing.assert_allclose(c9.round_trip(x, kind, 1.0), want, rtol=1e-6, atol=1e-6)
+    # a scale twice as large: steps of int8 twice as wide, while a float's stay where they are
+    errors = {kind: [c9.relative_error([x], kind, factor) for factor in (1.0, 2.0)] for kind in ("int8", "fp8")}
+    assert errors["int8"][1] / errors["int8"][0] == pytest.approx(2, rel=0.1)
+    assert errors["fp8"][1] / errors["fp8"][0] == pytest.approx(1, rel=0.02)
+    assert c9.relative_error([x], "int8", 0.25) > 10 * errors["int8"][0]
+
+
+def test_c9_measures_weights_activations_and_scales(pretended):
+    rows = list(c9.measure(True))
+    which = [(row["of"], row["which"]) for row in rows if row["part"] == "rounding"]
+    assert len(which) == 10
+    assert {row["factor"] for row in rows if row["part"] == "scale"} == set(c9.FACTORS)
+    assert rows[10] == {
+        "part": "model", "of": "w8a16 and fp8-weight", "int8_kl": 1e-3, "fp8_kl": 1e-3, "fp8_over_int8": 1.0
+    }  # fmt: skip
+    assert all(0 < row["int8_error"] < 0.02 < row["fp8_error"] < 0.04 for row in rows[:4])
+
+
+def scaled(of, **errors):
+    """Rows of three scales: a quarter, right, four times too large."""
+    return [
+        {"part": "scale", "of": of, "factor": f, **{f"{kind}_error": each[i] for kind, each in errors.items()}}
+        for i, f in enumerate((0.25, 1.0, 4.0))
+    ]
+
+
+def test_c9_judges_ten_times_and_sensitivity():
+    def rounding(over):
+        ends = {"part": "rounding", "which": "all", "fp8_over_int8": over, "squared": over**2}
+        return [ends | {"of": of} for of in ("weights", "activations")]
+
+    one_sided = scaled("weights", int8=(9.0, 1.0, 4.0), fp8=(1.1, 1.0, 1.0))
+    both = scaled("weights", int8=(9.0, 1.0, 4.0), fp8=(9.0, 1.0, 1.0))
+    flat = scaled("weights", int8=(1.0, 1.0, 1.0), fp8=(1.0, 1.0, 1.0))
+    assert c9.judge([*rounding(10.0), *one_sided]).verdict == "yes"
+    assert c9.judge([*rounding(4.0), *one_sided]).verdict == "partly"
+    assert c9.judge([*rounding(10.0), *both]).verdict == "partly"
+    assert c9.judge([*rounding(2.0), *flat]).verdict == "no"
+    assert "int8 error x4.00, fp8 error x1.00" in c9.judge([*rounding(4.0), *both]).measured
+
+
+def test_c10_has_every_size_of_group(pretended, monkeypatch):
+    monkeypatch.setattr(c10, "CODES", ("int4",))
+    rows = list(c10.measure(True))
+    assert [(row["of"], row["scale_for"]) for row in rows] == [
+        ("weights", "2"), ("weights", "4"), ("weights", "8"), ("weights", "16"), ("weights", "tensor"),
+        ("K and V", "2"), ("K and V", "4"), ("K and V", "8"), ("K and V", "row"), ("K and V", "tensor"),
+    ]  # fmt: skip
+    assert pretended == [("w4a16-g8", "model"), ("w4a16-g16", "model"), ("bf16", "int4-g8"), ("bf16", "int4-g16")]
+    for rows_of in (rows[:5], rows[5:]):
+        errors = [row["relative_error"] for row in rows_of]
+        assert errors == sorted(errors)
+
+
+def test_c10_one_scale_for_a_tensor_is_the_largest_weights():
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(32, 64)), jnp.float32)
+    step = jnp.abs(w).max() / 127
+    want = jnp.linalg.norm(jnp.round(w / step) * step - w) / jnp.linalg.norm(w)
+    assert c10._flat_error(w, "int8") == pytest.approx(float(want), rel=1e-5)
+    assert c10._together([0.1, 0.2], [jnp.ones(3), jnp.ones(1)]) == pytest.approx(np.sqrt((0.03 + 0.04) / 4))
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict"), [((1.0, 2.0, 3.0), "yes"), ((2.0, 1.0, 3.0), "partly"), ((3.0, 2.0, 1.0), "no")]
+)
+def test_c10_wants_errors_that_grow_with_groups(errors, verdict):
+    rows = [
+        {"of": "weights", "codes": "int8", "scale_for": s, "relative_error": e}
+        for s, e in zip(("8", "32", "tensor"), errors)
+    ]
+    rows = [row | ({"kl": row["relative_error"]} if row["scale_for"] != "tensor" else {}) for row in rows]
+    assert c10.judge(rows).verdict == verdict
+
+
+def test_c15_compares_at_equal_bits(pretended, monkeypatch):
+    monkeypatch.setattr(c15, "GROUPS", (32,))
+    rows = list(c15.measure(True))
+    assert pretended == [("nf4-g32", "model"), ("w4a16-g32", "model")]
+    assert len({row["bytes_per_weight"] for row in rows}) == 1
+    by = [({"kl": 0.5}, "yes"), ({"kl": 2.0}, "partly"), ({"kl": 2.0, "relative_error": 9.0}, "no")]
+    for worse, verdict in by:
+        nf4, int4 = (
+            {"relative_error": 0.1, "kl": 0.5, "added": 0.001},
+            {"relative_error": 0.2, "kl": 1.0, "added": 0.002},
+        )
+        found = [{"codes": c, "group": 32} | row for c, row in (("nf4", nf4 | worse), ("int4", int4))]
+        assert c15.judge(found).verdict == verdict
+
+
+def test_error_of_weights_is_that_of_all_of_them():
+    model = tiny_model(intermediate_size=64)
+    fmt = WeightFormat("int8", 32)
+    leaves = [x for layer in model.params.layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    noise = sum(float(jnp.sum((decode(jax.jit(encode, static_argnums=1)(w, fmt)) - w) ** 2)) for w in leaves)
+    want = np.sqrt(noise / sum(float(jnp.sum(w * w)) for w in leaves))
+    assert weight_error(model.params, fmt) == (pytest.approx(1 + 2 / 32), pytest.approx(want, rel=1e-5))
+
+
+def test_each_claim_draws_its_rows(tmp_path, pretended):
+    kinds = {"int8_error": 0.01, "fp8_error": 0.03}
+    examples = {
+        "C6": [FIGURES | {"kv": "int8-g8", "times": 1.6}, {"kv": "int8-g128", "times": 1.97}],
+        "C7": [FIGURES | {"part": "accuracy", "scheme": "w8a8-all"}, c7.product_row(1, 2, 3, 1.0, 2.0, "f")],
+        "C9": [
+            {"part": "rounding", "of": "weights", "which": "all"} | kinds,
+            {"part": "scale", "of": "weights", "factor": 1} | kinds,
+        ],
+        "C10": [
+            {"of": of, "codes": codes, "scale_for": "8", "bytes": 1.25, "relative_error": 0.1, "kl": 0.1}
+            for of in ("weights", "K and V") for codes in ("int8", "int4")
+        ],
+        "C15": [FIGURES | {"codes": "nf4", "group": 64, "bytes_per_weight": 0.53, "relative_error": 0.09}],
+    }  # fmt: skip
+    for name, rows in examples.items():
+        path = tmp_path / f"claims-{name}.json"
+        rows = [*rows, {"verdict": "yes"}]
+        path.write_text(json.dumps({"experiment": f"claims-{name}", "device": "cpu", "rows": rows}))
+        assert command.main(["--draw", str(path)]) == 0
+        assert path.with_suffix(".svg").read_text().count("<path") > 10
+
+
+def test_a_judge_evaluates_against_what_was_recorded():
+    from jllm.evaluate import record
+
+    model = tiny_model(tokenizer=Pieces())
+    texts = ("abc abd", "xyz")
+    found = Judge(model, texts, record(model, texts, "document")).row("w8a16")
+    assert 0 < found["kl"] < 1e-2
+    assert found["protocol"] == "document"
