@@ -129,7 +129,7 @@ def group_table(rows: list[Row]) -> Table:
     groups = sorted({group for _, _, group in found if group}) + [None] * any(g is None for _, _, g in found)
 
     def cell(row: Row | None) -> str:
-        return "" if row is None else f"{row['error']:.3g} ({row['bytes']:.3f})"
+        return "" if row is None else f"{row['relative_error']:.3g} ({row['bytes']:.3f})"
 
     head = ["values", *("a scale a row, or none" if group is None else f"group {group}" for group in groups)]
     return [head, *([" ".join(kind), *(cell(found.get((*kind, group))) for group in groups)] for kind in kinds)]

@@ -7,7 +7,14 @@ import pytest
 
 import jllm
 import jllm.evaluate
-from experiments import accuracy_report, accuracy_rows, accuracy_support, measured_speed, quant_accuracy
+from experiments import (
+    accuracy_pictures,
+    accuracy_report,
+    accuracy_rows,
+    accuracy_support,
+    measured_speed,
+    quant_accuracy,
+)
 from experiments.accuracy_report import bars, text_report
 from experiments.texts import write
 from experiments.texts.read import BUNDLED_TEXT, read_documents
@@ -153,7 +160,7 @@ def test_two_runs_have_equal_figures_tables_and_pictures(sweep, tmp_path, capsys
     assert sweep(*options, text="text.jsonl") == (0, first)
 
 
-def test_group_rows_fall_with_smaller_groups(monkeypatch):
+def test_group_rows_fall_with_smaller_groups(monkeypatch, tmp_path):
     model = tiny_model(intermediate_size=64)
     assert [(f.codes, f.group) for f in accuracy_rows.weight_formats(model.params)][:3] == [
         ("int8", 8),
@@ -170,6 +177,10 @@ def test_group_rows_fall_with_smaller_groups(monkeypatch):
         small, large = (row for row in rows if row["what"] == what)
         assert 0 < small["relative_error"] < large["relative_error"] < 0.2
         assert [small["bytes"], large["bytes"]] == bytes_each
+    document = {"experiment": "quant_accuracy", "date": "d", "device": "cpu", "rows": rows, "bars": []}
+    assert f"{rows[0]['relative_error']:.3g} (0.750)" in text_report(document, tmp_path)
+    (picture,) = accuracy_report.draw_all(document, {}, tmp_path / "q.json")
+    assert picture.name == "q-groups.svg"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +276,8 @@ def test_speeds_come_from_files_of_gpus(tmp_path):
     row = row_of("nf4", "model", 0.1) | {"protocol": "p", "perplexity": 1.0, "top1": 1.0}
     report = text_report({"rows": [row | {"bytes_per_weight": 0.5, "bytes_per_kv": 2.0}], "bars": []}, tmp_path)
     assert "1.50" in report
+    pictures = accuracy_pictures.pictures([row | {"bytes_per_weight": 0.5, "bytes_per_kv": 2.0}], found)
+    assert [(name, row["times"]) for name, _, rows in pictures for row in rows if "times" in row] == [("speed", 1.5)]
     assert "decode step of m at batch 64, quant_steps-1-h.json (nf4 with KV model)" in report
 
 
