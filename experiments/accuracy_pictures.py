@@ -40,13 +40,13 @@ def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
 
 def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, list[Row]], None], list[Row]]]:
     """Name, how it is drawn, and of what."""
-    schemes = [row for row in rows if row["part"] == "scheme" and row["kl"] > 0]
+    schemes = [row for row in rows if row.get("part", "scheme") == "scheme" and row["kl"] > 0]
     timed = [row | {"times": speeds[speed_key(row)].times} for row in schemes if speed_key(row) in speeds]
     return [
         ("bytes", draw_bytes, schemes),
         ("speed", draw_speed, timed),
-        ("layers", draw_layers, [row for row in rows if row["part"] == "layer"]),
-        ("groups", draw_groups, [row for row in rows if row["part"] == "group"]),
+        ("layers", draw_layers, [row for row in rows if row.get("part", "scheme") == "layer"]),
+        ("groups", draw_groups, [row for row in rows if row.get("part", "scheme") == "group"]),
     ]
 
 

@@ -17,7 +17,7 @@ UNMEASURED = "not measured"
 
 
 def part(rows: Iterable[Row], name: str) -> list[Row]:
-    return [row for row in rows if row.get("part") == name]
+    return [row for row in rows if row.get("part", "scheme") == name]
 
 
 # Bars
