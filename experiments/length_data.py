@@ -47,14 +47,15 @@ class Request:
 
 
 def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[Text]:
-    """So many texts, at temperature 1 from the begin token: first those that `path` has, then new ones of the least
-    seeds that it lacks, which are appended to it as they end, so that an interrupted run goes on. Raises InputFileError
-    for a file of another model, RequestError for a model without a begin token."""
+    """Texts of seeds 0 .. count-1, at temperature 1 from the begin token, and those of other seeds that `path` has.
+    What it has is not made again, and new ones are appended to it as they end, so that an interrupted run goes on: it
+    must, since the texts that are missing by then are long ones. Raises InputFileError for a file of another model,
+    RequestError for a model without a begin token."""
     if model.config.bos_id is None:
         raise RequestError("texts are sampled from the begin token, and this model has none")
     about = {"model": fingerprint(model), "longest": longest}
     found = {text.seed: text for text in read_texts(path, about)} if path.exists() else {}
-    missing = [seed for seed in range(count) if seed not in found][: max(0, count - len(found))]
+    missing = [seed for seed in range(count) if seed not in found]
     if not path.exists():
         path.write_text(json.dumps(about) + "\n", encoding="utf-8")
     if missing:
@@ -64,13 +65,12 @@ def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[T
                 file.write(json.dumps({"seed": text.seed, "ended": text.ended, "tokens": text.tokens}) + "\n")
                 file.flush()
                 bar.update()
-    return [found[seed] for seed in sorted(found)[:count]]
+    return [found[seed] for seed in sorted(found)]
 
 
 def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text]:
-    slots = min(SLOTS, len(seeds))
-    ladder = (Rung(slots, 0, 0), Rung(slots, slots, slots))  # prompts have one token
-    engine = Engine(model, max_slots=slots, page_size=32, ladder=ladder, max_step_tokens=2 * slots)
+    ladder = (Rung(SLOTS, 0, 0), Rung(SLOTS, SLOTS, SLOTS))  # prompts have one token
+    engine = Engine(model, max_slots=SLOTS, page_size=32, ladder=ladder, max_step_tokens=2 * SLOTS)
     longest = min(longest, model.config.context - 1)
     ids = {}
     for seed in seeds:

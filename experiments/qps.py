@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
-from jllm.engine.options import POLICIES
+from jllm.engine.options import KV_POLICIES, POLICIES
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.params import Params
@@ -55,6 +55,7 @@ Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
 FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: what goodput allows
 PERCENTILES = (50, 90, 99)
+MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
 
@@ -114,15 +115,18 @@ def read_workload(path: Path, count: int | None, rate: float | None, seed: int) 
 
 
 def serve(
-    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int
+    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int, allow: int = 0
 ) -> tuple[list[Served], float]:
-    """Sends requests as they arrive; how each fared, and the seconds until the last had ended."""
+    """Sends requests as they arrive; how each fared, and the seconds until the last had ended. A request that allows
+    more tokens than it wants is aborted once it has what it wants."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, engine.vocab_size, r.prompt).tolist() for r in requests]
     params = [
-        SamplingParams(**{**vars(sampling), "max_new_tokens": r.output, "seed": i}) for i, r in enumerate(requests)
+        SamplingParams(**{**vars(sampling), "max_new_tokens": max(allow, r.output), "seed": i})
+        for i, r in enumerate(requests)
     ]
     coming, known, served = deque(range(len(requests))), {}, []
+    made: Counter[int] = Counter()
     start = time.perf_counter()
     while coming or engine.has_work:
         now = time.perf_counter() - start
@@ -134,11 +138,15 @@ def serve(
             time.sleep(max(0.0, requests[coming[0]].arrival - (time.perf_counter() - start)))
             continue
         for event in engine.step():
-            if event.completion is not None:
+            made[event.id] += len(event.token_ids)
+            if event.completion is None:
+                if made[event.id] == known[event.id][0].output:
+                    engine.abort(event.id)
+            else:
                 request, delay = known.pop(event.id)
-                t = event.completion.timings
+                t, reason = event.completion.timings, event.completion.finish_reason
+                del made[event.id]
                 if t.output_tokens != request.output or t.first_token is None:
-                    reason = event.completion.finish_reason
                     raise RuntimeError(f"a request made {t.output_tokens} of {request.output} tokens ({reason})")
                 served.append(Served(request, t.first_token + delay, t.total + delay))
     return served, time.perf_counter() - start
@@ -213,11 +221,13 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
 
 
 def make_engine(model: Model, args: argparse.Namespace) -> Engine:
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *POLICIES)
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *MEMORY, *POLICIES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
+    if args.pool_gib is not None:
+        options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
     if not args.host_only:
         return Engine(model, **options)
-    if args.num_pages is None:  # those that an H200 has room for
+    if options["num_pages"] is None:  # those that an H200 has room for
         free = 0.9 * (DEVICE_BYTES - tree_bytes(model.params))
         options["num_pages"] = max(args.slots, int(free / (args.page_size * token_bytes(model, args.kv_cache))))
     return Engine(model, device=HostOnly, **options)
@@ -232,6 +242,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         "model": Path(args.model or args.config).stem, "scheme": args.quantize or args.dtype,
         "kv": args.kv_cache or str(model.params.norm.dtype), "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in POLICIES},
+        **{name: getattr(args, name) for name in (*MEMORY, "pool_gib", "allow") if getattr(args, name)},
     }  # fmt: skip
     engine = make_engine(model, args)
     start = time.perf_counter()
@@ -250,7 +261,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         engine.reset_metrics()
         engine.reset_prefix_cache()  # each repeat has the same prompts
         busy = time.thread_time()
-        served, seconds = serve(engine, requests, sampling, args.seed)
+        served, seconds = serve(engine, requests, sampling, args.seed, args.allow)
         busy_s = min(busy_s, time.thread_time() - busy)
         rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
         yield {**about, "repeat": repeat, **rounded(rows[-1])}
@@ -270,7 +281,8 @@ def bars(row: Row, args: argparse.Namespace) -> Iterator[Row]:
     """The whole workload on the device that the bars are for, or its schedule alone."""
     whole = row["requests"] == 1024 and args.workload == WORKLOAD and args.rate is None and args.slots == 512
     merged = all(getattr(args, name) == choices[0] for name, choices in POLICIES.items())
-    if not (whole and merged):
+    bound = any(getattr(args, name) for name in (*MEMORY, "pool_gib", "allow"))
+    if not (whole and merged) or bound:
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     if args.host_only:
@@ -314,6 +326,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
+    parser.add_argument("--pool-gib", type=float, help="size of the pool, in place of --pages")
+    parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
+    parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
+    parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
+    parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
@@ -326,6 +343,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.rate is not None and not args.rate > 0:
         parser.error(f"--rate must be > 0, not {args.rate}")
+    if args.pool_gib is not None and (args.num_pages or not args.pool_gib > 0):
+        parser.error("--pool-gib must be > 0, and --pages left out beside it")
     return args
 
 
@@ -334,6 +353,8 @@ def name_of(args: argparse.Namespace) -> str:
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
     parts += [args.quantize or args.dtype, f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in POLICIES.items() if getattr(args, name) != choices[0]]
+    parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
+    parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
     parts += ["" if args.rate is None else f"rate{args.rate:g}"]
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts if part)
 

@@ -3,6 +3,7 @@
     python -m experiments.simulate --policy paged reserve extent --predictor none quantile oracle --pool-gib 16 32 64
     python -m experiments.simulate --config llama-3-8b --kv-cache bf16 int8-g8 --slots 128 512 --rate 25
     python -m experiments.simulate --requests 100000 --rate 27.8     # an hour of traffic
+    python -m experiments.simulate --replay run.jsonl    # a trace that an engine recorded, Engine(trace="run.jsonl")
 
 Every combination is one row. The pool has so many pages as --pool-gib hold; weights count for time alone. A request
 allows --max-new-tokens and makes what the workload says, which only the oracle knows. Step times are those of a cost
@@ -11,7 +12,12 @@ which results it is from, and how far from them. Nothing is measured but `host_u
 the scheduler for each running sequence and step. reserve asks no predictor, and is simulated once.
 
 A workload is the name of one of workloads/, or a file: {"requests": [[prompt, output], ..]}, or JSON lines {"prompt":
-[ids] or their number, "output": tokens}. With --requests as many are drawn from it, with replacement, fixed seed.
+[ids] or their number, "output": tokens, "stop": [strings]}. With --requests as many are drawn from it, with
+replacement, fixed seed. A predictor called learned:FILE was made for --predictor-model (train_length_predictor.py).
+
+--replay simulates nothing: it takes each recorded step's work and says how far the cost model's seconds are from what
+the step took, as calibrated and as fitted to the first half of the trace and judged by the second (--config, --quantize
+and one --kv-cache must be those of the engine).
 """
 
 import argparse
@@ -28,12 +34,15 @@ from tqdm import tqdm
 from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.qps import bar, positive, rounded, token_bytes
 from experiments.result_file import ResultFile
+from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
+from jllm.engine.learned_length import PREFIX, Learned, load_learned
 from jllm.engine.length import NAMES
 from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions
+from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, JllmError
-from jllm.pretrained import Model
+from jllm.pretrained import BUNDLED, Model, load
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -60,8 +69,8 @@ class Case:
     def about(self) -> Row:
         return {
             "model": self.config, "scheme": self.scheme or "bf16", "kv": self.kv_cache or "bf16",
-            "kv_policy": self.policy, "predictor": self.predictor or "none", "quantile": self.quantile,
-            "slots": self.slots, "pool_gib": self.pool_gib,
+            "kv_policy": self.policy, "predictor": (self.predictor or "none").partition(":")[0],
+            "quantile": self.quantile, "slots": self.slots, "pool_gib": self.pool_gib,
         }  # fmt: skip
 
 
@@ -150,16 +159,31 @@ def simulate_all(args: argparse.Namespace) -> Iterator[Row]:
     workload = read_workload(args.workload)
     todo = cases(args)
     costs = {kv: make_costs(args.config, args.quantize, kv, args.floor) for kv in {case.kv_cache for case in todo}}
+    learned = learned_of(args)
     for case in tqdm(todo, delay=2):
         yield simulate(
             case, costs[case.kv_cache], workload, max_new_tokens=args.max_new_tokens, requests=args.requests,
-            rate=args.rate, seed=args.seed,
+            rate=args.rate, seed=args.seed, learned=learned.get(case.predictor or ""),
         )  # fmt: skip
+
+
+def learned_of(args: argparse.Namespace) -> dict[str, Learned]:
+    """Those asked for, by name. Raises LengthPredictorError."""
+    names = [name for name in args.predictor if name.startswith(PREFIX)]
+    model = load(args.predictor_model) if names else None
+    return {name: load_learned(name.removeprefix(PREFIX), model) for name in names if model is not None}
+
+
+def replay_all(args: argparse.Namespace) -> Iterator[Row]:
+    kv = None if args.kv_cache[0] == "bf16" else args.kv_cache[0]
+    costs = make_costs(args.config, args.quantize, kv, args.floor)
+    for row in replay(read_trace(args.replay), costs.cost):
+        yield {"model_config": args.config, "kv": args.kv_cache[0], "trace": Path(args.replay).name} | row
 
 
 def bars(rows: list[Row]) -> list[Row]:
     """What the scheduler itself may cost, of the longest run where one is an hour's traffic."""
-    hours = [row for row in rows if row["requests"] >= 100_000 and row["seconds"] >= 0.98 * HOUR]
+    hours = [row for row in rows if row.get("requests", 0) >= 100_000 and row["seconds"] >= 0.98 * HOUR]
     return [
         bar(f"host work a running request a step, {row['kv_policy']}, {row['requests']} requests in "
             f"{row['seconds']:.0f} s", row["host_us"], "us", HOST_BAR, most=True)
@@ -170,7 +194,8 @@ def bars(rows: list[Row]) -> list[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"])
-    parser.add_argument("--predictor", nargs="+", choices=(*NAMES, "oracle"), default=["none"])
+    parser.add_argument("--predictor", nargs="+", default=["none"], help=f"{', '.join(NAMES)}, oracle, learned:FILE")
+    parser.add_argument("--predictor-model", default=BUNDLED, help="directory or id (default: the bundled model)")
     parser.add_argument("--quantile", type=float, help="of predicted lengths, that admission counts on")
     parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests go on")
     parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
@@ -185,6 +210,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
     parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
     parser.add_argument("--seed", type=int, default=0, help="of draws and arrivals")
+    parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
     parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
@@ -201,8 +227,10 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.simulate", *(sys.argv[1:] if argv is None else argv)]
     try:
         shares = Shares() if args.floor else calibrated(None)
-        result = ResultFile(args.results, f"simulate_{args.config}", command, cost_model=vars(shares))
-        for row in simulate_all(args):
+        result = ResultFile(
+            args.results, f"{'replay' if args.replay else 'simulate'}_{args.config}", command, cost_model=vars(shares)
+        )
+        for row in replay_all(args) if args.replay else simulate_all(args):
             result.add(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         result.finish(bars=bars(result.document["rows"]), complete=True)

@@ -94,6 +94,35 @@ def test_times_count_from_the_arrival(monkeypatch):
     assert served[0].total < seconds
 
 
+def test_a_client_hangs_up_at_its_length():
+    engine = Engine(tiny_model(), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8, kv_policy="reserve")
+    requests = [Request(4, 3, 0.0), Request(4, 1, 0.0), Request(4, 20, 0.0)]
+    served, _ = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0, allow=20)
+    assert sorted(s.request.output for s in served) == [1, 3, 20]
+    assert engine.metrics()["pages_used"] == 0
+
+
+def test_memory_policies_are_options(tmp_path, capsys):
+    """Half a GiB holds a page for each slot, but no longest output for all at once."""
+    command = ["--host-only", "--repeats", "1", "--warmup", "0", "--requests", "40", "--slots", "8", "--results"]
+    memory = ["--pool-gib", "1", "--kv-policy", "extent", "--length-predictor", "longest", "--allow", "1100"]
+    assert main([*command, str(tmp_path), *memory, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    row = document["rows"][-1]
+    assert document["experiment"] == "qps_host_llama-2-7b_bfloat16_extent_longest_1gib"
+    assert (row["kv_policy"], row["length_predictor"], row["pool_gib"], row["allow"]) == (
+        "extent",
+        "longest",
+        1.0,
+        1100,
+    )
+    assert document["bars"] == []
+    assert main([*command, str(tmp_path), "--kv-policy", "reserve", "--length-predictor", "quantile"]) == 2
+    assert "takes no length_predictor" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_args(["--pool-gib", "1", "--pages", "4"])
+
+
 def test_the_whole_workload_without_a_device(tmp_path, capsys):
     """512 slots at 7B shapes: the share of rows that the ladder wastes; the floor, worked out elsewhere as 23.8 s."""
     command = ["--host-only", "--repeats", "1", "--warmup", "0", "--results", str(tmp_path), "--json"]

@@ -22,6 +22,7 @@ TITLES = {
     "C14": "prefill's share of a generation, by prompt and output length",
     "C15": "NF4 over linear INT4 at equal bits",
     "C16": "KV offload in mid-flight cannot pay",
+    "C17": "a length predictor is what admission needs",
     "C18": "the four fusions one by one against the unfused model",
     "C19": "shares of tokenizing, computing, sampling and returning",
     "C20": "KV cache's share of memory at capacity",

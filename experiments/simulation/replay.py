@@ -1,0 +1,75 @@
+"""A recorded schedule against a cost model: what each step took, and what the model says that it should have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.cost_model import CostModel, Shares, fit
+from experiments.floors import Work
+from jllm.engine.trace import Trace, TracedStep
+from jllm.errors import InputFileError
+
+Row = dict[str, Any]
+LEAST = 3  # steps of each half
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of a trace: its work, the rows that it computed, and the seconds that it took."""
+
+    work: Work
+    rows: int
+    seconds: float
+
+
+def traced_work(step: TracedStep) -> Work:
+    """As floors.work_of has it of a plan."""
+    spans = [(start, n) for _, _, start, n, _ in step.chunks]
+    return Work(
+        step.decodes,
+        sum(n for _, n in spans),
+        step.decodes + sum(final for *_, final in step.chunks),
+        step.keys + sum(at + n for at, n in spans),
+        sum(n * (at + (n + 1) / 2) for at, n in spans),
+    )
+
+
+def recorded(trace: Trace) -> list[Recorded]:
+    """The steps that were read. A step begins when it was dispatched or the one before was read, whichever is later,
+    and has ended when it was read; the first of each rung, which may have been compiled then, is left out. Raises
+    InputFileError for a trace with fewer than 2 * LEAST such steps."""
+    found, seen, free = [], set(), 0.0
+    for step in trace.steps:
+        if step.read is None:
+            continue
+        begin, free = max(free, step.dispatched), step.read
+        if step.rung in seen:
+            found.append(Recorded(traced_work(step), step.rung.size, step.read - begin))
+        seen.add(step.rung)
+    if len(found) < 2 * LEAST:
+        raise InputFileError(f"a trace of {len(found)} steps after the first of each size is too short to replay")
+    return found
+
+
+def replay(trace: Trace, cost: CostModel) -> Iterator[Row]:
+    """A row of the model as it is, and one of the same model fitted to the first half of the steps, judged by the
+    second: errors are the mean of |simulated / recorded - 1| over steps, and that of the sum."""
+    steps = recorded(trace)
+    half = len(steps) // 2
+    computed = [(replace(s.work, tokens=s.rows - s.work.decodes), s.seconds) for s in steps[:half]]
+    fitted = fit(computed, cost.floor, cost.token_bytes, "the trace's first half")
+    for name, shares, some in (("as calibrated", cost.shares, steps), ("fitted", fitted, steps[half:])):
+        yield {"part": "replay", "model": name, **compare(some, CostModel(cost.floor, cost.token_bytes, shares))}
+
+
+def compare(steps: list[Recorded], cost: CostModel) -> Row:
+    simulated = [cost.seconds(s.work, s.rows) for s in steps]
+    measured = [s.seconds for s in steps]
+    each = [abs(a / max(b, 1e-9) - 1) for a, b in zip(simulated, measured)]
+    s: Shares = cost.shares
+    found = {
+        "steps": len(steps), "recorded_s": sum(measured), "simulated_s": sum(simulated),
+        "error_mean": sum(each) / len(each), "error_sum": sum(simulated) / max(sum(measured), 1e-9) - 1,
+        "fixed_ms": 1e3 * s.fixed, "products": s.products, "attention": s.attention,
+    }  # fmt: skip
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in found.items()}
