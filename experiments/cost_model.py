@@ -57,8 +57,10 @@ class CostModel:
 
 
 def model_shapes(name: str, scheme: str | None = None) -> Model:
-    """The model configs/<name>.json as shapes alone, in bf16 or quantized; nothing can run it, floors need no more."""
-    return shapes_of(load_config(CONFIGS / f"{name}.json"), scheme)
+    """The model configs/<name>.json, or of a directory or config.json, as shapes alone, in bf16 or quantized; nothing
+    can run it, floors need no more. Raises ConfigError."""
+    path = CONFIGS / f"{name}.json"
+    return shapes_of(load_config(path if path.exists() else name), scheme)
 
 
 def shapes_of(config: LlamaConfig, scheme: str | None = None) -> Model:
@@ -70,16 +72,20 @@ def make_cost_model(model: Model, kv_cache: str | None, shares: Shares) -> CostM
     return CostModel(make_floor(model.params, model.config), token_bytes(model, kv_cache), shares)
 
 
-def fit(steps: Iterable[tuple[Work, float]], floor: Floor, kv_token_bytes: float, source: str) -> Shares:
-    """Shares from measured steps (work, seconds), by least squares of relative errors. No share is less than 1 and the
-    fixed time not negative, since nothing is faster than its floor. InputFileError for fewer than three steps."""
+def fit(
+    steps: Iterable[tuple[Work, float]], floor: Floor, kv_token_bytes: float, source: str, *, relative: bool = True
+) -> Shares:
+    """Shares from measured steps (work, seconds), by least squares of relative errors, or of seconds, which single
+    steps that seem to take no time cannot bend. No share is less than 1 and the fixed time not negative, since nothing
+    is faster than its floor. InputFileError for fewer than three steps."""
     steps = list(steps)
     if len(steps) < 3:
         raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
     measured = np.array([seconds for _, seconds in steps])
     parts = [floor.parts(w.decodes + w.tokens, w.rows, w.keys * kv_token_bytes, w.pairs) for w, _ in steps]
     terms = np.array([(1.0, products, attention) for products, attention in parts])
-    found = _bounded_least_squares(terms / measured[:, None], np.ones(len(steps)), np.array([0.0, 1.0, 1.0]))
+    unit = measured if relative else np.full(len(steps), measured.mean())
+    found = _bounded_least_squares(terms / unit[:, None], measured / unit, np.array([0.0, 1.0, 1.0]))
     error = float(np.max(np.abs(terms @ found / measured - 1)))
     fixed, products, attention = found.tolist()
     return Shares(fixed, products, attention, source, error)

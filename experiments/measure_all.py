@@ -113,6 +113,17 @@ COMMANDS = (
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
     Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 200),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
+    Command("C16", "-m experiments.claims C16 --results {results}", 60),
+    Command(
+        "qps-reserve",
+        "-m experiments.qps --pool-gib 16 --kv-policy reserve --allow 1051 --repeats 1 --results {results}",
+        150,
+    ),
+    Command(
+        "qps-paged",
+        "-m experiments.qps --pool-gib 16 --kv-policy paged --allow 1051 --repeats 1 --results {results}",
+        150,
+    ),
     Command("C13", "-m experiments.claims C13 --results {results}", 90),
     Command("C18", "-m experiments.claims C18 --results {results}", 150),
     Command("C14", "-m experiments.claims C14 --results {results}", 150),

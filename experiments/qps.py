@@ -221,7 +221,7 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
 
 
 def make_engine(model: Model, args: argparse.Namespace) -> Engine:
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", *MEMORY, *POLICIES)
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *POLICIES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
@@ -330,6 +330,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
     parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
     parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
+    parser.add_argument("--trace", help="file that the schedule goes to, for experiments.simulate --replay")
     parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")

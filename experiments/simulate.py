@@ -84,7 +84,7 @@ class Costs:
 
 def make_costs(config: str, scheme: str | None, kv_cache: str | None, floor: bool = False) -> Costs:
     """Raises ConfigError for an unknown configuration."""
-    if not (CONFIGS / f"{config}.json").exists():
+    if not ((CONFIGS / f"{config}.json").exists() or Path(config).exists()):
         known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
         raise ConfigError(f"no configuration is called {config!r}; known are {known}")
     model = model_shapes(config, scheme)
@@ -178,7 +178,7 @@ def replay_all(args: argparse.Namespace) -> Iterator[Row]:
     kv = None if args.kv_cache[0] == "bf16" else args.kv_cache[0]
     costs = make_costs(args.config, args.quantize, kv, args.floor)
     for row in replay(read_trace(args.replay), costs.cost):
-        yield {"model_config": args.config, "kv": args.kv_cache[0], "trace": Path(args.replay).name} | row
+        yield {"config": Path(args.config).stem, "kv": args.kv_cache[0], "trace": Path(args.replay).name} | row
 
 
 def bars(rows: list[Row]) -> list[Row]:
@@ -201,7 +201,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
     parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0, 64.0], help="sizes of the page pool")
     parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
-    parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
+    parser.add_argument("--config", default="llama-2-7b", help="a model's shape: a name in configs/, or a path")
     parser.add_argument("--quantize", help="scheme of the weights (default: bf16)")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens in a step")
@@ -228,7 +228,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         shares = Shares() if args.floor else calibrated(None)
         result = ResultFile(
-            args.results, f"{'replay' if args.replay else 'simulate'}_{args.config}", command, cost_model=vars(shares)
+            args.results,
+            f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}",
+            command,
+            cost_model=vars(shares),
         )
         for row in replay_all(args) if args.replay else simulate_all(args):
             result.add(row)

@@ -10,7 +10,7 @@ import pytest
 from experiments.cost_model import CostModel, Shares
 from experiments.floors import Floor, Matrix
 from experiments.simulate import Case, Costs, bars, cases, main, make_costs, parse_args, predictors_of, simulate
-from experiments.simulation.requests import Arrival, Sample, Workload, arrivals, read_workload
+from experiments.simulation.requests import WORKLOADS, Arrival, Sample, Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from jllm.config import LlamaConfig
 from jllm.engine.length import Longest
@@ -237,6 +237,8 @@ def test_one_file_of_rows(tmp_path, capsys):
         (["--policy", "extent"], "extent needs a predictor"),
         (["--quantile", "2", "--predictor", "quantile"], "admission_quantile"),
         (["--page-size", "9"], "page_size"),
+        (["--predictor", "learned:nothing"], "nothing: cannot be read as a length predictor"),
+        (["--predictor", "taught"], "length_predictor must be one of"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, tmp_path, capsys):
@@ -244,6 +246,25 @@ def test_bad_options_are_one_line(arguments, message, tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_a_learned_predictor_goes_by_its_file(tmp_path, capsys):
+    learned = f"learned:{WORKLOADS / 'stories_length.safetensors'}"
+    command = [
+        "--workload",
+        "stories",
+        "--requests",
+        "20",
+        "--slots",
+        "8",
+        "--pool-gib",
+        "1",
+        "--results",
+        str(tmp_path),
+    ]
+    assert main([*command, "--predictor", learned, "quantile", "--quantile", "0.5", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["predictor"], row["quantile"]) for row in rows] == [("learned", 0.5), ("quantile", 0.5)]
 
 
 def test_a_request_that_never_fits_is_refused():

@@ -57,7 +57,7 @@ def replay(trace: Trace, cost: CostModel) -> Iterator[Row]:
     steps = recorded(trace)
     half = len(steps) // 2
     computed = [(replace(s.work, tokens=s.rows - s.work.decodes), s.seconds) for s in steps[:half]]
-    fitted = fit(computed, cost.floor, cost.token_bytes, "the trace's first half")
+    fitted = fit(computed, cost.floor, cost.token_bytes, "the trace's first half", relative=False)
     for name, shares, some in (("as calibrated", cost.shares, steps), ("fitted", fitted, steps[half:])):
         yield {"part": "replay", "model": name, **compare(some, CostModel(cost.floor, cost.token_bytes, shares))}
 
