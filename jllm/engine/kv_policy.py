@@ -12,10 +12,12 @@ A sequence may come to admission with pages that it shares with others (PagePool
 seq.pages, whose tokens count as computed: a policy takes what is missing behind them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from jllm.engine.length import Longest, Predictor
 from jllm.engine.pages import PagePool
@@ -148,10 +150,22 @@ class Paged(OnDemand):
         return self.predictor is None or not running or self._holds(seq, running)
 
     def _holds(self, seq: Sequence, running: List[Sequence]) -> bool:
+        """Asked often, hence written for speed. Pages that a sequence found (cached) count on neither side: others hold
+        them, so that its end may give back none of them."""
         self._expect(seq, running)
-        most = self.pool.num_available + len(seq.pages) + sum(len(s.pages) for s in running)
-        spans = [(max(s.computed, s.prefill_end), self._expect(s, running)) for s in running]
-        return peak_pages([*spans, (seq.length, seq.expected)], self.pool.page_size) <= most
+        now, end = [seq.length - seq.cached], [seq.expected - seq.cached]
+        pages, found = len(seq.pages), seq.cached
+        for s in running:
+            computed, prefill_end, cached = s.computed, s.prefill_end, s.cached
+            known = computed if computed >= prefill_end else prefill_end
+            if s.expected <= known:
+                self._expect(s, running)
+            now.append(known - cached)
+            end.append(s.expected - cached)
+            pages += len(s.pages)
+            found += cached
+        most = self.pool.num_available + pages - found // self.pool.page_size
+        return peak_pages(now, end, self.pool.page_size) <= most
 
 
 class Reserve(OnDemand):
@@ -228,12 +242,12 @@ def make_policy(
     return partial(Extent, predictor=predictor or Longest(), quantile=quantile, overflow=overflow)
 
 
-def peak_pages(spans: Iterable[tuple[int, int]], page_size: int) -> int:
-    """Most pages of page_size tokens that sequences hold at once if each has (now, in the end) so many tokens, gains
+def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
+    """Most pages of page_size tokens that sequences hold at once if each has so many tokens now and in the end, gains
     one a step and gives all back at its end; partial pages count as whole ones."""
-    most = tokens = alive = 0
-    for left, now in sorted(((end - now, now) for now, end in spans), reverse=True):
-        # When this one ends, those before it in this order are still there.
-        alive, tokens = alive + 1, tokens + now
-        most = max(most, (tokens + alive * (left + page_size - 1)) // page_size)
-    return most
+    tokens = np.array(now, np.int64)
+    left = np.array(end, np.int64) - tokens
+    order = np.argsort(-left)
+    # When one ends, those before it in this order are still there.
+    alive = np.arange(1, len(now) + 1)
+    return int((np.cumsum(tokens[order]) + alive * (left[order] + page_size - 1)).max()) // page_size

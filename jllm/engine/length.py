@@ -8,8 +8,9 @@ made for this model.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from jllm.engine.request import SamplingParams
 
@@ -73,9 +74,9 @@ class Quantile:
         self._edges = [1]  # bucket b holds lengths up to edges[b]
         while self._edges[-1] < 1 << 24:
             self._edges.append(max(self._edges[-1] + 1, int(self._edges[-1] * self.RATIO)))
-        self._ended = [0.0] * len(self._edges)
-        self._cut = [0.0] * len(self._edges)
-        self._alive = [0.0] * len(self._edges)
+        self._ended = np.zeros(len(self._edges))
+        self._cut = np.zeros(len(self._edges))
+        self._alive = np.zeros(len(self._edges))
         self._seen = 0.0  # that ended
         self._survival: list[float] | None = None  # P(length > edges[b])
 
@@ -98,29 +99,24 @@ class Quantile:
         (self._ended if ended else self._cut)[bisect_left(self._edges, output)] += 1
         self._seen += ended
         self._survival = None
-        if self._seen + sum(self._cut) >= 2 * self.WINDOW:
-            self._ended = [n / 2 for n in self._ended]
-            self._cut = [n / 2 for n in self._cut]
+        if self._seen + self._cut.sum() >= 2 * self.WINDOW:
+            self._ended /= 2
+            self._cut /= 2
             self._seen /= 2
 
     def alive(self, outputs: Iterable[int]) -> None:
-        self._alive = [0.0] * len(self._edges)
-        for n in outputs:
-            if n:
-                self._alive[bisect_left(self._edges, n)] += 1
+        buckets = [bisect_left(self._edges, n) for n in outputs if n]
+        self._alive = np.bincount(np.array(buckets, np.int64), minlength=len(self._edges)).astype(float)
         self._survival = None
 
     def _estimate(self) -> list[float]:
         """Of those known to reach a bucket, the share that ended in it, multiplied up. What was cut off in a bucket
         counts as having reached the next no more."""
-        lost = [e + c + a for e, c, a in zip(self._ended, self._cut, self._alive)]
-        reached = list(accumulate(reversed(lost)))[::-1]
-        survival, left = [], 1.0
-        for ended, lost_here, n in zip(self._ended, lost, reached):
-            at_risk = n - (lost_here - ended) / 2  # the actuary's: cut off half-way through the bucket
-            left *= 1 - ended / at_risk if ended else 1.0
-            survival.append(max(0.0, left))
-        return survival
+        lost = self._ended + self._cut + self._alive
+        reached = np.cumsum(lost[::-1])[::-1]
+        at_risk = reached - (lost - self._ended) / 2  # the actuary's: cut off half-way through the bucket
+        hazard = np.divide(self._ended, at_risk, out=np.zeros_like(lost), where=self._ended > 0)
+        return np.maximum(np.cumprod(1 - hazard), 0.0).tolist()
 
 
 def make_predictor(name: str) -> Predictor | None:

@@ -85,6 +85,24 @@ def test_paged_with_a_predictor_admits_what_it_can_hold_to_the_end():
     assert policy.admit(seq(4, 100), [late])
 
 
+def test_pages_that_were_found_are_not_counted_on_when_a_sequence_ends():
+    """Two share 8 of 20 pages; a third is to grow by 9 pages, after the two have given back what is theirs alone."""
+    pool = PagePool(20, P)
+    policy = Paged(pool, predictor=Fixed(36))
+    shared = pool.allocate(8)
+    running = []
+    for i in range(2):
+        pool.share(shared)
+        s = seq(36, 100, computed=36, pages=[*shared, *pool.allocate(1)], arrival=i)
+        s.cached, s.expected = 32, 40
+        running.append(s)
+    pool.free(shared)
+    new = seq(4, 100)
+    assert policy.admit(new, running)  # comes to 39 tokens
+    new.expected = 51  # 13 pages and a round-up, of 12
+    assert not policy.admit(new, running)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_peak_pages_against_every_step(seed):
     """At most a page a sequence above what a simulation step by step finds."""
@@ -95,7 +113,7 @@ def test_peak_pages_against_every_step(seed):
         for step in range(1, 41):
             held = [now + step for now, end in spans if now + step <= end]
             most = max(most, sum(-(-tokens // P) for tokens in held))
-        assert most <= peak_pages(spans, P) < most + len(spans) + 1
+        assert most <= peak_pages(*zip(*spans), P) < most + len(spans) + 1
 
 
 def test_an_extent_is_a_run_of_the_predicted_length():
