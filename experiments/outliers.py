@@ -26,7 +26,7 @@ from tqdm import tqdm
 import jllm
 from experiments.ptq_methods import read_tokens, rounded
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT
+from experiments.texts.read import BUNDLED_TEXT, positive
 from jllm.errors import InputFileError, JllmError
 from jllm.evaluate import evaluate, record
 from jllm.outliers import check_strength, plant
@@ -172,7 +172,7 @@ def draw_groups(axes: Any, rows: list[Row]) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
     parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
@@ -180,8 +180,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--alpha", type=float, default=0.5, help="of SmoothQuant")
     parser.add_argument("--layer", type=int, default=LAYER, help="of part channel (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=16, help="of calibration tokens, the model's own")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row of calibration")
+    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
+    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--seed", type=int, default=0, help="of calibration tokens")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
@@ -194,7 +194,8 @@ def redraw(file: Path) -> int:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
-    if not isinstance(document, dict) or document.get("experiment") != "outliers":
+    keys = {"date", "device", "rows"}
+    if not isinstance(document, dict) or document.get("experiment") != "outliers" or not keys <= document.keys():
         raise InputFileError(f"{file}: is not a result of this experiment")
     draw(document, file)
     return 0

@@ -20,20 +20,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 import jllm
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.errors import EvaluationError, JllmError
+from experiments.texts.read import BUNDLED_TEXT, positive, read_documents
+from jllm.errors import ConfigError, EvaluationError, JllmError
 from jllm.evaluate import Evaluation, Recorded, evaluate, record
 from jllm.outliers import plant
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.protocols import encode, find_protocol
 from jllm.quant import ptq
-from jllm.quant.quantize import quantize
+from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 
 Row = dict[str, Any]
@@ -77,6 +78,8 @@ def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]]
     """Documents as token ids, at most so many tokens of them, and the protocol."""
     documents = read_documents(args.text)
     name = args.protocol or ("document" if len(documents) > 1 else "windows-512")
+    if find_protocol(name).joined:
+        documents = ["\n\n".join(documents)]
     ids, left = [], args.tokens
     for text in documents:
         tokens = encode(model.tokenizer, text, find_protocol(name))[:left]
@@ -102,6 +105,9 @@ def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
     """One a job. What doesn't fit the model raises before the first."""
     planned = jobs(args)
     schemes = {name: find_scheme(name) for name in args.schemes}
+    for name, scheme in schemes.items():
+        if not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
+            raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     calibration = {seed: ptq.own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
@@ -145,15 +151,15 @@ def bars(found: list[Row]) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the text, at most")
+    parser.add_argument("--tokens", type=positive, default=8192, help="of the text, at most")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration tokens")
-    parser.add_argument("--rows", type=int, default=16, help="of calibration tokens")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row of calibration")
+    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
+    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--name", default="ptq_methods", help="of the result file")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))

@@ -21,12 +21,12 @@ the same.
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.accuracy_report import bars, text_report, write_report
+from experiments.accuracy_report import bars, part, text_report, write_report
 from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
 from experiments.accuracy_support import check_all_run
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.errors import JllmError
+from experiments.texts.read import BUNDLED_TEXT, positive, read_documents
+from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.evaluate import record
 from jllm.pretrained import BUNDLED, Model
 from jllm.protocols import encode, find_protocol
@@ -55,6 +55,7 @@ BOTH = (("w8a8-talk", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g
 LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # whose layers are tried one by one
 WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
 TOKENS = 8192
+LEAST_COMMON = 3  # rows of another run, for the order of schemes to be compared
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Job:
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Scheme and KV format of each row."""
     if args.grid:
-        return list(product(args.schemes, args.kv))
+        return list(dict.fromkeys(itertools.product(args.schemes, args.kv)))
     both = [pair for pair in BOTH if pair[0] in args.schemes and pair[1] in args.kv]
     found = [(scheme, PLAIN_KV) for scheme in args.schemes] + [(PLAIN, kv) for kv in args.kv] + both
     return list(dict.fromkeys(found))
@@ -115,7 +116,8 @@ def jobs(model: Model, reference: Model, texts: list[str], args: argparse.Namesp
         for scheme, kv in pairs(args)
     ]
     layers = model.config.num_layers
-    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name)) for name in args.layers]
+    named = dict.fromkeys(args.layers)
+    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name)) for name in named]
     if args.groups:
         found.append(Job({"part": "group"}, group_count(model), partial(group_rows, model, windows[0])))
     return found
@@ -127,6 +129,28 @@ def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
         for job in todo:
             yield from job.done(before) or job.make()
             bar.update()
+
+
+def read_result(file: Path) -> Row:
+    """Raises InputFileError for what is not a result of this experiment."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        assert str(document["experiment"]).startswith("quant_accuracy")
+        assert {"date", "device", "command", "complete", "bars", "rows"} <= document.keys()
+    except OSError as error:
+        raise InputFileError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise InputFileError(f"{file}: is not a result of quant_accuracy") from None
+    return document
+
+
+def check_common(args: argparse.Namespace, against: Row) -> None:
+    """Raises ConfigError where too few rows would be there to compare their order."""
+    others = {(row["scheme"], row["kv"]) for row in part(against["rows"], "scheme")} - {(PLAIN, PLAIN_KV)}
+    if len(others & set(pairs(args))) < LEAST_COMMON:
+        raise ConfigError(
+            f"--against {args.against}: it has fewer than {LEAST_COMMON} of the schemes and KV formats of this run"
+        )
 
 
 def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:
@@ -153,7 +177,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")
     parser.add_argument("--no-groups", dest="groups", action="store_false", help="no error by group size")
     parser.add_argument("--protocol", help="of jllm.protocols (default: document; windows-512 where there is but one)")
-    parser.add_argument("--tokens", type=int, help=f"of the text (default: all of the bundled one, else {TOKENS})")
+    parser.add_argument("--tokens", type=positive, help=f"of the text (default: all of the bundled one, else {TOKENS})")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device and each format)")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")
     parser.add_argument(
@@ -176,19 +200,23 @@ def name_of(args: argparse.Namespace) -> str:
 
 def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
     texts = read_documents(args.text)
-    against = None if args.against is None else json.loads(args.against.read_text(encoding="utf-8"))
+    against = None if args.against is None else read_result(args.against)
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     setup = {"command": " ".join(portable(command)), "sha256": digest, "device": jax.devices()[0].device_kind}
     model = jllm.load(args.model, dtype=args.dtype)
     reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
     args.kv = default_kv(model.config.head_dim) if args.kv is None else args.kv
+    if args.grid and not args.kv:
+        raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
+    if against is not None:
+        check_common(args, against)
     before = rows_before(args, setup)
     todo = jobs(model, reference, texts, args)
     fresh = rows(todo, before)
     first = next(fresh)  # before it replaces a file, it has proved to run
     result = ResultFile(args.results, name_of(args), command, sha256=digest, text=args.text.name)
-    for row in (row for part in ([first], fresh) for row in part):
+    for row in itertools.chain([first], fresh):
         result.add(row)
     found = result.document["rows"]
     result.finish(bars=bars(found, against, args.against and args.against.name), complete=True)
@@ -201,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             for file in args.draw:
-                write_report(json.loads(file.read_text(encoding="utf-8")), file)
+                write_report(read_result(file), file)
             return 0
         result = sweep(args, command)
         print(text_report(result.document, args.results))

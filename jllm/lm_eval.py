@@ -73,10 +73,13 @@ class JllmLM(TemplateLM):
         model = pretrained if isinstance(pretrained, Model) else load(pretrained, dtype=dtype, quantize=quantize)
         if model.tokenizer is None:
             raise EvaluationError(f"{self._name} has no tokenizer, and lm-eval's tasks are texts")
-        context = model.config.context
+        context, size = model.config.context, model.config.vocab_size
         self.max_length = context if max_length is None else max_length
-        if not 0 < self.max_length <= context:
-            raise EvaluationError(f"max_length must be in 1 .. {context}, the model's context, not {max_length}")
+        _check_in("max_length", self.max_length, 1, context, "the model's context")
+        if not isinstance(max_gen_toks, int) or max_gen_toks < 1:
+            raise EvaluationError(f"max_gen_toks must be a number from 1 on, not {max_gen_toks!r}")
+        if prefix_token_id is not None:
+            _check_in("prefix_token_id", prefix_token_id, 0, size - 1, "the model's vocabulary")
         self.tokenizer: Any = model.tokenizer
         self.max_gen_toks, self._add_bos, self._seed = max_gen_toks, add_bos_token, seed
         self._prefix = prefix_token_id
@@ -216,11 +219,17 @@ class JllmLM(TemplateLM):
         return [done[i] for i in range(len(ids))]
 
 
+def _check_in(name: str, value: object, low: int, high: int, what: str) -> None:
+    """Values of --model_args are whatever they look like. Raises EvaluationError."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise EvaluationError(f"{name} must be in {low} .. {high}, {what}, not {value!r}")
+
+
 def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
     """max_slots, or what lm-eval's --batch_size asks for."""
     asked = str(batch_size or 1)
     if asked == "1" or asked.startswith("auto"):
-        return max_slots or MAX_SLOTS
+        return MAX_SLOTS if max_slots is None else max_slots
     if not asked.isdigit() or max_slots not in (None, int(asked)):
         raise EvaluationError(f"batch_size must be a number, the same as max_slots, not {batch_size!r}")
     return int(asked)

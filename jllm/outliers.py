@@ -77,13 +77,16 @@ def _turn(model: Model, channel: int, first_token: int | None) -> Model:
     `channel` then commutes with norms, and goes into the weights on both sides of the residual stream."""
     p, c = model.params, model.config
     wide = np.promote_types(np.dtype(p.norm.dtype), np.float32)
-    token = first_token if first_token is not None else c.bos_id if c.bos_id is not None else c.eos_ids[0]
+    token = c.bos_id if first_token is None else first_token
+    token = next(iter(c.eos_ids), None) if token is None else token
+    if token is None:
+        raise QuantizationError("the model has neither BOS nor EOS to begin a text with: give first_token")
     stream = list(residuals(model, [token]))
     middle = np.asarray(stream[(c.num_layers + 1) // 2], np.float64)[0]
     mirror = np.zeros(c.hidden_size)
     mirror[channel] = 1.0
     mirror = middle / np.linalg.norm(middle) - mirror
-    mirror /= np.linalg.norm(mirror)
+    mirror /= np.linalg.norm(mirror) or 1  # nothing is to be turned where it lies there already
 
     def reads(w: Any, norm: Any) -> Any:
         return _reflect(np.asarray(w, np.float64) * np.asarray(norm, np.float64)[None, :], mirror, wide).astype(w.dtype)

@@ -132,11 +132,13 @@ def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
 
     With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
     p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
-    its square only, so that float32 does for divergences far below its rounding of log p.
+    its square only, so that float32 does for divergences far below its rounding of log p. Where q is far above p it is
+    p (d - 1) + q: there exp(-d) may be more than a float holds, and p less.
     """
     p, q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits.astype(reference.dtype))
     d = p - q
-    kl = jnp.sum(jnp.exp(p) * (d + jnp.expm1(-d)), axis=1)
+    near = jnp.exp(p) * (d + jnp.expm1(jnp.minimum(-d, 1)))
+    kl = jnp.sum(jnp.where(d > -1, near, jnp.exp(p) * (d - 1) + jnp.exp(q)), axis=1)
     return {"kl": kl, "same": reference.argmax(axis=1) == logits.argmax(axis=1)}
 
 

@@ -253,6 +253,15 @@ def test_small_divergences_survive_float32():
     assert got.min() >= 0
 
 
+def test_divergences_beyond_what_a_float_holds():
+    """Probabilities of 1e-48 by one model and of a half by the other, which float32's exp has no number for."""
+    near, far = np.array([[0.0, -110.0, 3.0, 3.0]]), np.array([[-9.0, 0.0, -1.0, 3.0]])
+    for reference, logits in ((near, far), (far, near), (3 * far, -3 * near)):
+        got = scoring.difference(*(jnp.asarray(x, jnp.float32) for x in (reference, logits)))["kl"]
+        p, q = log_softmax(reference), log_softmax(logits)
+        np.testing.assert_allclose(got, (np.exp(p) * (p - q)).sum(axis=1), rtol=1e-5)
+
+
 def one_step(model, **options):
     """Hidden states and scores of 256 tokens by a model and by itself as its reference, as score_windows makes them."""
     reader, windows, sizes = scoring.Reader(model, "int8-g8"), [Window(0, 0, 1, 300)], scoring.Sizes(1, 256, 16, 19)

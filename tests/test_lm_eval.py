@@ -127,13 +127,17 @@ def test_what_cannot_be_evaluated_is_named(lm, directory):
     for options, message in (
         ({"device": "cuda:1"}, "device='cuda:1' has no meaning"),
         ({"max_length": CONTEXT + 1}, f"1 .. {CONTEXT}"),
+        ({"max_length": "long"}, "not 'long'"),
+        ({"max_gen_toks": 0}, "max_gen_toks must be a number from 1 on, not 0"),
+        ({"prefix_token_id": 10**6}, "the model's vocabulary, not 1000000"),
         ({"batch_size": "many"}, "batch_size must be a number"),
         ({"batch_size": 8, "max_slots": 4}, "the same as max_slots"),
     ):
         with pytest.raises(EvaluationError, match=message):
             JllmLM(directory, **options)
-    with pytest.raises(ConfigError, match="slots"):
-        JllmLM(directory, slots=4)
+    for options in ({"slots": 4}, {"max_slots": 0}):
+        with pytest.raises(ConfigError, match="slots"):
+            JllmLM(directory, **options)
     with pytest.raises(EvaluationError, match="no tokenizer"):
         JllmLM(tiny_model())
     for given, message in (({"num_beams": 4}, "'num_beams' is not known"), ({"max_gen_toks": CONTEXT}, "no room")):

@@ -90,3 +90,6 @@ def test_refused(model, options, message):
         plant(model, **options)
     with pytest.raises(QuantizationError, match="is quantized"):
         plant(replace(model, params=quantize(model.params, "w8a16")))
+    nameless = replace(model, config=replace(model.config, bos_id=None, eos_ids=()))
+    with pytest.raises(QuantizationError, match="neither BOS nor EOS to begin a text with: give first_token"):
+        plant(nameless)

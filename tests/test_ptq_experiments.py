@@ -9,6 +9,8 @@ import experiments.outliers as outliers
 import experiments.ptq_methods as ptq_methods
 from jllm.evaluate import Evaluation, Part
 from jllm.protocols import PROTOCOLS
+from tests.test_quant_accuracy import Pieces
+from tests.tiny import tiny_model
 
 
 @pytest.fixture
@@ -67,6 +69,8 @@ def test_methods_by_scheme(calls, tmp_path):
     ("main", "options", "message"),
     [
         (ptq_methods.main, ["--schemes", "w4a61"], "unknown quantization scheme 'w4a61'"),
+        (ptq_methods.main, ["--schemes", "w4a16-g64", "w4a16-g48"], "K must be a multiple of 48"),
+        (ptq_methods.main, ["--schemes", "w8a8-all", "bf16"], "bf16 quantizes nothing"),
         (ptq_methods.main, ["--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
         (outliers.main, ["--strengths", "3"], "a power of two keeps the function"),
         (outliers.main, ["--groups", "48"], "K must be a multiple of 48"),
@@ -109,7 +113,23 @@ def test_the_picture_and_bars_of_outliers(tmp_path):
     assert file.with_suffix(".svg").read_bytes() == first
 
 
-def test_another_experiments_result_is_not_drawn(tmp_path, capsys):
-    (tmp_path / "x.json").write_text('{"experiment": "qps"}')
+@pytest.mark.parametrize("text", ['{"experiment": "qps"}', '{"experiment": "outliers"}', "[]", '{"exp'])
+def test_another_experiments_result_is_not_drawn(tmp_path, capsys, text):
+    (tmp_path / "x.json").write_text(text)
     assert outliers.main(["--draw", str(tmp_path / "x.json")]) == 2
     assert "is not a result of this experiment" in capsys.readouterr().err
+
+
+def test_a_protocol_that_joins_texts_gets_them_joined(tmp_path):
+    """With one BOS and empty lines between them, and not more tokens than asked for."""
+    (tmp_path / "t.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
+    model = tiny_model(tokenizer=Pieces())
+    for protocol, want in (("windows-512", ["abc\n\nde"]), ("document", ["abc", "de"])):
+        options = ["--text", str(tmp_path / "t.jsonl"), "--protocol", protocol]
+        ids, name = ptq_methods.read_tokens(model, ptq_methods.parse_args(options))
+        assert (ids, name) == ([Pieces().encode(text) for text in want], protocol)
+        ids, _ = ptq_methods.read_tokens(model, ptq_methods.parse_args([*options, "--tokens", "3"]))
+        assert ids == [Pieces().encode(want[0])[:3]]
+    for number in ("0", "-5", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            ptq_methods.parse_args(["--tokens", number])

@@ -197,7 +197,8 @@ def test_group_rows_fall_with_smaller_groups(monkeypatch, tmp_path):
         (["--tokens", "100"], "the text has 100 tokens, a window takes 512"),
         (["--protocol", "wikitext2-2048"], "the model's context is 640"),
         (["--backend", "mosaic"], "backend 'mosaic' needs a Hopper GPU"),
-        (["--against", "none.json"], "none.json"),
+        (["--against", "none.json"], "none.json: cannot be read"),
+        (["--grid", "--kv"], "--grid takes at least one KV format"),
     ],
 )
 def test_refused_before_anything_is_written(sweep, capsys, monkeypatch, options, message):
@@ -218,6 +219,24 @@ def test_what_a_backend_cannot_run_is_said_with_what_can(monkeypatch):
     with pytest.raises(ConfigError, match="backend 'mosaic': .* cannot run: .*; what can: nothing that was asked for$"):
         accuracy_support.check_all_run(tiny_model("bfloat16"), pairs, (), "mosaic")
     accuracy_support.check_all_run(tiny_model(), pairs, (), "xla")
+
+
+@pytest.mark.parametrize("text", ['{"experiment": "quant_accuracy"}', '{"experiment": "qps"}', "[]", '{"exp', "7"])
+def test_what_is_no_result_is_neither_drawn_nor_compared_with(sweep, tmp_path, capsys, text):
+    (tmp_path / "x.json").write_text(text)
+    assert quant_accuracy.main(["--draw", str(tmp_path / "x.json")]) == 2
+    assert sweep("--schemes", "bf16", "--against", str(tmp_path / "x.json")) == (2, None)
+    errors = capsys.readouterr().err.splitlines()
+    assert errors == [f"error: {tmp_path / 'x.json'}: is not a result of quant_accuracy"] * 2
+
+
+def test_too_little_in_common_is_said_before_the_sweep(sweep, evaluated, tmp_path, capsys):
+    keys = dict.fromkeys(("date", "device", "command", "complete", "bars"))
+    rows = [row_of("bf16", "model", 0.0), row_of("w8a16", "model", 0.1), row_of("nf4", "model", 0.2)]
+    (tmp_path / "x.json").write_text(json.dumps(keys | {"experiment": "quant_accuracy", "rows": rows}))
+    assert sweep("--schemes", "bf16", "w8a16", "--kv", "--against", str(tmp_path / "x.json")) == (2, None)
+    assert "it has fewer than 3 of the schemes and KV formats of this run" in capsys.readouterr().err
+    assert evaluated.calls == []
 
 
 def row_of(scheme, kv, kl, added=0.0):
