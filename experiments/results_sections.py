@@ -231,7 +231,7 @@ KERNELS = (
 
 ACCURACY = (
     Section(
-        "quant_accuracy",
+        "quant_accuracy.*",
         "What quantized weights and KV formats cost in accuracy",
         "Perplexity by a named protocol, divergence from the unquantized model in nats a token, agreement of the most "
         "likely tokens, with 95 % intervals (bootstrap); bytes of a weight and of a value of K or V.",
