@@ -142,6 +142,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
                     args.overflow, args.page_size, args.step_tokens,
                 )
             )  # fmt: skip
+    if args.quantile is not None and all(case.quantile is None for case in found):
+        raise ConfigError("--quantile has no meaning without a predictor that has quantiles: --predictor quantile, say")
+    if args.overflow is not None and "extent" not in args.policy:
+        raise ConfigError("--overflow has no meaning without --policy extent")
     return found
 
 

@@ -105,6 +105,10 @@ def test_a_file_is_good_for_its_model_alone(tmp_path):
         path.write_bytes(content)
         with pytest.raises(LengthPredictorError, match=message):
             load_learned(path, model)
+    garbled = arrays([0.1, 0.2, 0.4, 0.2, 0.1])
+    save_learned(path, {**garbled, "out": garbled["out"][:, 1:]}, model, {})
+    with pytest.raises(LengthPredictorError, match=r"out is of shape \[\d+, 4\], not \[\d+, 5\]"):
+        load_learned(path, model)
     with pytest.raises(LengthPredictorError, match="cannot be written"):
         save_learned(tmp_path / "no" / "where", arrays([1] * 5), model, {})
     from safetensors.numpy import save_file

@@ -166,6 +166,7 @@ def load_learned(path: str | Path, model: "Model") -> Learned:
         raise LengthPredictorError(f"{path}: cannot be read as a length predictor: {error}") from None
     if told.get("format") != FORMAT or set(arrays) != set(ARRAYS):
         raise LengthPredictorError(f"{path}: not a length predictor of format {FORMAT}")
+    _check_shapes(path, arrays)
     if told.get("vocab_size") != str(model.config.vocab_size):
         raise LengthPredictorError(
             f"{path}: made for a vocabulary of {told.get('vocab_size')} tokens; this model has "
@@ -177,6 +178,17 @@ def load_learned(path: str | Path, model: "Model") -> Learned:
             "(experiments.train_length_predictor)"
         )
     return Learned({name: a if name == "edges" else a.astype(np.float32) for name, a in arrays.items()})
+
+
+def _check_shapes(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    W, B, n = (arrays[name].size for name in ("bias", "edges", "levels"))
+    want = {
+        "edges": (B,), "bag": (BAG, W), "last": (PLACES * LAST + 1, W), "stops": (STOPS, W), "dense": (DENSE, W),
+        "bias": (W,), "out": (W, B), "out_bias": (B,), "levels": (n,),
+    }  # fmt: skip
+    for name, shape in want.items():
+        if arrays[name].shape != shape or 0 in (W, B):
+            raise LengthPredictorError(f"{path}: {name} is of shape {list(arrays[name].shape)}, not {list(shape)}")
 
 
 def with_learned(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:

@@ -92,6 +92,8 @@ class EngineOptions:
             raise ConfigError("kv_policy='reserve' reserves the longest length: it takes no length_predictor")
         if policy == "extent" and name == "none":
             raise ConfigError("kv_policy='extent' needs a length_predictor ('longest' if nothing better), not 'none'")
+        if name == "longest" and policy != "reserve" and self.admission_quantile is not None:
+            raise ConfigError("admission_quantile has no meaning with length_predictor='longest': leave it out")
         self._check_share("admission_quantile", policy != "reserve" and self.predicts, "a length_predictor")
         self._check_share("watermark", policy == "paged", "kv_policy='paged'")
         if self.extent_overflow is not None:

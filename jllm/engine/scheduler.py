@@ -339,6 +339,7 @@ class Scheduler:
         self.policy.observe(seq)
         if seq.slot is None:
             self.waiting.remove(seq)
+            seq.origin = seq.snapshot = None
             return
         self.running.remove(seq)
         if seq.last_step > self.read:
@@ -365,7 +366,7 @@ class Scheduler:
             self._requeue(seq)
             seq.slot, seq.pages, seq.mapped = None, [], 0
         for seq in self.draining:
-            seq.slot, seq.pages, seq.mapped = None, [], 0
+            seq.slot, seq.pages, seq.mapped, seq.origin, seq.snapshot = None, [], 0, None, None
         self.running = []
         self.read = self.dispatched
         self._renew()

@@ -101,9 +101,14 @@ class Recorder:
         if isinstance(self._sink, list):
             self._sink.append(record)
             return
-        self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
+        self._lines.append(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
         if len(self._lines) == LINES:
             self.flush()
+
+
+def _plain(number: Any) -> Any:
+    """A number of numpy's, which options may be, as Python's."""
+    return number.item()
 
 
 def _name(seq: Sequence) -> Record:

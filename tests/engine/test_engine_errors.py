@@ -74,6 +74,10 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"kv_policy": "reserve", "length_predictor": "quantile"}, "reserves the longest length: it takes no length_"),
         ({"kv_policy": "extent", "length_predictor": "none"}, "kv_policy='extent' needs a length_predictor"),
         ({"admission_quantile": 0.9}, "admission_quantile has no meaning without a length_predictor: leave it out"),
+        (
+            {"length_predictor": "longest", "admission_quantile": 0.9},
+            "admission_quantile has no meaning with",
+        ),
         ({"length_predictor": "quantile", "admission_quantile": 0}, r"admission_quantile must be a number in \(0, 1\)"),
         ({"length_predictor": "quantile", "admission_quantile": 1.0}, r"admission_quantile must be .* not 1\.0"),
         ({"kv_policy": "reserve", "watermark": 0.1}, "watermark has no meaning without kv_policy='paged'"),

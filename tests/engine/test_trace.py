@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jllm.batch import Rung
@@ -20,8 +21,8 @@ def model():
     return tiny_model()
 
 
-def run(model, trace):
-    engine = Engine(model, **OPTIONS, trace=trace)
+def run(model, trace, **options):
+    engine = Engine(model, **{**OPTIONS, **options}, trace=trace)
     for prompt in ([3] * 7, [4] * 7):
         engine.submit(prompt, greedy(18))
     engine.abort(engine.submit([5], greedy(3)))
@@ -65,8 +66,9 @@ def test_every_token_of_kv_is_in_some_step(model):
 
 
 def test_a_file_reads_as_the_list_does(model, tmp_path):
-    run(model, str(tmp_path / "trace.jsonl"))  # not closed: what is done is in the file all the same
-    run(model, records := [])
+    numpy = {"num_pages": np.int64(4), "length_predictor": "quantile", "admission_quantile": np.float32(0.5)}
+    run(model, str(tmp_path / "trace.jsonl"), **numpy)  # not closed: what is done is in the file all the same
+    run(model, records := [], **numpy)
     a, b = read_trace(tmp_path / "trace.jsonl"), read_trace(records)
     assert [step.chunks for step in a.steps] == [step.chunks for step in b.steps]
     assert (a.engine, a.limits) == (b.engine, b.limits)
