@@ -161,6 +161,33 @@ def test_c10_wants_errors_that_grow_with_groups(errors, verdict):
     assert c10.judge(rows).verdict == verdict
 
 
+def test_c10_a_smaller_group_that_is_better_breaks_the_ceiling():
+    errors = {"4": 0.5, "8": 1.0, "32": 2.0, "tensor": 3.0}
+    for four, verdict in ((0.5, "partly"), (1.5, "yes")):
+        rows = [
+            {"of": "weights", "codes": "int8", "scale_for": s, "relative_error": e}
+            | ({"kl": e} if s in ("8", "32") else {})
+            for s, e in (errors | {"4": four}).items()
+        ]
+        found = c10.judge(rows)
+        assert found.verdict == verdict
+        assert ("no ceiling" in found.measured) == (verdict == "partly")
+
+
+@pytest.mark.parametrize("module", [c6, c7, c9, c10, c15])
+def test_committed_verdicts_are_what_rows_say(module):
+    """Of the files in experiments/results: the code that judges is the code that wrote them."""
+    files = sorted(c7.RESULTS.glob(f"claims-{module.CLAIM.id}-*.json"))
+    assert files
+    for file in files:
+        document = json.loads(file.read_text())
+        *rows, last = document["rows"]
+        found = module.judge(rows)
+        assert (found.verdict, found.measured, list(found.bars)) == (
+            last["verdict"], last["measured"], document["bars"]
+        )  # fmt: skip
+
+
 def test_c15_compares_at_equal_bits(pretended, monkeypatch):
     monkeypatch.setattr(c15, "GROUPS", (32,))
     rows = list(c15.measure(True))
@@ -206,6 +233,13 @@ def test_each_claim_draws_its_rows(tmp_path, pretended):
         path.write_text(json.dumps({"experiment": f"claims-{name}", "device": "cpu", "rows": rows}))
         assert command.main(["--draw", str(path)]) == 0
         assert path.with_suffix(".svg").read_text().count("<path") > 10
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"experiment": "claims-C6"}', '{"experiment": "qps", "rows": [1]}'])
+def test_what_is_no_claims_result_is_not_drawn(tmp_path, capsys, text):
+    (tmp_path / "x.json").write_text(text)
+    assert command.main(["--draw", str(tmp_path / "x.json")]) == 2
+    assert "is not the result of a claim" in capsys.readouterr().err
 
 
 def test_a_judge_evaluates_against_what_was_recorded():

@@ -51,8 +51,8 @@ def check_device(claim: Claim) -> None:
 
 def try_to_draw(document: Row, path: Path) -> None:
     """The picture beside a result. Raises ValueError for a file that is no claim's."""
-    name = str(document.get("experiment", "")).removeprefix("claims-")
-    if name not in TITLES:
+    name = str(document.get("experiment", "")).removeprefix("claims-") if isinstance(document, dict) else ""
+    if name not in TITLES or not document.get("rows"):
         raise ValueError(f"{path} is not the result of a claim")
     try:
         draw(find(name), TITLES[name], document, path.with_suffix(".svg"))

@@ -102,7 +102,7 @@ def _row(of: str, codes: str, scale_for: str, bytes_each: float, error: float) -
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, falls, best = [], [], []
+    parts, falls, best, beyond = [], [], [], []
     for of, codes in dict.fromkeys((row["of"], row["codes"]) for row in rows):
         found = {row["scale_for"]: row for row in rows if (row["of"], row["codes"]) == (of, codes)}
         served = [row for row in found.values() if "kl" in row]
@@ -111,6 +111,7 @@ def judge(rows: list[Row]) -> Verdict:
             falls.append(all(a < b for a, b in zip(values, values[1:])))
         best.append(found[str(CEILING)]["relative_error"] < found["tensor"]["relative_error"])
         smaller = found.get("4", {}).get("relative_error")
+        beyond.append(smaller is not None and smaller < found[str(CEILING)]["relative_error"])
         ends = [
             f"{served[0]['relative_error']:.2g} at 8",
             f"{served[-1]['relative_error']:.2g} for {served[-1]['scale_for']}",
@@ -120,8 +121,10 @@ def judge(rows: list[Row]) -> Verdict:
         parts.append(
             f"{of} {codes}: error {', '.join(ends)}; KL for {served[-1]['scale_for']} {more:.1f} times that at 8"
         )
-    verdict = "yes" if all(falls) and all(best) else "partly" if any(best) else "no"
-    return Verdict(verdict, "; ".join(parts))
+    if any(beyond):
+        parts.append(f"so {CEILING} is no ceiling: groups of 4 are more accurate still, in more bytes")
+    yes = all(falls) and all(best) and not any(beyond)
+    return Verdict("yes" if yes else "partly" if any(best) else "no", "; ".join(parts))
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
