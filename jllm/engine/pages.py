@@ -95,8 +95,8 @@ class PagePool:
         return pages
 
     def allocate_run(self, n: int) -> list[int] | None:
-        """n >= 1 pages in a row from the shortest run that has them, or None: then nothing is taken."""
-        if n > self.num_available:
+        """n >= 1 pages in a row from the shortest run that has them, or None: then nothing is taken, nor reclaimed."""
+        if n > self.num_available or (n > self.largest_run and not self._could_be_run(n)):
             return None
         self._reclaim(n)
         while n > self.largest_run:  # what is reclaimed may lie anywhere: one by one, until some make a run
@@ -140,6 +140,22 @@ class PagePool:
                 stop = page + 1
         finally:
             self._insert(start, stop)
+
+    def _could_be_run(self, n: int) -> bool:
+        """Whether n pages in a row would be free if all were reclaimed that can be. From the last page of each place
+        back to the first that is in the way, so that it looks at few pages where n is large."""
+        reclaimer, holders = self.reclaimer, self._holders
+        if not (reclaimer and reclaimer.reclaimable):
+            return n <= self.largest_run
+        start = 0
+        while start + n <= self.num_pages:
+            for page in range(start + n - 1, start - 1, -1):
+                if holders[page] > 1 or (holders[page] and not reclaimer.holds(page)):
+                    start = page + 1
+                    break
+            else:
+                return True
+        return False
 
     def _taken(self, page: int) -> bool:
         return 0 <= page < self.num_pages and self._holders[page] > 0

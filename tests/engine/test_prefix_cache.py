@@ -101,6 +101,22 @@ def test_what_is_held_is_not_given_back():
     assert cache.lookup((1, 1, 2, 2, 5)) == match
 
 
+def test_nothing_is_forgotten_for_a_run_that_cannot_be():
+    cache = make(8, 2)
+    pool = cache.pool
+    pages = pool.allocate(8)
+    for page in pages[::2]:  # pages of others stand between those that it keeps
+        cache.insert((page, page), [page], leaving=True)
+    pool.free(pages[::2])
+    assert (pool.num_available, pool.num_free) == (4, 0)
+    assert pool.allocate_run(2) is None
+    assert cache.num_pages == 4
+    pool.free([3])
+    assert pool.allocate_run(4) is None
+    assert cache.num_pages == 4
+    assert pool.allocate_run(3) == [2, 3, 4]
+
+
 def test_two_that_computed_the_same_at_a_time():
     cache = make(8, 2)
     one, two = cache.pool.allocate(2), cache.pool.allocate(3)
