@@ -240,7 +240,7 @@ def main() -> int:
 
     try:
         cli_evaluate()
-    except JllmError as error:
+    except (JllmError, NotImplementedError) as error:  # the latter: a backend that lacks a dtype or format
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
