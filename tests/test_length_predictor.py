@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+pytest.importorskip("optax")
+
 from experiments import length_data
 from experiments import train_length_predictor as train
 from experiments.length_data import LONGEST, SHORTEST, Request, Text, cut_requests, generate_texts, read_texts
