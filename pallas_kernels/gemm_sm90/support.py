@@ -1,7 +1,9 @@
-"""What both products share: dtypes of results. Light to import."""
+"""What the products support, in one place for the operations that are made of them. Light to import."""
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.gemm_sm90.skinny_config import MOST_ROWS
 
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -15,3 +17,22 @@ def check_result(out_dtype: jnp.dtype, residual: jax.Array | None) -> None:
         raise NotImplementedError(
             f"a {residual.dtype} residual is not supported by backend mosaic, which adds one of out_dtype, {out_dtype}"
         )
+
+
+def check_few_rows(operation: str, x: jax.Array, w: jax.Array) -> None:
+    """Raises NotImplementedError unless the product for few rows takes x [..., K] and w [N, K] of 16 bits, saying what
+    it takes."""
+    rows, (n, k) = x.size // max(x.shape[-1], 1), w.shape
+    if str(x.dtype) not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"the mosaic kernel has no {x.dtype} {operation}; supported: bfloat16, float16")
+    if rows > MOST_ROWS:
+        raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports at most {MOST_ROWS}")
+    if n % 16 or k % 16 or not n or not k:
+        raise NotImplementedError(f"w has shape {w.shape}; the mosaic kernel supports multiples of 16")
+
+
+def check_measured_faster(x: jax.Array, w: jax.Array, rows_faster: tuple[int, int] | None) -> None:
+    """Raises NotImplementedError unless x is bfloat16 and has from .. to rows; None: nobody measured this shape."""
+    rows = x.size // x.shape[-1]
+    if x.dtype != "bfloat16" or rows_faster is None or not rows_faster[0] <= rows <= rows_faster[1]:
+        raise NotImplementedError(f"the mosaic kernel was not seen to be faster for {rows} rows and w of {w.shape}")
