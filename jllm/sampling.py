@@ -1,24 +1,20 @@
 """Sampling on the device: per row, without a sort, and the same whatever else is in the batch.
 
-Order: penalties, bias, temperature, top-k, top-p, min-p. Each filter only raises one threshold a row, the lowest logit
-that may still be drawn, so ties at a threshold are all kept and filters compose by `maximum`. Thresholds are exact:
-they are found by bisection over the float's integer image, one pass over the logits a bit, rather than by sorting.
-
-A row is drawn from one uniform number by the inverse of the distribution function in token order. Sums run over blocks
-first, then over the blocks' sums: in float32 a plain running sum over 128k entries would lose what the rarest tokens
-weigh, and one block is all that must be read again once it is chosen.
+Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, given one
+uniform number a row.
 
 Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens, X bias entries a row.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import sample as kernels
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.sample import xla
 
 
 @jax.tree_util.register_dataclass
@@ -79,20 +75,23 @@ def count_tokens(seen: Array, counts: Array, slot: Array, tokens: Array, is_outp
     return seen, counts
 
 
-def sample(logits: Array, params: RowParams, position: Array) -> Array:
+def sample(logits: Array, params: RowParams, position: Array, *, backend: str | None = None) -> Array:
     """One token a row: logits [R, V] (penalized), position i32[R] (absolute, of the new token) -> i32[R].
 
     Greedy rows take the most likely token, at ties the lowest id. A row's token depends on its logits, params and
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
-    row asks for is skipped at run time.
+    row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
-    clean = _clean(logits)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    top = clean.max(axis=1)
-    greedy = jnp.where(clean == top[:, None], ids, logits.shape[1]).min(axis=1)  # an argmax, but vectorized by XLA
-    sampled = params.temperature > 0
-    drawn = lax.cond(jnp.any(sampled), lambda: _draw(logits, top, params, position), lambda: greedy)
-    return jnp.where(sampled, drawn, greedy)
+    return sample_checked(logits, params, position, backend=backend)[0]
+
+
+def sample_checked(
+    logits: Array, params: RowParams, position: Array, *, backend: str | None = None
+) -> tuple[Array, Array]:
+    """`sample`'s tokens, and whether all of a row's logits are finite, bool[R], which the same pass tells."""
+    uniform = _uniform(params, position, compute_dtype(logits.dtype))
+    filters = params.temperature, params.top_k, params.top_p, params.min_p
+    return kernels.sample(logits, *filters, uniform, backend=backend)
 
 
 def threshold(logits: Array, params: RowParams) -> Array:
@@ -102,8 +101,7 @@ def threshold(logits: Array, params: RowParams) -> Array:
     probability, renormalized after top-k, reaches p; min-p what is at least min_p times as likely as the most likely
     token. Ties are kept together, and the most likely token always.
     """
-    blocks, top = _blocks(_clean(logits)), _clean(logits).max(axis=1)
-    return _threshold(blocks, _weights(blocks, top, params), top, params, logits.shape[1])
+    return xla.threshold(logits, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def token_logprobs(logits: Array, tokens: Array) -> Array:
@@ -150,104 +148,6 @@ def sample_reference(logits: Array, params: RowParams, position: Array) -> Array
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
 
 
-def _clean(logits: Array) -> Array:
-    """NaN becomes -inf and +inf the largest number, so that comparisons and differences are well defined."""
-    logits = logits.astype(compute_dtype(logits.dtype))
-    return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
-
-
-def _weights(logits: Array, top: Array, params: RowParams) -> Array:
-    """Probabilities [R, V/B, B] in units of the row's largest, so that no temperature overflows."""
-    top = jnp.where(top == -jnp.inf, 0, top)  # a row of bans: all weights 0 rather than NaN
-    return jnp.exp((logits - top[:, None, None]) / _temperature(params, logits.dtype)[:, None, None])
-
-
-def _temperature(params: RowParams, dtype: jnp.dtype) -> Array:
-    return jnp.maximum(params.temperature.astype(dtype), jnp.finfo(dtype).tiny)
-
-
-def _draw(logits: Array, top: Array, params: RowParams, position: Array) -> Array:
-    """sample's token i32[R] for rows that are not greedy, given the rows' largest logits [R]."""
-    vocabulary = logits.shape[1]
-    logits = _blocks(_clean(logits))  # [R, V/B, B]
-    weights = _weights(logits, top, params)
-    lowest = _threshold(logits, weights, top, params, vocabulary)
-    kept = jnp.where(logits >= lowest[:, None, None], weights, 0)
-    sums = kept.sum(axis=2)
-    block, rest = _inverse_cdf(sums, _uniform(params, position, kept.dtype) * sums.sum(axis=1))
-    inside, _ = _inverse_cdf(jnp.take_along_axis(kept, block[:, None, None], axis=1)[:, 0], rest)
-    return jnp.minimum(block * kept.shape[2] + inside, vocabulary - 1)
-
-
-def _threshold(logits: Array, weights: Array, top: Array, params: RowParams, vocabulary: int) -> Array:
-    """threshold over logits and weights in blocks [R, V/B, B], given the rows' largest logits [R]."""
-    off = jnp.full_like(top, -jnp.inf)
-    sampled = params.temperature > 0
-    limited = sampled & (params.top_k > 0) & (params.top_k < vocabulary)
-    nucleus = sampled & (params.top_p < 1)
-
-    def by_count():
-        k = params.top_k.astype(top.dtype)  # exact: V is far below 2^24
-        return jnp.where(limited, _largest_reaching(logits, jnp.ones_like(logits), k, top), off)
-
-    lowest = lax.cond(jnp.any(limited), by_count, lambda: off)
-
-    def by_mass():
-        mass = _sum(jnp.where(logits >= lowest[:, None, None], weights, 0))
-        target = jnp.maximum(params.top_p.astype(top.dtype) * mass, jnp.finfo(top.dtype).tiny)
-        return jnp.where(nucleus, _largest_reaching(logits, weights, target, top), off)
-
-    lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
-    ratio = params.min_p.astype(top.dtype)  # p >= ratio * p_max, in logarithms
-    return jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(params, top.dtype) * jnp.log(ratio), off))
-
-
-def _largest_reaching(logits: Array, weights: Array, target: Array, top: Array) -> Array:
-    """The largest t [R] for which the weights of logits >= t [R, V/B, B] sum up to at least target > 0; -inf if none.
-
-    Bisects floats in their order as integers: as many passes as the dtype has bits, a trip count known beforehand (a
-    loop on a GPU then needs no word from the host), and exact, because sums of one order are monotone in the mask.
-    One pivot a pass: several cost XLA's CPU backend more than the passes that they save.
-    """
-
-    def halve(_, bounds):
-        low, high = bounds  # the weights reach the target at low (or low is -inf), and not at high
-        middle = low + (high - low) // 2
-        reached = _sum(jnp.where(logits >= _float(middle)[:, None, None], weights, 0)) >= target
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
-
-    low = _image(jnp.full_like(top, -jnp.inf))
-    high = _image(top) + 1
-    return _float(lax.fori_loop(0, jnp.finfo(top.dtype).bits, halve, (low, high))[0])
-
-
-def _image(x: Array) -> Array:
-    """Unsigned integers in the order of the floats: set the sign bit of positive numbers, flip all bits of others."""
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
-    sign = bits.dtype.type(1 << (jnp.finfo(x.dtype).bits - 1))
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def _float(image: Array) -> Array:
-    """The inverse of _image."""
-    size = jnp.iinfo(image.dtype).bits
-    sign = image.dtype.type(1 << (size - 1))
-    return lax.bitcast_convert_type(jnp.where(image >= sign, image ^ sign, ~image), jnp.dtype(f"float{size}"))
-
-
-def _blocks(x: Array) -> Array:
-    """[R, V] in blocks of about sqrt(V): [R, V/B, B], padded with -inf."""
-    rows, vocabulary = x.shape
-    size = 1 << round(math.log2(vocabulary) / 2)
-    x = jnp.pad(x, ((0, 0), (0, -vocabulary % size)), constant_values=-jnp.inf)
-    return x.reshape(rows, -1, size)
-
-
-def _sum(x: Array) -> Array:
-    """[R, V/B, B] -> [R], blocks upon each other first: that is the order which vectorizes."""
-    return x.sum(axis=1).sum(axis=1)
-
-
 def _uniform(params: RowParams, position: Array, dtype: jnp.dtype) -> Array:
     """One number in [0, 1) a row, from (seed, sample, position) alone."""
 
@@ -256,17 +156,3 @@ def _uniform(params: RowParams, position: Array, dtype: jnp.dtype) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position), (), dtype)
 
     return jax.vmap(draw)(params.seed, params.sample, position)
-
-
-def _inverse_cdf(weights: Array, target: Array) -> tuple[Array, Array]:
-    """First index at which the running sum of weights [R, N] exceeds target [R] -> index, target less what is below it.
-
-    An index without weight is never chosen while there is another one, however sums are rounded: a target beyond the
-    last sum falls to the last index that has weight.
-    """
-    cdf = jnp.cumsum(weights, axis=1)
-    index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    rank = jnp.where(cdf > target[:, None], weights.shape[1], index)  # argmax takes the first of equals
-    index = jnp.argmax(jnp.where(weights > 0, rank, -1), axis=1).astype(jnp.int32)
-    below = jnp.take_along_axis(cdf - weights, index[:, None], axis=1)[:, 0]
-    return index, target - below

@@ -20,7 +20,7 @@ from jllm.sampling import (
     RowParams,
     count_tokens,
     penalize,
-    sample,
+    sample_checked,
     sample_reference,
     token_logprobs,
     token_ranks,
@@ -160,7 +160,6 @@ def step(
     picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
     raw = head(params, config, picked, backend=backend)
     row_params = _row_params(slots, rows.slot, raw.dtype)
-    draw = sample_reference if variant.sort else sample
     penalties = state.penalties
     if variant.penalties:
         assert penalties is not None, "the penalties variant needs State.penalties"
@@ -168,12 +167,12 @@ def step(
             _apply_penalties(penalties, batch), batch, rows.chunk, paged.positions[rung.decodes :]
         )
         logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
-        tokens = draw(logits, row_params, rows.length)
+        tokens, _ = _draw(logits, row_params, rows.length, variant, backend)
+        finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
         seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
         penalties = replace(penalties, seen=seen, counts=counts)
     else:
-        tokens = draw(raw, row_params, rows.length)
-    finite = jnp.isfinite(raw).all(axis=1)
+        tokens, finite = _draw(raw, row_params, rows.length, variant, backend)
     scores: tuple[jax.Array | None, jax.Array | None] = (None, None)
     if variant.prompt_logprobs and rung.tokens:
         scores = _score_prompt(params, config, hidden[rung.decodes :], batch.targets, backend)
@@ -353,6 +352,15 @@ def _gather_penalties(penalties: SlotPenalties, slot: jax.Array, dtype) -> Penal
         bias_ids=penalties.bias_ids[slot],
         bias_values=penalties.bias_values[slot].astype(dtype),
     )
+
+
+def _draw(
+    logits: jax.Array, params: RowParams, position: jax.Array, variant: Variant, backend: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens of logits [R + B, V], and which rows of them are finite."""
+    if variant.sort:
+        return sample_reference(logits, params, position), jnp.isfinite(logits).all(axis=1)
+    return sample_checked(logits, params, position, backend=backend)
 
 
 def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:

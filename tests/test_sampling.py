@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jllm.sampling import (
-    RowParams,
-    _inverse_cdf,
-    sample,
-    sample_reference,
-    threshold,
-)
+from jllm.sampling import RowParams, sample, sample_reference, threshold
+from pallas_kernels.sample.xla import _inverse_cdf
 
 pytest.importorskip("hypothesis")
 from hypothesis import assume, given, settings  # noqa: E402

@@ -24,7 +24,7 @@ def test_kernels_agree_with_xla(name):
     """Sizes that every kernel takes; a prompt in chunks beside decodes. The mosaic kernels are named, so that those
     run that are not chosen by themselves."""
     sizes = {"hidden_size": 512, "intermediate_size": 768, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
-    model = tiny_model("bfloat16", **sizes, vocab_size=320)
+    model = tiny_model("bfloat16", **sizes, vocab_size=512)
     model = replace(model, params=quantize(model.params, name))
     prompts = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((100, 3, 60, 90))]
     ours, plain = (serve(model, prompts, [SCORE] * 4, **OPTIONS, backend=backend) for backend in ("mosaic", "xla"))

@@ -1,0 +1,56 @@
+"""What the Mosaic GPU kernel supports, and its tunables. Light to import."""
+
+from dataclasses import dataclass
+
+MEASURED = False  # whether the kernel has been run on a device and was faster: backend=None takes it only then
+
+VECTOR = 4  # logits that a thread loads at once
+THREADS = 128  # of a warpgroup
+PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once
+SMALLEST, LARGEST = PIECE, 1 << 24  # vocabularies; token ids are exact in float32
+
+
+def check_supported(dtype: str, rows: int, vocabulary: int) -> None:
+    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    if dtype != "float32":
+        raise NotImplementedError(f"logits of {dtype} are not supported by backend mosaic, which does float32")
+    if vocabulary % VECTOR or not SMALLEST <= vocabulary <= LARGEST:
+        raise NotImplementedError(
+            f"V={vocabulary} is not supported by backend mosaic, "
+            f"which does multiples of {VECTOR} from {SMALLEST} to {LARGEST}"
+        )
+    if rows < 1:
+        raise NotImplementedError("R=0 is not supported by backend mosaic, which does at least one row")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a row is cut, and what of it is held."""
+
+    warpgroups: int = 4  # that share a row
+    pieces: int = 4  # of 512 logits that a warpgroup loads before it waits
+    held: int = 16  # pieces that it may hold in registers; rows of more are read again for each pass
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2, 4, 8):
+            raise ValueError(f"warpgroups is {self.warpgroups}, expected 1, 2, 4 or 8")
+        if self.pieces < 1:
+            raise ValueError(f"pieces is {self.pieces}, expected at least 1")
+
+    @property
+    def chunk(self) -> int:
+        """Logits that the block loads at once."""
+        return self.warpgroups * self.pieces * PIECE
+
+    def check(self, vocabulary: int) -> None:
+        """Raises ValueError for a row of `vocabulary` logits that cannot be cut so."""
+        if vocabulary < self.chunk:
+            raise ValueError(f"V={vocabulary} is less than the {self.chunk} logits that {self} loads at once")
+
+
+CONFIGS = (Config(), Config(pieces=2), Config(pieces=1), Config(2, 1), Config(1, 1))
+
+
+def choose_config(vocabulary: int) -> Config:
+    """The configuration for rows of so many logits: the largest chunks that they fill."""
+    return next(config for config in CONFIGS if config.chunk <= vocabulary)

@@ -1,0 +1,163 @@
+"""One row of logits as the block reads it: in chunks from memory, or held in registers for many passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.sample.block_sm90 import PIECE_LAYOUT
+from pallas_kernels.sample.config import PIECE, THREADS, VECTOR, Config
+
+Pieces = list[jax.Array]  # f32[128, 4] each
+INFINITY, LARGEST = float("inf"), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of V logits in memory and what a warpgroup reads of it. The last chunk ends with the row: what it shares
+    with the one before is masked where it must not count twice."""
+
+    ref: Any  # f32[V / 4, 4]
+    warpgroup: jax.Array
+    vocabulary: int
+    config: Config
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.vocabulary // self.config.chunk)
+
+    def start(self, chunk: Any) -> jax.Array:
+        """The first token of a chunk as it is read."""
+        return jnp.minimum(chunk * self.config.chunk, self.vocabulary - self.config.chunk).astype(jnp.int32)
+
+    def offsets(self) -> Pieces:
+        """f32: where in a chunk this warpgroup's logits are."""
+        first = self.warpgroup * (self.config.pieces * PIECE)
+        return [(_iota() + (first + i * PIECE)).astype(jnp.float32) for i in range(self.config.pieces)]
+
+    def raw(self, chunk: Any) -> Pieces:
+        """A chunk's logits as they are."""
+        first = self.start(chunk) // VECTOR + self.warpgroup * (self.config.pieces * THREADS)
+        return [
+            plgpu.load(self.ref.at[pl.ds(first + i * THREADS, THREADS)], layout=PIECE_LAYOUT, optimized=False)
+            for i in range(self.config.pieces)
+        ]
+
+    def own(self, chunk: Any, raw: Pieces) -> Pieces:
+        """Clean logits of a chunk; what the chunk before has too is -inf."""
+        values = [clean(x) for x in raw]
+        if self.vocabulary % self.config.chunk == 0:
+            return values
+        shared = (chunk * self.config.chunk - self.start(chunk)).astype(jnp.float32)
+        return [jnp.where(offset >= shared, x, -INFINITY) for x, offset in zip(values, self.offsets())]
+
+    def fold(self, step: Callable[[Any, Pieces, Any], Any], carry: Any) -> Any:
+        """step(chunk, raw, carry) -> carry over all chunks in order, each loaded while the one before is in work."""
+
+        def body(chunk: jax.Array, state: tuple[Pieces, Any]) -> tuple[Pieces, Any]:
+            raw, carry = state
+            return self.raw(chunk + 1), step(chunk, raw, carry)
+
+        raw, carry = lax.fori_loop(jnp.int32(0), jnp.int32(self.chunks - 1), body, (self.raw(jnp.int32(0)), carry))
+        return step(jnp.int32(self.chunks - 1), raw, carry)
+
+
+def clean(x: jax.Array) -> jax.Array:
+    """NaN as -inf, and +inf as the largest number."""
+    return jnp.where(jnp.abs(x) < INFINITY, x, jnp.where(x > 0, LARGEST, -INFINITY))
+
+
+def zeros() -> jax.Array:
+    """A piece of zeros."""
+    return full(0.0)
+
+
+def full(value: float) -> jax.Array:
+    """A piece of one value."""
+    return plgpu.layout_cast(jnp.full((THREADS, VECTOR), value, jnp.float32), PIECE_LAYOUT)
+
+
+def _iota() -> jax.Array:
+    down, across = (plgpu.broadcasted_iota(jnp.int32, (THREADS, VECTOR), i, layout=PIECE_LAYOUT) for i in (0, 1))
+    return down * VECTOR + across
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Probabilities in units of the row's largest."""
+
+    top: jax.Array
+    scale: jax.Array  # log2(e) / temperature
+
+    def of(self, x: jax.Array) -> jax.Array:
+        return jnp.exp2((x - self.top) * self.scale)
+
+    def kept(self, x: jax.Array, lowest: jax.Array) -> jax.Array:
+        """Those of logits from `lowest` on, else 0."""
+        return jnp.where(x >= lowest, self.of(x), 0.0)
+
+
+class Streamed:
+    """Sums over a row that is read anew each time: three pivots a pass, as memory bounds it."""
+
+    pivots = 3
+
+    def __init__(self, row: Row, weights: Weights):
+        self.row, self.weights = row, weights
+
+    def counts(self, lowest: Sequence[jax.Array]) -> Pieces:
+        """A piece for each of `lowest`: adds up to how many logits reach it."""
+        return self._add(lowest, lambda x: 1.0)
+
+    def prepare(self) -> None:
+        """To be called before masses."""
+
+    def masses(self, lowest: Sequence[jax.Array]) -> Pieces:
+        """The same of their weights."""
+        return self._add(lowest, self.weights.of)
+
+    def _add(self, lowest: Sequence[jax.Array], weigh: Callable[[jax.Array], Any]) -> Pieces:
+        def step(chunk: Any, raw: Pieces, sums: Pieces) -> Pieces:
+            for x in self.row.own(chunk, raw):
+                weight = weigh(x)
+                sums = [s + jnp.where(x >= bound, weight, 0.0) for s, bound in zip(sums, lowest)]
+            return sums
+
+        return self.row.fold(step, [zeros() for _ in lowest])
+
+
+class Held:
+    """The same over a row whose logits are in registers, and their weights in shared memory, where each thread reads
+    what it wrote."""
+
+    pivots = 1
+
+    def __init__(self, row: Row, weights: Weights, ref: Any):
+        self.weights, self.ref = weights, ref
+        self.values = [x for chunk in range(row.chunks) for x in row.own(chunk, row.raw(chunk))]
+        self.first = row.warpgroup * len(self.values)
+
+    def counts(self, lowest: Sequence[jax.Array]) -> Pieces:
+        return self._add(lowest, lambda i: 1.0)
+
+    def prepare(self) -> None:
+        for i, x in enumerate(self.values):
+            self.ref[self.first + i] = self.weights.of(x)
+
+    def masses(self, lowest: Sequence[jax.Array]) -> Pieces:
+        return self._add(
+            lowest, lambda i: plgpu.load(self.ref.at[self.first + i], layout=PIECE_LAYOUT, optimized=False)
+        )
+
+    def _add(self, lowest: Sequence[jax.Array], weigh: Callable[[int], Any]) -> Pieces:
+        sums = [zeros() for _ in lowest]
+        for i, x in enumerate(self.values):
+            weight = weigh(i)
+            sums = [s + jnp.where(x >= bound, weight, 0.0) for s, bound in zip(sums, lowest)]
+        return sums

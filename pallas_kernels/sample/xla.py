@@ -1,0 +1,165 @@
+"""sample in plain jnp: per row, without a sort, and the same whatever else is in the batch.
+
+Each filter only raises one threshold a row, the lowest logit that may still be drawn, so ties at a threshold are all
+kept and filters compose by `maximum`. Thresholds are exact: they are found by bisection over the float's integer image,
+one pass over the logits a bit, rather than by sorting.
+
+A row is drawn from one uniform number by the inverse of the distribution function in token order. Sums run over blocks
+first, then over the blocks' sums: in float32 a plain running sum over 128k entries would lose what the rarest tokens
+weigh, and one block is all that must be read again once it is chosen.
+
+Letters: R rows, V vocabulary, B tokens of a block.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.numerics import compute_dtype
+
+
+class Filters(NamedTuple):
+    """What api.sample takes beside logits and uniform numbers, each [R]."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+@jax.jit
+def sample(
+    logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, uniform: Array
+) -> tuple[Array, Array]:
+    """logits [R, V], the rest [R] -> tokens i32[R], finite bool[R]; see api.py. What no row asks for is skipped at run
+    time, for which a GPU's host has to know it."""
+    filters = Filters(temperature, top_k, top_p, min_p)
+    clean = _clean(logits)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    top = clean.max(axis=1)
+    greedy = jnp.where(clean == top[:, None], ids, logits.shape[1]).min(axis=1)  # an argmax, but vectorized by XLA
+    sampled = temperature > 0
+    drawn = lax.cond(jnp.any(sampled), lambda: _draw(logits, top, filters, uniform), lambda: greedy)
+    return jnp.where(sampled, drawn, greedy), jnp.isfinite(logits).all(axis=1)
+
+
+def threshold(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """The lowest logit of each row [R, V] that the filters leave to be drawn -> [R]; -inf when all are off."""
+    filters = Filters(temperature, top_k, top_p, min_p)
+    blocks, top = _blocks(_clean(logits)), _clean(logits).max(axis=1)
+    return _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
+
+
+def _clean(logits: Array) -> Array:
+    """NaN becomes -inf and +inf the largest number, so that comparisons and differences are well defined."""
+    logits = logits.astype(compute_dtype(logits.dtype))
+    return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
+
+
+def _weights(logits: Array, top: Array, filters: Filters) -> Array:
+    """Probabilities [R, V/B, B] in units of the row's largest, so that no temperature overflows."""
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row of bans: all weights 0 rather than NaN
+    return jnp.exp((logits - top[:, None, None]) / _temperature(filters, logits.dtype)[:, None, None])
+
+
+def _temperature(filters: Filters, dtype: jnp.dtype) -> Array:
+    return jnp.maximum(filters.temperature.astype(dtype), jnp.finfo(dtype).tiny)
+
+
+def _draw(logits: Array, top: Array, filters: Filters, uniform: Array) -> Array:
+    """sample's token i32[R] for rows that are not greedy, given the rows' largest logits [R]."""
+    vocabulary = logits.shape[1]
+    logits = _blocks(_clean(logits))  # [R, V/B, B]
+    weights = _weights(logits, top, filters)
+    lowest = _threshold(logits, weights, top, filters, vocabulary)
+    kept = jnp.where(logits >= lowest[:, None, None], weights, 0)
+    sums = kept.sum(axis=2)
+    block, rest = _inverse_cdf(sums, uniform.astype(kept.dtype) * sums.sum(axis=1))
+    inside, _ = _inverse_cdf(jnp.take_along_axis(kept, block[:, None, None], axis=1)[:, 0], rest)
+    return jnp.minimum(block * kept.shape[2] + inside, vocabulary - 1)
+
+
+def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, vocabulary: int) -> Array:
+    """threshold over logits and weights in blocks [R, V/B, B], given the rows' largest logits [R]."""
+    off = jnp.full_like(top, -jnp.inf)
+    sampled = filters.temperature > 0
+    limited = sampled & (filters.top_k > 0) & (filters.top_k < vocabulary)
+    nucleus = sampled & (filters.top_p < 1)
+
+    def by_count():
+        k = filters.top_k.astype(top.dtype)  # exact: V is far below 2^24
+        return jnp.where(limited, _largest_reaching(logits, jnp.ones_like(logits), k, top), off)
+
+    lowest = lax.cond(jnp.any(limited), by_count, lambda: off)
+
+    def by_mass():
+        mass = _sum(jnp.where(logits >= lowest[:, None, None], weights, 0))
+        target = jnp.maximum(filters.top_p.astype(top.dtype) * mass, jnp.finfo(top.dtype).tiny)
+        return jnp.where(nucleus, _largest_reaching(logits, weights, target, top), off)
+
+    lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
+    ratio = filters.min_p.astype(top.dtype)  # p >= ratio * p_max, in logarithms
+    return jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(filters, top.dtype) * jnp.log(ratio), off))
+
+
+def _largest_reaching(logits: Array, weights: Array, target: Array, top: Array) -> Array:
+    """The largest t [R] for which the weights of logits >= t [R, V/B, B] sum up to at least target > 0; -inf if none.
+
+    Bisects floats in their order as integers: as many passes as the dtype has bits, a trip count known beforehand (a
+    loop on a GPU then needs no word from the host), and exact, because sums of one order are monotone in the mask.
+    One pivot a pass: several cost XLA's CPU backend more than the passes that they save.
+    """
+
+    def halve(_, bounds):
+        low, high = bounds  # the weights reach the target at low (or low is -inf), and not at high
+        middle = low + (high - low) // 2
+        reached = _sum(jnp.where(logits >= _float(middle)[:, None, None], weights, 0)) >= target
+        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+
+    low = _image(jnp.full_like(top, -jnp.inf))
+    high = _image(top) + 1
+    return _float(lax.fori_loop(0, jnp.finfo(top.dtype).bits, halve, (low, high))[0])
+
+
+def _image(x: Array) -> Array:
+    """Unsigned integers in the order of the floats: set the sign bit of positive numbers, flip all bits of others."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+    sign = bits.dtype.type(1 << (jnp.finfo(x.dtype).bits - 1))
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _float(image: Array) -> Array:
+    """The inverse of _image."""
+    size = jnp.iinfo(image.dtype).bits
+    sign = image.dtype.type(1 << (size - 1))
+    return lax.bitcast_convert_type(jnp.where(image >= sign, image ^ sign, ~image), jnp.dtype(f"float{size}"))
+
+
+def _blocks(x: Array) -> Array:
+    """[R, V] in blocks of about sqrt(V): [R, V/B, B], padded with -inf."""
+    rows, vocabulary = x.shape
+    size = 1 << round(math.log2(vocabulary) / 2)
+    x = jnp.pad(x, ((0, 0), (0, -vocabulary % size)), constant_values=-jnp.inf)
+    return x.reshape(rows, -1, size)
+
+
+def _sum(x: Array) -> Array:
+    """[R, V/B, B] -> [R], blocks upon each other first: that is the order which vectorizes."""
+    return x.sum(axis=1).sum(axis=1)
+
+
+def _inverse_cdf(weights: Array, target: Array) -> tuple[Array, Array]:
+    """First index at which the running sum of weights [R, N] exceeds target [R] -> index, target less what is below it.
+
+    An index without weight is never chosen while there is another one, however sums are rounded: a target beyond the
+    last sum falls to the last index that has weight.
+    """
+    cdf = jnp.cumsum(weights, axis=1)
+    index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    rank = jnp.where(cdf > target[:, None], weights.shape[1], index)  # argmax takes the first of equals
+    index = jnp.argmax(jnp.where(weights > 0, rank, -1), axis=1).astype(jnp.int32)
+    below = jnp.take_along_axis(cdf - weights, index[:, None], axis=1)[:, 0]
+    return index, target - below

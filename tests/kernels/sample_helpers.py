@@ -1,0 +1,78 @@
+"""What the tests of sample share: rows with everything odd in them, and how far a token is from the right one."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.sample import reference
+from pallas_kernels.sample.cases import MIXED, arguments
+
+ROUNDING = 1e-5  # of a float32 distribution function over any vocabulary
+ODD = (  # how a row's logits are spoilt
+    "plain", "ties", "bans", "nan", "+inf", "-inf everywhere", "nan everywhere", "equal", "far apart", "last", "first",
+)  # fmt: skip
+
+
+def mixed_rows(vocabulary: int, seed: int = 0, spread: float = 3.0) -> tuple[np.ndarray, list]:
+    """One row for each of MIXED."""
+    logits = spread * np.random.default_rng(seed).normal(size=(len(MIXED), vocabulary))
+    return logits.astype(np.float32), list(MIXED)
+
+
+def odd_rows(vocabulary: int, seed: int = 0) -> tuple[np.ndarray, list]:
+    """Every oddity, each with another of MIXED."""
+    rng = np.random.default_rng(seed)
+    logits = (2 * rng.normal(size=(len(ODD), vocabulary))).astype(np.float32)
+    for row, odd in zip(logits, ODD):
+        spoil(row, odd, rng)
+    return logits, [MIXED[(i + seed) % len(MIXED)] for i in range(len(ODD))]
+
+
+def spoil(row: np.ndarray, odd: str, rng: np.random.Generator) -> None:
+    some = rng.random(row.size) < 0.5
+    match odd:
+        case "ties":
+            row[:] = np.round(row)
+        case "bans":
+            row[some] = -np.inf
+        case "nan":
+            row[some] = np.nan
+        case "+inf":
+            row[[row.size // 3, row.size - 2]] = np.inf
+        case "-inf everywhere":
+            row[:] = -np.inf
+        case "nan everywhere":
+            row[:] = np.nan
+        case "equal":
+            row[:] = -1.5
+        case "far apart":
+            row *= 1e37
+        case "last":
+            row[-1] = row.max() + 4
+        case "first":
+            row[0] = row.max() + 4
+
+
+def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> list[str]:
+    """What is wrong with the tokens of rows that ask for so much, drawn with arguments(asked, seed)."""
+    columns = [np.asarray(x) for x in arguments(asked, seed)]
+    expected, is_finite = reference.sample(logits, *columns)
+    wrong = [f"row {i}: finite is {bool(f)}" for i, f in enumerate(np.asarray(finite)) if f != is_finite[i]]
+    for i, (token, right) in enumerate(zip(np.asarray(tokens).tolist(), expected.tolist())):
+        if token != right and distance(token, logits[i], *(column[i] for column in columns)) > ROUNDING:
+            wrong.append(f"row {i}, {asked[i]}: token {token} in place of {right}")
+    return wrong
+
+
+def distance(token: int, row: np.ndarray, temperature, top_k, top_p, min_p, uniform) -> float:
+    """How far `uniform` is from the token's part of the distribution function; infinite where it has none."""
+    if not temperature > 0 or not 0 <= token < row.size:
+        return np.inf
+    p = reference.probabilities(reference.clean(row), temperature, top_k, top_p, min_p)
+    if not p[token] > 0:
+        return np.inf
+    cdf = np.cumsum(p)
+    return max(0.0, cdf[token] - p[token] - float(uniform), float(uniform) - cdf[token])
+
+
+def jax_arguments(logits: np.ndarray, asked: list, seed: int = 0) -> tuple:
+    return jnp.asarray(logits), *arguments(asked, seed)

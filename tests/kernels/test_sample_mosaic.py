@@ -1,0 +1,221 @@
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.sample import block_sm90, mosaic_sm90, row_sm90, sample, xla
+from pallas_kernels.sample.cases import MIXED, arguments
+from pallas_kernels.sample.config import CONFIGS, Config, choose_config
+from pallas_kernels.smem_sm90 import shared_bytes
+from tests.kernels.helpers import same_bits
+from tests.kernels.sample_helpers import jax_arguments, misses, mixed_rows, odd_rows
+
+INTERPRETED = [  # one chunk and more, with and without a rest, held and not
+    (512, Config(1, 1)),
+    (516, Config(1, 1)),
+    (2500, Config(2, 1)),
+    (3072, Config(2, 1, held=0)),
+    (2500, Config(2, 1, held=0)),
+    (2052, Config(1, 2)),
+    (2560, Config(4, 1, held=0)),
+]
+
+
+def interpreted(logits, asked, config, seed=0):
+    """The kernel under the GPU interpreter; a race fails."""
+    out = mosaic_sm90.sample(
+        *jax_arguments(logits, asked, seed), config=config, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    out = jax.block_until_ready(out)
+    assert not get_races().races_found
+    return out
+
+
+@pytest.mark.parametrize(("vocabulary", "config"), INTERPRETED, ids=str)
+def test_interpreted_matches_the_definition(vocabulary, config):
+    """All filters and greedy rows in one batch, so that blocks of one grid take different branches."""
+    logits, asked = mixed_rows(vocabulary)
+    assert not misses(*interpreted(logits, asked, config), logits, asked)
+
+
+@pytest.mark.parametrize(("vocabulary", "config", "seed"), [(1500, Config(2, 1), 1), (1500, Config(1, 2, held=0), 6)])
+def test_interpreted_odd_rows(vocabulary, config, seed):
+    logits, asked = odd_rows(vocabulary, seed)
+    assert not misses(*interpreted(logits, asked, config, seed), logits, asked, seed)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_distribution(uniform):
+    """The first and the last token with weight, where bans and the part shared by two chunks come first and last."""
+    logits = np.full((3, 1500), -np.inf, np.float32)
+    logits[0, [7, 1400]], logits[1, [1020, 1030]], logits[2, [0, 1499]] = 0.5, 0.5, 0.5
+    filters = arguments([{}, {"top_k": 2}, {"top_p": 0.99}])[:-1]
+    out = mosaic_sm90.sample(
+        jnp.asarray(logits), *filters, jnp.full(3, uniform, jnp.float32),
+        config=Config(2, 1), interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    assert np.asarray(out[0]).tolist() == ([7, 1020, 0] if uniform == 0 else [1400, 1030, 1499])
+    assert not np.asarray(out[1]).any()
+
+
+def test_a_row_does_not_depend_on_the_others():
+    logits, asked = mixed_rows(1500, spread=0.5)
+    arrays = jax_arguments(logits, asked)
+    options = {"config": Config(2, 1), "interpret": plgpu.InterpretGPUParams()}
+    together = mosaic_sm90.sample(*arrays, **options)
+    for r in (1, 6):
+        alone = mosaic_sm90.sample(*(x[r : r + 1] for x in arrays), **options)
+        assert same_bits(alone, jax.tree.map(lambda x, r=r: x[r : r + 1], together))
+
+
+FAULTS = [  # where, what, and what becomes of it
+    (row_sm90.Row, "own", lambda real: lambda self, chunk, raw: [row_sm90.clean(x) for x in raw]),
+    (row_sm90.Row, "start", lambda real: lambda self, chunk: real(self, chunk) * 0),
+    (row_sm90, "clean", lambda real: lambda x: x),
+    (row_sm90.Weights, "of", lambda real: lambda self, x: real(self, x) * real(self, x)),
+    (row_sm90.Weights, "kept", lambda real: lambda self, x, lowest: real(self, x, lowest - 1.0)),
+    (row_sm90.Held, "counts", lambda real: lambda self, lowest: [2.0 * x for x in real(self, lowest)]),
+    (row_sm90.Streamed, "masses", lambda real: lambda self, lowest: real(self, [low + 0.5 for low in lowest])),
+    (mosaic_sm90, "last", lambda real: lambda *args: real(*args) + 1),
+    (mosaic_sm90, "last", lambda real: lambda *args: real(*args) - 1),
+    (block_sm90.Block, "sums", lambda real: lambda self, pieces, area: [2 * x for x in real(self, pieces, area)]),
+]
+
+
+def found_wrong() -> bool:
+    """Whether the tests above would fail, without their compiled kernels; without race detection, for speed."""
+    wrong = []
+    for config in (Config(2, 1), Config(2, 1, held=0)):
+        for make in (mixed_rows, odd_rows):
+            logits, asked = make(1500, spread=0.5) if make is mixed_rows else make(1500)
+            out = mosaic_sm90.sample.__wrapped__(
+                *jax_arguments(logits, asked), config=config, interpret=plgpu.InterpretGPUParams()
+            )
+            wrong += misses(*out, logits, asked)
+            if wrong:
+                break
+    return bool(wrong)
+
+
+@pytest.mark.parametrize(("owner", "name", "change"), FAULTS)
+def test_seeded_faults_are_caught(monkeypatch, owner, name, change):
+    changed = change(getattr(owner, name))
+    monkeypatch.setattr(owner, name, changed)
+    if name == "clean":
+        monkeypatch.setattr(mosaic_sm90, name, changed)
+    assert found_wrong()
+
+
+def test_a_shared_area_is_a_race(monkeypatch):
+    """The interpreter sees that reductions follow each other too closely without their areas."""
+    real = block_sm90.Block._reduce
+    monkeypatch.setattr(block_sm90.Block, "_reduce", lambda self, pairs, area: real(self, pairs, 0))
+    logits, asked = mixed_rows(1500)[0], [MIXED[0]] * 2  # greedy: nothing waits for what a race made wrong
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    jax.block_until_ready(
+        mosaic_sm90.sample.__wrapped__(*jax_arguments(logits[:2], asked), config=Config(2, 1), interpret=interpret)
+    )
+    assert get_races().races_found
+
+
+VOCABULARIES = (32000, 128256, 151936)
+
+
+@pytest.mark.parametrize("vocabulary", [*VOCABULARIES, 512, 4096, 32768, 32772])
+def test_lowers_for_cuda_and_fits_shared_memory(vocabulary):
+    config = choose_config(vocabulary)
+    assert shared_bytes(mosaic_sm90.scratch(vocabulary, config)) <= SHARED_MEMORY
+    for rows in (1, 64, 512) if vocabulary in VOCABULARIES else (2,):
+        logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
+        row = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in ("float32", "int32", "float32", "float32", "float32")]
+        trace = jax.jit(lambda *x: sample(*x, backend="mosaic")).trace(logits, *row)
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+        assert not any(
+            word in text for word in ("stablehlo.if", "stablehlo.case", "stablehlo.while", "stablehlo.slice")
+        )
+
+
+def test_interpreted_configurations_lower():
+    for vocabulary, config in INTERPRETED:
+        logits, asked = mixed_rows(vocabulary)
+        trace = jax.jit(lambda *x, config=config: mosaic_sm90.sample(*x, config=config)).trace(
+            *jax_arguments(logits, asked)
+        )
+        assert "mosaic_gpu" in trace.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_configurations_are_checked():
+    with pytest.raises(ValueError, match="warpgroups is 3, expected 1, 2, 4 or 8"):
+        Config(3)
+    with pytest.raises(ValueError, match="pieces is 0, expected at least 1"):
+        Config(pieces=0)
+    with pytest.raises(ValueError, match="V=4096 is less than the 8192 logits"):
+        Config().check(4096)
+    for config in CONFIGS:
+        assert choose_config(config.chunk) == config
+
+
+# On a device
+
+
+def many_rows(vocabulary: int, copies: int, spread: float, seed: int):
+    logits, asked = zip(*(mixed_rows(vocabulary, seed + i, spread) for i in range(copies)))
+    return np.concatenate(logits), sum(asked, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [512, 1028, 4096, 32000, 32768, 32772, 128256, 151936])
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_gpu_matches_the_definition_and_xla(vocabulary, spread):
+    """Where tokens differ from float64's or xla's, the uniform number is within rounding of a boundary; the same bits
+    again."""
+    for seed, (logits, asked) in enumerate(
+        (many_rows(vocabulary, 6, spread, 0), odd_rows(vocabulary, 1), odd_rows(vocabulary, 6))
+    ):
+        arrays = jax_arguments(logits, asked, seed)
+        tokens, finite = sample(*arrays, backend="mosaic")
+        assert not misses(tokens, finite, logits, asked, seed)
+        plain, plain_finite = xla.sample(*arrays)
+        assert same_bits(finite, plain_finite)
+        assert np.mean(np.asarray(tokens) != np.asarray(plain)) < 0.05
+        for _ in range(3):
+            assert same_bits(sample(*arrays, backend="mosaic"), (tokens, finite))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [32000, 128256])
+def test_gpu_a_row_does_not_depend_on_the_others(vocabulary):
+    logits, asked = many_rows(vocabulary, 30, 3.0, 9)  # 330 rows
+    arrays = jax_arguments(logits, asked)
+    together = sample(*arrays, backend="mosaic")
+    for rows in (slice(0, 1), slice(7, 8), slice(100, 164)):
+        part = sample(*(x[rows] for x in arrays), backend="mosaic")
+        assert same_bits(part, jax.tree.map(lambda x, rows=rows: x[rows], together))
+
+
+@pytest.mark.gpu
+def test_gpu_a_step_of_the_sampler_has_no_copy_to_the_host():
+    arrays = jax_arguments(*mixed_rows(32000))
+    text = jax.jit(lambda *x: sample(*x, backend="mosaic")).lower(*arrays).compile().as_text()
+    assert text.count("custom-call") >= 1
+    assert not any(word in text for word in (" conditional(", " while("))
+
+
+@pytest.mark.gpu
+def test_gpu_draws_follow_the_distribution():
+    """Token shares of 20,000 draws with evenly spaced numbers, each within one draw and rounding of its probability."""
+    vocabulary, rows = 4096, 20_000
+    row = np.random.default_rng(0).normal(size=vocabulary).astype(np.float32) * 3
+    row[100:] -= 8
+    even = (jnp.arange(rows, dtype=jnp.float32) + 0.5) / rows
+    filters = [jnp.broadcast_to(x, rows) for x in arguments([MIXED[1]])[:-1]]
+    tokens, _ = sample(jnp.broadcast_to(jnp.asarray(row), (rows, vocabulary)), *filters, even, backend="mosaic")
+    p = np.exp(row.astype(np.float64))
+    counts = np.bincount(np.asarray(tokens), minlength=vocabulary)
+    assert np.abs(counts - rows * p / p.sum()).max() < 1.5
