@@ -19,8 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.arguments import positive
 from experiments.cost_model import calibrated
-from experiments.qps import positive, rounded
+from experiments.qps import rounded
 from experiments.result_file import ResultFile
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload

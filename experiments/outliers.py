@@ -24,9 +24,10 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.arguments import check_draws_only, positive
 from experiments.ptq_methods import read_tokens, rounded
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT, positive
+from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import InputFileError, JllmError
 from jllm.evaluate import evaluate, record
 from jllm.outliers import check_strength, plant
@@ -186,7 +187,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_draws_only(parser, args)
+    return args
 
 
 def redraw(file: Path) -> int:

@@ -25,8 +25,9 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.arguments import positive
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT, positive, read_documents
+from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, EvaluationError, JllmError
 from jllm.evaluate import Evaluation, Recorded, evaluate, record
 from jllm.outliers import plant

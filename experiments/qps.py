@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.arguments import positive
 from experiments.decode_step import HBM
 from experiments.floors import make_floor, tree_bytes, workload_seconds
 from experiments.result_file import ResultFile
@@ -294,12 +295,6 @@ def bars(row: Row, args: argparse.Namespace) -> Iterator[Row]:
 
 def bar(name: str, value: float, unit: str, bar: float, *, most: bool) -> Row:
     return {"name": name, "value": value, "unit": unit, "bar": bar, "met": value <= bar if most else value >= bar}
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

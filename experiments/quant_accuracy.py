@@ -38,8 +38,9 @@ import jllm
 from experiments.accuracy_report import bars, part, text_report, write_report
 from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
 from experiments.accuracy_support import check_all_run
+from experiments.arguments import check_draws_only, positive
 from experiments.result_file import ResultFile
-from experiments.texts.read import BUNDLED_TEXT, positive, read_documents
+from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.evaluate import record
 from jllm.pretrained import BUNDLED, Model
@@ -186,6 +187,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
+    check_draws_only(parser, args)
     if args.tokens is None and args.text != BUNDLED_TEXT:
         args.tokens = TOKENS
     return args

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.arguments import check_draws_only
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor, tree_bytes
 from experiments.result_file import ResultFile
@@ -291,7 +292,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_draws_only(parser, args)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,8 +31,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.arguments import positive
 from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
-from experiments.qps import bar, positive, rounded, token_bytes
+from experiments.qps import bar, rounded, token_bytes
 from experiments.result_file import ResultFile
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload

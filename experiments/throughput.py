@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.arguments import positive
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor, tree_bytes
 from experiments.result_file import ResultFile
@@ -308,12 +309,6 @@ def parse_case(text: str) -> Case:
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")
     return Case(*map(int, parts))
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

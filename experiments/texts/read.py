@@ -1,6 +1,5 @@
 """Texts as experiments take them: a .jsonl of documents, or any other file as one document."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -23,13 +22,6 @@ def read_documents(file: Path) -> list[str]:
     if not found:
         raise InputFileError(f"{file}: has no documents")
     return found
-
-
-def positive(text: str) -> int:
-    """A command line's number of tokens, rows or the like."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def _document(where: str, line: str) -> str:
