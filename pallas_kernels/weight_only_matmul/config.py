@@ -20,6 +20,10 @@ class Config:
     of 64 rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that
     a stage holds of a part. stages: in flight, at most: as many as shared memory holds. overlap: products run on while
     operands of the next stage are made. ctas: that run. Only fold, split and width change bits.
+
+    stream: another kernel, for up to 8 rows of x, whose codes go straight into registers (stream_sm90.py): CTAs of
+    64 / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of 128 columns that
+    a warp has in flight.
     """
 
     tokens: int = 8
@@ -31,6 +35,7 @@ class Config:
     stages: int = 8
     overlap: bool = False
     ctas: int = SMS
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
@@ -46,12 +51,20 @@ class Config:
         for name in ("row_tiles", "split", "ctas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.stream:
+            for name in ("tokens", "row_tiles", "split", "width", "overlap", "ctas"):
+                if getattr(self, name) != getattr(Config, name):
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}, but a streaming kernel has {getattr(Config, name)}"
+                    )
         if self.rows > 256:  # of one copy
             raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
 
     @property
     def rows(self) -> int:
         """Rows of the weight in a tile."""
+        if self.stream:
+            return 64 // self.fold
         return 64 * self.warpgroups * self.row_tiles // self.fold
 
 
@@ -64,15 +77,16 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
     They follow from a count of tiles, which should fill 132 SMs evenly: of 32 rows, or of 128 over a quarter of K, for
-    a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums. None was timed
-    yet (experiments/LOG.md, 2026-11-20).
+    a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums. Up to 8 rows of
+    x stream: warps should have some 3 to 8 chunks of 128 columns each, whose loads are all in flight at once.
     """
     wide = n >= 8192
     if m <= 8:
+        chunks = k // 128
+        base = Config(fold=4, warpgroups=1 if chunks <= 16 else 2 if chunks <= 48 else 3, stream=True)
+        others = [replace(base, warpgroups=count) for count in (1, 2, 3) if count != base.warpgroups]
         one = m == 1 and k % (2048 if fmt.packed else 1024) == 0
-        base = Config(tokens=1 if one else 8, fold=4, stages=12)
-        overlapping = replace(base, overlap=True)
-        return base, overlapping, *([replace(overlapping, warpgroups=3)] if wide else [])
+        return base, *others, Config(tokens=1 if one else 8, fold=4, stages=12)
     base = Config(tokens=min(-(-m // 16) * 16, 128))
     if m <= 16:
         split, folded = replace(base, split=4), replace(base, fold=2, warpgroups=3)

@@ -6,6 +6,7 @@ of 2^7 in bfloat16 or 2^10 in float16, magic | u is that power plus u.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.quantized_weights import NF4, WeightFormat, unpack4
+from pallas_kernels.weight_only_matmul.emitter_sm90 import Emitter
 
 ROWS, COLUMNS = 64, 64  # of an operand
 _MAGIC = {"bfloat16": 0x4300, "float16": 0x6400}
@@ -104,14 +106,67 @@ def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int,
     return values * spread("scales") if tile.format.group is not None else values
 
 
-class Converter:
-    """One thread's share of an operand, in 32-bit operations of `emit`: an Emitter, or a test's stand-in for one."""
+class Codes:
+    """How codes of a format become pairs of 16-bit floats, in 32-bit operations of `emit`: an Emitter, or a test's
+    stand-in for one."""
+
+    def __init__(self, fmt: WeightFormat, dtype: jnp.dtype, emit: Any) -> None:
+        self.format, self.dtype, self.emit = fmt, dtype, emit
+        self.lane = emit.bits_and(emit.thread(), 31)
+        magic, half = _MAGIC[dtype.name], dtype == jnp.float16
+        # What pairs have too much, as bits.
+        self.biased = {"int4": magic | 8, "int8": (magic | 0x80) if half else 0}.get(fmt.codes, 0)
+
+    def offset(self, zero: Any) -> Any:
+        """What is to be subtracted from pairs for a zero, an integer, or for none."""
+        emit = self.emit
+        if zero is None:
+            return emit.c(_twice(self.biased)) if self.biased else None
+        if self.biased:
+            return emit.times(emit.add(zero, emit.c(self.biased)), 0x10001)
+        return emit.both(emit.float_of(zero))
+
+    def finish(self, pair: Any, offset: Any, scale: Any) -> Any:
+        """The pair of the operand."""
+        pair = pair if offset is None else self.emit.subtract(pair, offset)
+        return pair if scale is None else self.emit.multiply(pair, scale)
+
+    def int4_pairs(self, word: Any) -> list[Any]:
+        """magic + 8 + code."""
+        emit, magic = self.emit, _twice(_MAGIC[self.dtype.name] | 8)
+        return [emit.masked_xor(emit.shift_right(word, 4 * p), _twice(15), magic) for p in range(4)]
+
+    def nf4_pairs(self, word: Any) -> list[Any]:
+        """Pairs (p, p + 1) of one i are looked up together, then sorted into pairs of i."""
+        emit = self.emit
+        lane = emit.times(self.lane, 4)
+
+        def look_up(byte: int) -> Any:
+            shifted = emit.times(word, 1 << 7) if byte == 0 else emit.shift_right(word, 8 * byte - 7)
+            return emit.load("table", emit.add(emit.bits_and(shifted, 0xFF << 7), lane), 32)
+
+        found = [look_up(byte) for byte in range(4)]
+        return [emit.permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
+
+    def int8_pair(self, word: Any, half: int = 0) -> Any:
+        """The codes in a half of a word in bfloat16; in float16 magic + 128 + code."""
+        emit = self.emit
+        spread = emit.permute(word, emit.c(0), 0x4342 if half else 0x4140)
+        if self.dtype == jnp.float16:
+            return emit.bits_xor(spread, _twice(0x6400 | 0x80))
+        magic = _twice(_MAGIC["bfloat16"])  # 2^7 + the low 7 bits, less 2^7, or 2^8 for a negative code
+        low = emit.masked_xor(spread, _twice(0x7F), magic)
+        return emit.subtract(low, emit.masked_xor(spread, _twice(0x80), magic))
+
+
+class Converter(Codes):
+    """One thread's share of an operand in a stage of the ring."""
 
     def __init__(self, tile: Tile, emit: Any, j: int, r: int, row_tiles: int) -> None:
-        self.tile, self.emit, self.j = tile, emit, j
+        super().__init__(tile.format, tile.dtype, emit)
+        self.tile, self.j = tile, j
         kept = ROWS // tile.fold
         thread = emit.thread()
-        self.lane = emit.bits_and(thread, 31)
         above = emit.shift_right(self.lane, 2)
         warp = emit.bits_and(emit.shift_right(thread, 5), 3)
         in_operand = emit.add(emit.times(warp, 16), above)
@@ -151,53 +206,19 @@ class Converter:
         found = [emit.load("w", start, 16, lower * self.below + 8 * h) for h in range(2)]
         return [self.int8_pair(x) if codes == "int8" else emit.from_fp8(x) for x in found]
 
-    def int4_pairs(self, word: Any) -> list[Any]:
-        """magic + 8 + code."""
-        emit, magic = self.emit, _twice(_MAGIC[self.tile.dtype.name] | 8)
-        return [emit.bits_xor(emit.bits_and(emit.shift_right(word, 4 * p), _twice(15)), magic) for p in range(4)]
-
-    def nf4_pairs(self, word: Any) -> list[Any]:
-        """Pairs (p, p + 1) of one i are looked up together, then sorted into pairs of i."""
-        emit = self.emit
-        lane = emit.times(self.lane, 4)
-
-        def look_up(byte: int) -> Any:
-            shifted = emit.times(word, 1 << 7) if byte == 0 else emit.shift_right(word, 8 * byte - 7)
-            return emit.load("table", emit.add(emit.bits_and(shifted, 0xFF << 7), lane), 32)
-
-        found = [look_up(byte) for byte in range(4)]
-        return [emit.permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
-
-    def int8_pair(self, codes: Any) -> Any:
-        """The codes in bfloat16; in float16 magic + 128 + code."""
-        emit = self.emit
-        spread = emit.permute(codes, emit.c(0), 0x4140)
-        if self.tile.dtype == jnp.float16:
-            return emit.bits_xor(spread, _twice(0x6400 | 0x80))
-        magic = _twice(_MAGIC["bfloat16"])  # 2^7 + the low 7 bits, less 2^7, or 2^8 for a negative code
-        low = emit.bits_xor(emit.bits_and(spread, _twice(0x7F)), magic)
-        return emit.subtract(low, emit.bits_xor(emit.bits_and(spread, _twice(0x80)), magic))
-
     def finisher(self, lower: int, group: int) -> Any:
         """What turns a pair of words() into the pair of the operand: subtracts the zero, multiplies by the scale."""
         emit, fmt = self.emit, self.tile.format
         offset = scale = None
-        magic, half = _MAGIC[self.tile.dtype.name], self.tile.dtype == jnp.float16
-        biased = {"int4": magic | 8, "int8": (magic | 0x80) if half else 0}.get(fmt.codes, 0)
         if "zeros" in emit.names:
-            zero = emit.load("zeros", self.vector_index("zeros", group), 8, lower * 8)
-            offset = emit.times(emit.add(zero, emit.c(biased)), 0x10001) if biased else emit.both(emit.float_of(zero))
-        elif biased:
-            offset = emit.c(_twice(biased))
+            offset = self.offset(emit.load("zeros", self.vector_index("zeros", group), 8, lower * 8))
+        elif self.biased:
+            offset = self.offset(None)
         if fmt.group is not None:
             at = emit.times(self.vector_index("scales", group), 2)
             scale = emit.both(emit.load("scales", at, "f16", lower * 16))
 
-        def finish(pair: Any) -> Any:
-            pair = pair if offset is None else emit.subtract(pair, offset)
-            return pair if scale is None else emit.multiply(pair, scale)
-
-        return finish
+        return partial(self.finish, offset=offset, scale=scale)
 
     def vector_index(self, name: str, group: int) -> Any:
         """Where in scales or zeros a row's are."""
@@ -206,79 +227,6 @@ class Converter:
         emit, rows = self.emit, self.tile.vector_rows[name]
         at = emit.add(emit.times(self.part, self.tile.groups * rows), self.row)
         return emit.add(at, emit.c(group * rows))
-
-
-class Emitter:
-    """32-bit operations, emitted as MLIR and PTX; of a pair, two 16-bit floats at a time."""
-
-    def __init__(self, dtype: jnp.dtype, pointers: dict[str, ir.Value]) -> None:
-        self.names, self.pointers = tuple(pointers), pointers
-        self.suffix = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-        self.half = mgpu.utils.dtype_to_ir_type(dtype)
-        self.i8, self.i16, self.i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
-        self.f16, self.f32 = ir.F16Type.get(), ir.F32Type.get()
-
-    def thread(self) -> ir.Value:
-        return mgpu.utils.thread_idx()
-
-    def c(self, value: int) -> ir.Value:
-        return mgpu.c(value if value < 2**31 else value - 2**32, self.i32)
-
-    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return arith.addi(a, b)
-
-    def times(self, a: ir.Value, b: int) -> ir.Value:
-        return arith.muli(a, self.c(b))
-
-    def bits_and(self, a: ir.Value, b: int) -> ir.Value:
-        return arith.andi(a, self.c(b))
-
-    def bits_xor(self, a: ir.Value, b: int) -> ir.Value:
-        return arith.xori(a, self.c(b)) if b else a
-
-    def shift_right(self, a: ir.Value, b: int) -> ir.Value:
-        return arith.shrui(a, self.c(b)) if b else a
-
-    def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
-        """`offset` + `more` bytes from an array's begin in shared memory: 32 bits, 16 of them zero-extended, 8
-        sign-extended, or a float16 as float32."""
-        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
-        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
-        if kind == "f16":
-            return arith.extf(self.f32, llvm.load(self.f16, pointer))
-        if kind == 8:
-            return arith.extsi(self.i32, llvm.load(self.i8, pointer))
-        return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
-
-    def float_of(self, a: ir.Value) -> ir.Value:
-        return arith.sitofp(self.f32, a)
-
-    def both(self, x: ir.Value) -> ir.Value:
-        """A float32 rounded, twice."""
-        bits = arith.extui(self.i32, arith.bitcast(self.i16, arith.truncf(self.half, x)))
-        return self.times(bits, 0x10001)
-
-    def from_fp8(self, values: ir.Value) -> ir.Value:
-        """Two e4m3 values as a pair."""
-        narrow = arith.trunci(self.i16, values)
-        halves = llvm.inline_asm(self.i32, [narrow], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
-        if self.half == self.f16:
-            return halves
-        wide = arith.extf(ir.VectorType.get((2,), self.f32), llvm.bitcast(ir.VectorType.get((2,), self.f16), halves))
-        return llvm.bitcast(self.i32, arith.truncf(ir.VectorType.get((2,), self.half), wide))
-
-    def permute(self, a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
-        """Bytes of a (0 to 3) and b (4 to 7), by the selector's nibbles."""
-        return self._asm("prmt.b32 $0, $1, $2, $3;", a, b, self.c(selector))
-
-    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self._asm(f"sub.rn.{self.suffix} $0, $1, $2;", a, b)
-
-    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self._asm(f"mul.rn.{self.suffix} $0, $1, $2;", a, b)
-
-    def _asm(self, text: str, *arguments: ir.Value) -> ir.Value:
-        return llvm.inline_asm(self.i32, list(arguments), text, "=r" + ",r" * len(arguments))
 
 
 def _twice(bits: int) -> int:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
 from pallas_kernels.smem_sm90 import shared_bytes
-from pallas_kernels.weight_only_matmul import mosaic_sm90, operand_sm90, reference, weight_only_matmul, xla
+from pallas_kernels.weight_only_matmul import mosaic_sm90, operand_sm90, reference, stream_sm90, weight_only_matmul, xla
 from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
@@ -103,6 +103,9 @@ class Emulator:
     def bits_xor(self, a, b):
         return a ^ np.uint32(b)
 
+    def masked_xor(self, a, mask, b):
+        return (a & np.uint32(mask)) ^ np.uint32(b)
+
     def shift_right(self, a, b):
         return a >> np.uint32(b)
 
@@ -120,8 +123,8 @@ class Emulator:
     def both(self, x):
         return self._bits(np.stack([x, x], axis=1))
 
-    def from_fp8(self, values):
-        pair = values.astype(np.uint16).view(np.uint8).reshape(-1, 2).view(jnp.float8_e4m3fn)
+    def from_fp8(self, word, half=0):
+        pair = (word >> 16 * half).astype(np.uint16).view(np.uint8).reshape(-1, 2).view(jnp.float8_e4m3fn)
         return self._bits(pair.astype(np.float32))
 
     def permute(self, a, b, selector):
@@ -296,7 +299,8 @@ def test_every_choice_fits_shared_memory():
         for m, (n, k) in product((1, 8, 16, 33, 64, 100, 512, 4096), ((32, 256), (4096, 11008), (22016, 4096))):
             for config, out_dtype in product(candidates(m, n, k, fmt), ("bfloat16", "float32")):
                 plan = Plan(m, n, k, jnp.dtype("bfloat16"), jnp.dtype(out_dtype), fmt, config, False)
-                assert shared_bytes(plan.scratch(names)) <= SHARED_MEMORY
+                scratch = stream_sm90.scratch(plan, names) if config.stream else plan.scratch(names)
+                assert shared_bytes(scratch) <= SHARED_MEMORY
 
 
 def test_narrow_results_are_cut_at_their_edges():

@@ -1,0 +1,192 @@
+"""What the kernels of weight_only_matmul on sm_90 do to single registers, as MLIR and PTX."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+
+class Emitter:
+    """32-bit operations, emitted as MLIR and PTX; of a pair, two 16-bit floats at a time."""
+
+    def __init__(self, dtype: jnp.dtype, pointers: dict[str, ir.Value]) -> None:
+        self.names, self.pointers = tuple(pointers), pointers
+        self.suffix = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        self.half = mgpu.utils.dtype_to_ir_type(dtype)
+        self.i8, self.i16, self.i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
+        self.f16, self.f32 = ir.F16Type.get(), ir.F32Type.get()
+
+    def thread(self) -> ir.Value:
+        return mgpu.utils.thread_idx()
+
+    def c(self, value: int) -> ir.Value:
+        return mgpu.c(value if value < 2**31 else value - 2**32, self.i32)
+
+    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.addi(a, b)
+
+    def times(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.muli(a, self.c(b))
+
+    def bits_and(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.andi(a, self.c(b))
+
+    def bits_xor(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.xori(a, self.c(b)) if b else a
+
+    def masked_xor(self, a: ir.Value, mask: int, b: int) -> ir.Value:
+        """(a & mask) ^ b in one instruction."""
+        return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), self.c(b))
+
+    def shift_right(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.shrui(a, self.c(b)) if b else a
+
+    def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
+        """`offset` + `more` bytes from an array's begin: 32 bits, 16 of them zero-extended, 8 sign-extended, a
+        float32, or a float16 as float32."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        if kind == "f32":
+            return llvm.load(self.f32, pointer)
+        if kind == "f16":
+            return arith.extf(self.f32, llvm.load(self.f16, pointer))
+        if kind == 8:
+            return arith.extsi(self.i32, llvm.load(self.i8, pointer))
+        return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
+
+    def float_of(self, a: ir.Value) -> ir.Value:
+        return arith.sitofp(self.f32, a)
+
+    def both(self, x: ir.Value) -> ir.Value:
+        """A float32 rounded, twice."""
+        bits = arith.extui(self.i32, arith.bitcast(self.i16, arith.truncf(self.half, x)))
+        return self.times(bits, 0x10001)
+
+    def from_fp8(self, word: ir.Value, half: int = 0) -> ir.Value:
+        """The two e4m3 values in a half of a word as a pair."""
+        narrow = arith.trunci(self.i16, self.shift_right(word, 16 * half))
+        halves = llvm.inline_asm(self.i32, [narrow], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        if self.half == self.f16:
+            return halves
+        wide = arith.extf(ir.VectorType.get((2,), self.f32), llvm.bitcast(ir.VectorType.get((2,), self.f16), halves))
+        return llvm.bitcast(self.i32, arith.truncf(ir.VectorType.get((2,), self.half), wide))
+
+    def permute(self, a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
+        """Bytes of a (0 to 3) and b (4 to 7), by the selector's nibbles."""
+        return self._asm("prmt.b32 $0, $1, $2, $3;", a, b, self.c(selector))
+
+    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self._asm(f"sub.rn.{self.suffix} $0, $1, $2;", a, b)
+
+    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self._asm(f"mul.rn.{self.suffix} $0, $1, $2;", a, b)
+
+    def _asm(self, text: str, *arguments: ir.Value) -> ir.Value:
+        return llvm.inline_asm(self.i32, list(arguments), text, "=r" + ",r" * len(arguments))
+
+
+class StreamEmitter(Emitter):
+    """Also of global memory, and of products of single warps."""
+
+    def advance(self, name: str, index: ir.Value, size: int) -> None:
+        """An array begins `index` times `size` bytes later: more than 32 bits count."""
+        i64 = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extui(i64, index), mgpu.c(size, i64))
+        self.pointers[name] = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+
+    def minimum(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.minui(a, self.c(b))
+
+    def below(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.cmpi(arith.CmpIPredicate.ult, a, self.c(b))
+
+    def stream(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
+        """Four words that are read once."""
+        return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4)
+
+    def fetch(self, name: str, offset: ir.Value, more: int, words: int) -> list[ir.Value]:
+        """Words that others read too."""
+        return self._global(name, offset, more, "ld.global.nc", "u32", words)
+
+    def load_vector(self, name: str, offset: ir.Value, more: int) -> ir.Value:
+        """A zero, or a float16 as it is stored."""
+        if name == "zeros":
+            return self._global(name, offset, more, "ld.global.nc", "s8", 1)[0]
+        return self._global(name, offset, more, "ld.global.nc", "u16", 1)[0]
+
+    def _global(self, name: str, offset: ir.Value, more: int, load: str, kind: str, words: int) -> list[ir.Value]:
+        place = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        narrow = kind == "u16"
+        target, result = ("=h", self.i16) if narrow else ("=r", self.i32)
+        names = ", ".join(f"${i}" for i in range(words))
+        vector, targets = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
+        text = f"{load}{vector}.{kind} {targets}, [${words}+{more}];"
+        constraints = ",".join([target] * words + ["l"])
+        if words == 1:
+            return [llvm.inline_asm(result, [place], text, constraints)]
+        found = llvm.inline_asm(llvm.StructType.get_literal([result] * words), [place], text, constraints)
+        return [llvm.extractvalue(result, found, [i]) for i in range(words)]
+
+    def widened(self, scale: ir.Value) -> ir.Value:
+        """What load_vector gives, as float32."""
+        return arith.extf(self.f32, arith.bitcast(self.f16, scale))
+
+    def zero(self) -> ir.Value:
+        return mgpu.c(0.0, self.f32)
+
+    def plus(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.addf(a, b)
+
+    def scaled(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.mulf(a, b)
+
+    def fused(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """a b + c, rounded once."""
+        return llvm.inline_asm(self.f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+
+    def multiply_add(self, left: list[ir.Value], right: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
+        """A warp's [16, 16] times [16, 8], plus float32 sums."""
+        kind = self.suffix.removesuffix("x2")
+        found = llvm.inline_asm(
+            llvm.StructType.get_literal([self.f32] * 4),
+            [*left, *right, *sums],
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        )
+        return [llvm.extractvalue(self.f32, found, [i]) for i in range(4)]
+
+    def either(self, condition: ir.Value, values: Callable[[], list[ir.Value]], others: list[ir.Value]) -> list[Any]:
+        """values() where the condition holds, which is the same for a whole warp."""
+        branch = scf.IfOp(condition, [x.type for x in others], has_else=True)  # type: ignore[call-arg, arg-type]
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_(values())
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(others)
+        return list(branch.results)
+
+    def only(self, condition: ir.Value, do: Callable[[], None]) -> None:
+        with mgpu.utils.when(condition):
+            do()
+
+    def store(self, name: str, offset: ir.Value, more: int, words: list[ir.Value]) -> None:
+        """Four words."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        value = llvm.mlir_undef(ir.VectorType.get((4,), self.i32))
+        for i, word in enumerate(words):
+            value = llvm.insertelement(value, word, position=self.c(i))
+        llvm.store(value, pointer, alignment=16)
+
+    def store_float(self, name: str, offset: ir.Value, x: ir.Value, dtype: jnp.dtype) -> None:
+        """A float32, rounded to dtype."""
+        target = mgpu.utils.dtype_to_ir_type(dtype)
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        llvm.store(x if target == self.f32 else arith.truncf(target, x), pointer)
+
+    def synchronize(self) -> None:
+        """All threads of the CTA."""
+        gpu.barrier()

@@ -1,0 +1,344 @@
+"""The kernel of weight_only_matmul for up to 8 rows of x on sm_90: codes go from memory straight into registers.
+
+A warp has 16 rows of the weight and every so many-th 128 columns of K. The order of columns within a product does not
+matter as long as both operands have the same one, so each thread takes 32 (of bytes: twice 16) columns that follow each
+other, in loads of 16 bytes, and of x the same. Products are those of single warps, which wait for each other only when
+their sums are added at the end, and a CTA is small: loads of one hide what others compute, and no ring has to be
+filled before the first product.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_kernels.quantized_weights import NF4, QuantizedWeight, group_scales, unpack4
+from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
+from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_table
+from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
+
+CHUNK = 128  # columns that a warp multiplies at a time
+TOKENS = 8  # of x in a product
+THREADS = 128  # of a warpgroup
+
+
+def scratch(plan: Plan, names: tuple[str, ...]) -> dict[str, Any]:
+    """Shared memory and barriers, by name."""
+    warpgroups = plan.config.warpgroups
+    found: dict[str, Any] = {"parts_s": plgpu.SMEM((warpgroups, ROWS, TOKENS), jnp.float32)}
+    if warpgroups > 1:
+        found["summed"] = plgpu.Barrier(num_arrivals=warpgroups)
+    if "table" in names:
+        found["table_s"] = plgpu.SMEM((256, 32), jnp.int32)
+    return found
+
+
+def product(plan: Plan, x: jax.Array, w: QuantizedWeight, interpret: plgpu.InterpretGPUParams | None) -> jax.Array:
+    """As mosaic_sm90.product: [1, M, N']."""
+    if plan.m > TOKENS:
+        raise NotImplementedError(f"a streaming kernel has at most {TOKENS} rows of x, not M={plan.m}")
+    if plan.n % plan.config.rows:
+        raise NotImplementedError(
+            f"tiles have {plan.config.rows} rows of the weight, which are {plan.n}: {plan.config} wants a larger fold"
+        )
+    arrays = {"x": x, "w": w.values, "scales": group_scales(w), "zeros": w.zeros}
+    if w.format.codes == "nf4":
+        arrays["table"] = pair_table(x.dtype)[:, 0]
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    kernel = plgpu.kernel(
+        partial(_kernel, plan, tuple(arrays)),
+        out_type=jax.ShapeDtypeStruct((plan.m, plan.n), plan.out_dtype),
+        scratch_types=scratch(plan, tuple(arrays)),
+        grid=(plan.n // plan.config.rows,),
+        grid_names=("worker",),
+        num_threads=plan.config.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="weight_only_matmul",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return kernel(*arrays.values())[None]
+
+
+def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
+    """Arrays in global memory -> out [M, N], of which a CTA has 64 / fold columns."""
+    sources, out = dict(zip(names, refs)), refs[len(names)]
+    tile, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+    parts = scratch["parts_s"]
+    if plan.interpreted:
+        parts.at[warpgroup][...] = _interpreted_sums(plan, sources, tile, warpgroup)
+    else:
+        parts.at[warpgroup][...] = _sums(plan, sources, scratch, tile)
+    if plan.config.warpgroups > 1:
+        plgpu.barrier_arrive(scratch["summed"])
+        plgpu.barrier_wait(scratch["summed"])
+
+    @pl.when(warpgroup == 0)
+    def _finish() -> None:
+        vectors = {"scales": sources["scales"]} if plan.format.group is None else {}
+        if plan.interpreted:
+            _interpreted_finish(plan, tile, parts, out, **vectors)
+        else:
+            _finish_on_device(plan, tile, parts, out, vectors)
+
+
+def _sums(plan: Plan, sources: dict[str, Any], scratch: dict[str, Any], tile: jax.Array) -> jax.Array:
+    """[64, 8] of a warpgroup: rows of the weight by parts of K, in one of which a warp's rows are, by rows of x."""
+    read = dict(sources)
+    if "table" in sources:
+        read |= {"bytes": sources["table"], "table": scratch["table_s"]}
+    names = tuple(read)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * len(names)),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, TOKENS), jnp.float32, layout=layout),
+    )
+    def compute(_: Any, tile: mgpu.FragmentedArray, *arrays: ir.Value) -> mgpu.FragmentedArray:
+        pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(names, arrays)}
+        sums = Stream(plan, StreamEmitter(plan.dtype, pointers), tile.registers.item()).sums()
+        registers = np.empty(layout.to_mgpu().registers_shape((ROWS, TOKENS)), object)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        registers.flat = [vector.from_elements(pair, sums[2 * i : 2 * i + 2]) for i in range(2)]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return compute(tile, *read.values())
+
+
+class Stream(Codes):
+    """What one thread does, in operations of `emit`: a StreamEmitter, or a test's stand-in for one."""
+
+    def __init__(self, plan: Plan, emit: Any, tile: Any) -> None:
+        super().__init__(plan.format, plan.dtype, emit)
+        self.plan, config, fmt = plan, plan.config, plan.format
+        kept = ROWS // config.fold
+        thread, above, self.column = emit.thread(), emit.shift_right(self.lane, 2), emit.bits_and(self.lane, 3)
+        in_operand = emit.add(emit.times(emit.bits_and(emit.shift_right(thread, 5), 3), 16), above)
+        part = emit.shift_right(in_operand, kept.bit_length() - 1)
+        self.part = emit.add(part, emit.times(emit.shift_right(thread, 7), config.fold))
+        self.parts = config.fold * config.warpgroups
+        row = emit.bits_and(in_operand, kept - 1)
+        width = 2 if fmt.packed else 1  # columns of a byte
+        self.row_bytes = plan.k // width
+        emit.advance("w", tile, kept * self.row_bytes)
+        self.w = emit.add(emit.times(row, self.row_bytes), emit.times(self.part, CHUNK // width))
+        self.w = emit.add(self.w, emit.times(self.column, 16))
+        token = emit.minimum(above, plan.m - 1)  # products with rows that do not exist are not stored
+        self.x = emit.add(emit.times(token, 2 * plan.k), emit.times(self.part, 2 * CHUNK))
+        self.x = emit.add(self.x, emit.times(self.column, 64 if fmt.packed else 32))
+        for name in ("scales", "zeros"):
+            if name in emit.names:
+                emit.advance(name, tile, kept * plan.vector_dtype(name).itemsize)
+        self.row = row
+
+    def sums(self) -> list[Any]:
+        """Of rows l and l + 8 each two rows of x: float32."""
+        emit, chunks = self.emit, self.plan.k // CHUNK
+        whole, rest = divmod(chunks, self.parts)
+        ahead = min(self.plan.config.stages, whole)
+        codes = [self.load_codes(i) for i in range(ahead)]
+        vectors = [self.load_vectors(i) for i in range(ahead)]
+        by_row = self.by_row()
+        if "table" in emit.names:
+            self.fill_table()
+        total = [emit.zero()] * 4
+        for i in range(whole):
+            total = self.multiply(total, codes[i], self.load_x(i), vectors[i] or by_row)
+            if i + ahead < whole:
+                codes.append(self.load_codes(i + ahead))
+                vectors.append(self.load_vectors(i + ahead))
+        if rest:
+
+            def more() -> list[Any]:
+                loaded = self.load_codes(whole), self.load_x(whole), self.load_vectors(whole) or by_row
+                return self.multiply(total, *loaded)
+
+            total = emit.either(emit.below(self.part, rest), more, total)
+        return total
+
+    def load_codes(self, chunk: int) -> list[list[Any]]:
+        """Of rows l and l + 8 the words of the thread's columns."""
+        width = 2 if self.format.packed else 1
+        first = chunk * self.parts * CHUNK // width
+        below = 8 * self.row_bytes
+        halves = range(first, first + CHUNK // width, 64)  # that four threads load at once
+        return [
+            [word for place in halves for word in self.emit.stream("w", self.w, place + lower * below)]
+            for lower in range(2)
+        ]
+
+    def load_x(self, chunk: int) -> list[Any]:
+        """Pairs of x in the order of columns, of bytes 16 and then 16."""
+        first = 2 * chunk * self.parts * CHUNK
+        places = (0, 16, 32, 48) if self.format.packed else (0, 16, CHUNK, CHUNK + 16)
+        return [pair for place in places for pair in self.emit.fetch("x", self.x, first + place, 4)]
+
+    def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
+        """Of rows l and l + 8, of each run of columns of theirs, the zero and the scale as they are stored."""
+        fmt, emit = self.format, self.emit
+        if fmt.group is None:
+            return []
+        groups = CHUNK // fmt.group  # of a chunk
+        runs = 1 if fmt.packed or groups == 1 else 2
+        found: list[list[tuple[Any, Any]]] = [[], []]
+        for run in range(runs):
+            # Of 32 columns each where two share a byte, of 16 otherwise: which group of the chunk they are in.
+            within = emit.shift_right(self.column, {1: 2, 2: 1, 4: 0}[groups]) if fmt.packed else None
+            if not fmt.packed:
+                within = emit.add(emit.shift_right(self.column, 1 if groups == 4 else 2), emit.c(run * groups // 2))
+            group = emit.add(emit.times(self.part, groups), within)
+            at = emit.add(emit.times(group, self.plan.n), self.row)
+            for lower in range(2):
+                more = chunk * self.parts * groups * self.plan.n + 8 * lower
+                zero = emit.load_vector("zeros", at, more) if "zeros" in emit.names else None
+                found[lower].append((zero, emit.load_vector("scales", emit.times(at, 2), 2 * more)))
+        return found
+
+    def by_row(self) -> list[list[tuple[Any, Any]]]:
+        """Of rows l and l + 8 what load_vectors gives, where scales are not of groups: they come last."""
+        if "zeros" not in self.emit.names or self.format.group is not None:
+            return [[(None, None)], [(None, None)]]
+        return [[(self.emit.load_vector("zeros", self.row, 8 * lower), None)] for lower in range(2)]
+
+    def multiply(self, total: list[Any], codes: Any, x: list[Any], vectors: Any) -> list[Any]:
+        """The sums with a chunk's. Scales of whole chunks multiply sums, finer ones the weights."""
+        emit, fmt = self.emit, self.format
+        late = fmt.group == CHUNK
+        rows = []
+        for words, runs in zip(codes, vectors):
+            finish = [
+                (self.offset(zero), emit.both(emit.widened(scale)) if fmt.group and not late else None)
+                for zero, scale in runs
+            ]
+            pairs = self.packed_pairs(words) if fmt.packed else self.byte_pairs(words)
+            rows.append([self.finish(pair, *finish[i * len(finish) // len(pairs)]) for i, pair in enumerate(pairs)])
+        products = [emit.zero()] * 4
+        for i in range(0, len(x), 2):
+            left = [row[i + j] for j in range(2) for row in rows]
+            products = emit.multiply_add(left, x[i : i + 2], products)
+        if not late:
+            return [emit.plus(a, b) for a, b in zip(total, products)]
+        scales = [emit.widened(runs[0][1]) for runs in vectors]
+        return [emit.fused(product, scales[i // 2], a) for i, (a, product) in enumerate(zip(total, products))]
+
+    def packed_pairs(self, words: list[Any]) -> list[Any]:
+        decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_pairs
+        by_word = [decode(word) for word in words]
+        return [pairs[p] for p in range(4) for pairs in by_word]
+
+    def byte_pairs(self, words: list[Any]) -> list[Any]:
+        decode = self.int8_pair if self.format.codes == "int8" else self.emit.from_fp8
+        return [decode(word, half) for word in words for half in range(2)]
+
+    def fill_table(self) -> None:
+        """The pairs of all bytes, 32 times each, by the CTA's first 128 threads: a warp has 64 of them, 4 at a time."""
+        emit = self.emit
+
+        def fill() -> None:
+            byte = emit.add(emit.times(emit.shift_right(emit.thread(), 5), 64), emit.shift_right(self.lane, 3))
+            place = emit.add(emit.times(byte, 128), emit.times(emit.bits_and(self.lane, 7), 16))
+            for i in range(16):
+                (pair,) = emit.fetch("bytes", emit.times(byte, 4), 16 * i, 1)
+                emit.store("table", place, 512 * i, [pair] * 4)
+
+        if self.plan.config.warpgroups == 1:
+            fill()
+        else:
+            emit.only(emit.below(emit.thread(), THREADS), fill)
+        emit.synchronize()
+
+
+def _finish_on_device(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors: dict[str, Any]) -> None:
+    """Adds the parts of K in order, scales rows, and stores what exists."""
+    names = ("parts", "out", *vectors)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * len(names)), return_type=())
+    def add(_: Any, tile: mgpu.FragmentedArray, *arrays: ir.Value) -> tuple[()]:
+        pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(names, arrays)}
+        add_parts(plan, StreamEmitter(plan.dtype, pointers), tile.registers.item())
+        return ()
+
+    add(tile, parts, out, *vectors.values())
+
+
+def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
+    """What one thread of the first warpgroup does of that."""
+    kept, config = ROWS // plan.config.fold, plan.config
+    thread, width = emit.thread(), plan.out_dtype.itemsize
+    emit.advance("out", tile, kept * width)
+    if "scales" in emit.names:
+        emit.advance("scales", tile, kept * 4)
+    for first in range(0, kept * plan.m, THREADS):
+        element = emit.add(thread, emit.c(first))
+        row, token = emit.bits_and(element, kept - 1), emit.shift_right(element, kept.bit_length() - 1)
+
+        def store(row: Any = row, token: Any = token) -> None:
+            place = emit.add(emit.times(row, 4 * TOKENS), emit.times(token, 4))
+            parts = range(config.fold * config.warpgroups)  # those of a warpgroup follow each other
+            found = [emit.load("parts", place, "f32", 4 * TOKENS * kept * i) for i in parts]
+            total = found[0]
+            for part in found[1:]:
+                total = emit.plus(total, part)
+            if "scales" in emit.names:
+                total = emit.scaled(total, emit.load("scales", emit.times(row, 4), "f32"))
+            at = emit.add(emit.times(token, plan.n * width), emit.times(row, width))
+            emit.store_float("out", at, total, plan.out_dtype)
+
+        if first + THREADS > kept * plan.m:
+            emit.only(emit.below(element, kept * plan.m), store)
+        else:
+            store()
+
+
+def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warpgroup: jax.Array) -> jax.Array:
+    """What _sums gives, by the format's definition and with the same roundings."""
+    fold, warpgroups, fmt = plan.config.fold, plan.config.warpgroups, plan.format
+    kept, chunks = ROWS // fold, plan.k // CHUNK
+    rows = pl.ds(tile * kept, kept)
+    codes = sources["w"][rows, :]
+    if fmt.packed:
+        codes = unpack4(codes, signed=fmt.codes == "int4")
+    if fmt.codes == "nf4":
+        values = jnp.zeros(codes.shape, jnp.float32)
+        for i, value in enumerate(NF4):
+            values = jnp.where(codes == i, value, values)
+    else:
+        values = codes.astype(jnp.float32)
+    values = values.astype(plan.dtype)
+
+    def spread(name: str) -> jax.Array:  # [kept, K]
+        if fmt.group is None:
+            return jnp.broadcast_to(sources[name][rows].astype(plan.dtype)[:, None], values.shape)
+        return jnp.repeat(sources[name][:, rows].astype(plan.dtype).T, fmt.group, axis=1)
+
+    if "zeros" in sources:
+        values = values - spread("zeros")
+    if fmt.group is not None and fmt.group < CHUNK:
+        values = values * spread("scales")
+    x = sources["x"][...].astype(jnp.float32)
+    x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (TOKENS - plan.m, plan.k))])
+    w, x = (t.astype(jnp.float32).reshape(-1, chunks, CHUNK) for t in (values, x))
+    products = jnp.einsum("rck,tck->crt", w, x, precision="highest")
+    if fmt.group == CHUNK:
+        products = products * sources["scales"][:, rows].astype(jnp.float32)[:, :, None]
+    parts = fold * warpgroups
+    products = jnp.pad(products, ((0, -chunks % parts), (0, 0), (0, 0)))
+    sums = products.reshape(-1, warpgroups, ROWS, TOKENS).sum(0)
+    return lax.dynamic_index_in_dim(sums, warpgroup, keepdims=False)
+
+
+def _interpreted_finish(plan: Plan, tile: jax.Array, parts: Any, out: Any, scales: Any = None) -> None:
+    kept = ROWS // plan.config.fold
+    rows = pl.ds(tile * kept, kept)
+    total = parts[...].reshape(-1, kept, TOKENS).sum(0)
+    if scales is not None:
+        total = total * scales[rows][:, None]
+    out.at[:, rows][...] = total.T[: plan.m].astype(plan.out_dtype)
