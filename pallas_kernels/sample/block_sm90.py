@@ -77,6 +77,7 @@ def scratch(warpgroups: int) -> list[Any]:
     ]
 
 
+State = tuple[jax.Array, jax.Array, jax.Array]  # which area is next, low, high
 Probe = Callable[[Sequence[jax.Array], jax.Array], tuple[Sequence[jax.Array], Sequence[jax.Array] | None]]
 
 
@@ -87,11 +88,11 @@ def last(probe: Probe, low: jax.Array, high: jax.Array, pivots: int) -> jax.Arra
     the search may end there, or None. It reduces once, in that area; the first is Area.LOOP.
     """
 
-    def more(state: tuple[jax.Array, ...]) -> jax.Array:
+    def more(state: State) -> jax.Array:
         _, low, high = state
         return low + 1 < high
 
-    def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def narrow(state: State) -> State:
         turn, low, high = state
         middle = _middle(low, high)
         at = [middle] if pivots == 1 else [_middle(low, middle), middle, _middle(middle, high)]
