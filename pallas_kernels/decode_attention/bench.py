@@ -1,6 +1,7 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -45,6 +46,7 @@ def layers_for(case: Case) -> int:
     return max(2, min(32, -(-(256 << 20) // moved_bytes(case))))
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def random_pages(key: jax.Array, num_pages: int, case: Case) -> KVPages:
     """Pages of random bits: any integers, and floats of both signs below 2."""
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
@@ -61,22 +63,32 @@ def random_pages(key: jax.Array, num_pages: int, case: Case) -> KVPages:
     return jax.tree.unflatten(tree, [fill(k, leaf) for k, leaf in zip(jax.random.split(key, len(leaves)), leaves)])
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def random_key() -> jax.Array:
+    """Of a generator that compiles in no time."""
+    return jax.random.key(0, impl="rbg")
+
+
 @dataclass(frozen=True)
 class Run:
-    """attend(*make(key)) is what is timed: the layers of a case."""
+    """attend(*make(key)) is what is timed: the layers of a case. Each layer's arrays are made by a call of their own:
+    compiled together they would take as long as all kernels."""
 
     make: Callable[[jax.Array], tuple[Any, ...]]
     attend: Callable[..., jax.Array]
     layers: int
 
     def compiled(self) -> "Run":
-        key = jax.random.key(0)
-        attend = jax.jit(self.attend).lower(*jax.eval_shape(self.make, key)).compile()
-        return Run(jax.jit(self.make).lower(key).compile(), attend, self.layers)
+        attend = jax.jit(self.attend).lower(*jax.eval_shape(self.make, random_key())).compile()
+        return Run(self.make, attend, self.layers)
 
     def microseconds(self) -> float:
         """Of one layer."""
-        return device_us(partial(self.attend, *self.make(jax.random.key(0)))) / self.layers
+        return device_us(partial(self.attend, *self.make(random_key()))) / self.layers
 
 
 def paged(case: Case, backend: str, **changes: Any) -> Run:
@@ -88,10 +100,11 @@ def paged(case: Case, backend: str, **changes: Any) -> Run:
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, layers + 1)
-        q = jax.random.normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
+        q = random_normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
         lengths = jnp.asarray(case.lengths, jnp.int32)
         config = replace(choose_config(case.head_dim, case.heads[0] // case.heads[1]), **changes)
-        work = make_work(lengths, *case.heads, case.head_dim, config=config)
+        listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames="config")
+        work = listed(lengths, *case.heads, case.head_dim, config=config)
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 
@@ -110,8 +123,8 @@ def cudnn(case: Case) -> Run:
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, 2 * layers + 1)
-        q = jax.random.normal(keys[0], (shape[0], 1, case.heads[0], case.head_dim), dtype)
-        arrays = [jax.random.normal(each, shape, dtype) for each in keys[1:]]
+        q = random_normal(keys[0], (shape[0], 1, case.heads[0], case.head_dim), dtype)
+        arrays = [random_normal(each, shape, dtype) for each in keys[1:]]
         return q, list(zip(arrays[::2], arrays[1::2]))
 
     def attend(q: jax.Array, cache: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -122,7 +135,9 @@ def cudnn(case: Case) -> Run:
     return Run(make, attend, layers)
 
 
-def runs(parts: list[str], heads: list[str], **changes: Any) -> Iterator[tuple[Case, str, str | int, Run]]:
+def runs(
+    parts: list[str], heads: list[str], formats: list[str], **changes: Any
+) -> Iterator[tuple[Case, str, str | int, Run]]:
     """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA."""
     cases: dict[Case, str | int] = {}
     if "bf16" in parts:
@@ -132,7 +147,8 @@ def runs(parts: list[str], heads: list[str], **changes: Any) -> Iterator[tuple[C
         cases |= {case: cell[1] for case, cell in zip(BENCH_CASES, cells) if cell in SHORT_CELLS}
     if "skewed" in parts:
         cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
-    cases = {case: length for case, length in cases.items() if "{}/{}".format(*case.heads) in heads}
+    asked = [case for case in cases if "{}/{}".format(*case.heads) in heads and case.k_format in formats]
+    cases = {case: cases[case] for case in asked}
     for case, length in cases.items():
         yield case, "mosaic", length, paged(case, "mosaic", **changes)
     if "bf16" in parts:
@@ -144,11 +160,12 @@ def runs(parts: list[str], heads: list[str], **changes: Any) -> Iterator[tuple[C
                 yield case, "xla", length, paged(case, "xla")
 
 
-def table(parts: list[str], heads: list[str], **changes: Any) -> Iterator[dict[str, Any]]:
+def table(parts: list[str], heads: list[str], formats: list[str], **changes: Any) -> Iterator[dict[str, Any]]:
     """One row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
         found: list[tuple[Case, str, str | int, Future[Run]]] = [
-            (case, who, length, pool.submit(run.compiled)) for case, who, length, run in runs(parts, heads, **changes)
+            (case, who, length, pool.submit(run.compiled))
+            for case, who, length, run in runs(parts, heads, formats, **changes)
         ]
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     for case, who, length, future in found:
@@ -203,9 +220,11 @@ def main(argv: list[str] | None = None) -> int:
     parts = ["bf16", "formats", "skewed"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
-    parser.add_argument("--v-in-registers", action="store_true", help="V of 8 and 4 bits as K: not yet run on a GPU")
+    formats = sorted({case.k_format for case in BENCH_CASES})
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
+    parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
-    rows = table(args.parts, args.heads, v_in_registers=args.v_in_registers)
+    rows = table(args.parts, args.heads, args.formats, by_warps=not args.by_warpgroups)
     return record("decode_attention", args, argv, rows, summarize)
 
 

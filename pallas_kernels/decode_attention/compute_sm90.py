@@ -1,7 +1,7 @@
 """The warpgroup of decode_attention that computes: online softmax over the tiles of its work items."""
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +13,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
+from pallas_kernels.decode_attention.warps_sm90 import (
+    BY_WARP,
+    dot_k,
+    dot_v,
+    k_layout,
+    load_queries,
+    reduce_warp,
+    spread,
+    store_sums,
+    v_layout,
+    wait_for_warps,
+)
 
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
@@ -47,6 +59,11 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
 
 def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     """Of no keys. `weights`: how many rows of weights are kept apart."""
+    if shape.by_warps:
+        one, wgmma = ((32, shape.columns), BY_WARP), plgpu.Layout.WGMMA
+        total = ((*weights, shape.columns), wgmma) if weights else one
+        kinds = ((one, MASKED), (total, 0.0), (((4 * shape.head_dim, shape.columns), wgmma), 0.0))
+        return Sum(*(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for (size, layout), x in kinds))
 
     def full(value: float, rows: tuple[int, ...]) -> jax.Array:
         layout = plgpu.Layout.WGMMA if rows else plgpu.Layout.WGMMA.reduce(0)
@@ -63,7 +80,9 @@ def _add(a: Sum, b: Sum) -> Sum:
 
 
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """x [.., columns] times factor [columns]."""
+    """x [.., columns] times factor [columns], or of each warp [32, columns]."""
+    if factor.ndim == 2:
+        return x * spread(factor, x.shape[0] // 64)
     return x * lax.broadcast_in_dim(factor, x.shape, [1])
 
 
@@ -77,11 +96,9 @@ def compute_item(
     *,
     q_raw: Any,
     q_s: Any,
-    p_s: Any,
     out_s: Any,
     part_s: Any,
     of_query: Any,
-    reduced: Any,
     q_full: Any,
     q_free: Any,
     full: Any,
@@ -91,17 +108,20 @@ def compute_item(
     """Online softmax over a warpgroup's share of an item's tiles, added to what came before; and the result, or a
     partial one, if that's all.
 
-    state: tiles and heads so far, the slot of the next partial result, results so far, and the sum of the head's
-    splits so far.
+    state: tiles and heads so far, the slot of the next partial result, whether a sum was sent for which other_free is
+    still to be waited for, and the sum of the head's splits so far.
     """
     tile, columns = shape.config.tile, shape.columns
-    tiles, heads, part, wholes, before = state
-    q_s, p_s, part_s, of_query, reduced = (x.at[warpgroup] for x in (q_s, p_s, part_s, of_query, reduced))
+    tiles, heads, part, sent, before = state
+    q_s, own_s, of_query = (x.at[warpgroup] for x in (q_s, part_s, of_query))
+    others |= {name: others[name].at[warpgroup] for name in ("p_s", "reduced") if name in others}
 
     @pl.when(item.enters)
     def _queries() -> None:
         q_slot = lax.rem(heads, jnp.int32(2))
         plgpu.barrier_wait(q_full.at[q_slot])
+        if shape.by_warps:  # the last queries have been read
+            wait_for_warps()
         _stage_queries(q_raw.at[q_slot], q_s, of_query.at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
 
@@ -112,57 +132,40 @@ def compute_item(
         factors = plgpu.load(of_query.at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * log2_scale
         log2_scale = lax.broadcast_in_dim(factors, (ROWS, columns), [1])
 
+    attend: Any = partial(_by_warpgroup, shape, item, q_s)
+    if shape.by_warps:
+        attend = partial(_by_warps, shape, item, load_queries(shape.k, q_s))
+
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
         tokens = j * tile + warpgroup * ROWS  # the first of this warpgroup's
         plgpu.barrier_wait(full.at[slot])
-        staged = partial(_staged, shape, item, tokens, (slot, warpgroup), others)
-        k_tile = staged(shape.k, "k")
-        if not (shape.k.direct or shape.k.in_registers):
-            plgpu.commit_smem()
-
-        def logits_of(ref: Any) -> tuple[jax.Array, jax.Array | None]:
-            plgpu.wgmma(ref, k_tile, q_s.transpose((1, 0)))
-            v = staged(shape.v, "v")  # meanwhile
-            return ref[...], v if shape.v.in_registers else None
-
-        logits, v = pl.run_scoped(logits_of, plgpu.ACC((ROWS, columns), jnp.float32))
-        logits = logits * log2_scale
-        token = plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 0, layout=plgpu.Layout.WGMMA) + tokens
-        logits = jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
-        top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
-        top = jnp.maximum(carry.top, top)
-        p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
-        p_s.transpose((1, 0))[...] = p
-        if v is None:
-            v_tile = others["v"].at[slot, warpgroup] if shape.v.direct else others["v_tile"].at[warpgroup]
-            _zero_hidden(item, tokens, v_tile)
-            v = v_tile.transpose((1, 0))
-        plgpu.commit_smem()
-
-        def values_of(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, v, p_s.transpose((1, 0)))
-            return ref[...]
-
-        summed = pl.run_scoped(values_of, plgpu.ACC((shape.head_dim, columns), jnp.float32))
+        summed = attend(log2_scale, tokens, (slot, warpgroup), carry, **others)
         plgpu.barrier_arrive(free.at[slot])
-        shrink = jnp.exp2(carry.top - top)
-        weights = p.astype(jnp.float32)  # as they were multiplied: their rounding cancels
-        return Sum(top, _scaled(carry.total, shrink) + weights, _scaled(carry.acc, shrink) + summed)
+        return summed
 
     own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
-    own = Sum(own.top, reduce_rows(own.total, "add", reduced, shape), own.acc)
+    weights = (
+        reduce_warp(own.total, "add") if shape.by_warps else reduce_rows(own.total, "add", others["reduced"], shape)
+    )
+    own = Sum(own.top, weights, own.acc)
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
-    before = jax.tree.map(lambda x, y: jnp.where(alone, x, y), empty_sum(shape), before)
-    total = _add(before, own)
+    total = lax.cond(alone, lambda: own, lambda: _add(before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
     @pl.when(jnp.logical_and(whole, warpgroup == 0))
     def _whole() -> None:
-        everything = total if shape.config.computing == 1 else _add(total, _receive(shape, **others))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        result = _scaled(everything.acc, 1 / everything.total)
-        out_s.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out_s.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        if shape.by_warps:
+            result = _of_warps(shape, total, part_s, **others)
+        else:
+            everything = total if shape.config.computing == 1 else _add(total, _receive(shape, **others))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            result = _scaled(everything.acc, 1 / everything.total)
+        result = result.astype(out_s.dtype)
+        if shape.by_warps:
+            out_s[...] = result
+        else:
+            out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         queries = pl.ds(first_query(shape, item.row, item.head), shape.queries)
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[queries])
@@ -171,39 +174,149 @@ def compute_item(
 
         @pl.when(jnp.logical_and(whole, warpgroup == 1))
         def _help() -> None:
-            _send(shape, total, wholes, **others)
+            _send(shape, total, sent, own_s, **others)
 
-    tiles, wholes = tiles + end_tile - first_tile, wholes + whole.astype(jnp.int32)
+    tiles = tiles + end_tile - first_tile
+    sent_before, sent = sent, jnp.where(whole, 1, sent)
     if not shape.slots:
-        return tiles, heads, part, wholes, total
+        return tiles, heads, part, sent, total
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
 
     @pl.when(partly)
     def _part() -> None:
+        if shape.by_warps and shape.config.computing == 2:
+
+            @pl.when(jnp.logical_and(sent_before > 0, warpgroup == 1))
+            def _wait() -> None:
+                plgpu.barrier_wait(others["other_free"])
+
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if shape.by_warps:
+            store_sums(shape.v, total.acc, total.top, total.total, own_s)
+            plgpu.commit_smem()
+            for warp in range(4):
+                sums = own_s.at[warp, pl.ds(0, shape.queries)]
+                plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
+            return
         transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
+        own_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
         for i, number in enumerate((total.top, total.total)):
             of_query[1 + i] = number
-            part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
+            own_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
+        plgpu.copy_smem_to_gmem(own_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
 
-    return tiles, heads, part + partly.astype(jnp.int32), wholes, total
+    if shape.by_warps:
+        sent = jnp.where(partly, 0, sent)
+    return tiles, heads, part + partly.astype(jnp.int32), sent, total
+
+
+def _by_warpgroup(
+    shape: Shape, item: Item, q_s: Any, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array], carry: Sum,
+    *, p_s: Any, reduced: Any, **others: Any,
+) -> Sum:  # fmt: skip
+    """`carry` and the 64 tokens from `tokens` on, which a warpgroup finds in slot at[0]."""
+    staged = partial(_staged, shape, item, tokens, at, others)
+    k_tile = staged(shape.k, "k")
+    if not (shape.k.direct or shape.k.in_registers):
+        plgpu.commit_smem()
+
+    def logits_of(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, k_tile, q_s.transpose((1, 0)))
+        staged(shape.v, "v")  # meanwhile
+        return ref[...]
+
+    logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, shape.columns), jnp.float32))
+    logits = _visible(item, tokens, logits * log2_scale)
+    top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
+    top = jnp.maximum(carry.top, top)
+    p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
+    p_s.transpose((1, 0))[...] = p
+    v_tile = others["v"].at[at] if shape.v.direct else others["v_tile"].at[at[1]]
+    _zero_hidden(item, tokens, v_tile)
+    plgpu.commit_smem()
+
+    def values_of(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, v_tile.transpose((1, 0)), p_s.transpose((1, 0)))
+        return ref[...]
+
+    summed = pl.run_scoped(values_of, plgpu.ACC((shape.head_dim, shape.columns), jnp.float32))
+    shrink = jnp.exp2(carry.top - top)
+    weights = p.astype(jnp.float32)  # as they were multiplied: their rounding cancels
+    return Sum(top, _scaled(carry.total, shrink) + weights, _scaled(carry.acc, shrink) + summed)
+
+
+def _by_warps(
+    shape: Shape, item: Item, queries: jax.Array, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
+    carry: Sum, **others: Any,
+) -> Sum:  # fmt: skip
+    """The same, each warp with 16 of the tokens."""
+    operands, zero = [], jnp.minimum(item.high, 0)
+    for name, stored, layout in (("k", shape.k, k_layout), ("v", shape.v, v_layout)):
+        values = plgpu.load(others[name].at[at], layout=layout(stored), optimized=False)
+        scales, shift = None, jnp.int32(0)
+        if stored.groups:
+            scales, shift = others[f"{name}_scales"].at[at], _scale_shift(shape, item, tokens, stored)
+        operands.append((stored, values, scales, shift, zero))
+    k, v = operands
+    logits = _visible(item, tokens, dot_k(*k, queries) * log2_scale)
+    top = lax.round(reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
+    top = jnp.maximum(carry.top, top)
+    p = jnp.exp2(logits - spread(top, 1)).astype(jnp.float16)
+    shrink = jnp.exp2(carry.top - top)
+    acc = dot_v(*v, (item.low - tokens, item.high - tokens), p, carry.acc, shrink)
+    return Sum(top, _scaled(carry.total, shrink) + p.astype(jnp.float32), acc)
+
+
+def _visible(item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA) + tokens
+    return jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
+
+
+def _of_warps(
+    shape: Shape, total: Sum, part_s: Any, *, other_full: Any = None, other_free: Any = None, **_: Any
+) -> jax.Array:
+    """The result of a head [columns, D]: the sums of all warps together, in their order."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    store_sums(shape.v, total.acc, total.top, total.total, part_s.at[0])
+    plgpu.commit_smem()
+    if shape.config.computing == 2:
+        plgpu.barrier_wait(other_full)
+    parts = [part_s.at[w, i] for w in range(shape.config.computing) for i in range(4)]
+
+    def number(part: Any, i: int) -> jax.Array:
+        return plgpu.load(part.at[:, shape.head_dim + i], layout=_BY_ROWS.reduce(1), optimized=False)
+
+    def wide(x: jax.Array) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (shape.columns, shape.head_dim), [0]), _BY_ROWS)
+
+    tops = [number(part, 0) for part in parts]
+    factors = [jnp.exp2(top - reduce(jnp.maximum, tops)) for top in tops]
+    weights = reduce(jnp.add, [number(part, 1) * factor for part, factor in zip(parts, factors)])
+    accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=_BY_ROWS, optimized=False) for part in parts]
+    acc = reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)])
+    if shape.config.computing == 2:
+        plgpu.barrier_arrive(other_free)
+    return acc * wide(1 / weights)
 
 
 def _send(
-    shape: Shape, total: Sum, count: jax.Array, *, other_s: Any, other_full: Any, other_free: Any, **_: Any
-) -> None:
-    """What the second warpgroup has summed, to the first: the `count`-th time."""
+    shape: Shape, total: Sum, sent: jax.Array, own_s: Any, *, other_full: Any, other_free: Any, other_s: Any = None,
+    **_: Any,
+) -> None:  # fmt: skip
+    """What the second warpgroup has summed, to the first."""
 
-    @pl.when(count > 0)
+    @pl.when(sent > 0)
     def _wait() -> None:
         plgpu.barrier_wait(other_free)
 
-    other_s[pl.ds(0, shape.head_dim)] = total.acc
-    other_s[shape.head_dim] = total.top
-    other_s[shape.head_dim + 1] = total.total
+    if shape.by_warps:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store_sums(shape.v, total.acc, total.top, total.total, own_s)
+    else:
+        other_s[pl.ds(0, shape.head_dim)] = total.acc
+        other_s[shape.head_dim] = total.top
+        other_s[shape.head_dim + 1] = total.total
     plgpu.barrier_arrive(other_full)
 
 
@@ -229,10 +342,10 @@ def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
         arg_types=(layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((shape.columns,), jnp.float32, layout=layout.reduce(0)),
     )
-    def reduce(_: Any, x: Any, scratch: Any) -> Any:
+    def reduced(_: Any, x: Any, scratch: Any) -> Any:
         return x.reduce(op, 0, scratch)
 
-    return reduce(x, scratch)
+    return reduced(x, scratch)
 
 
 def _stage_queries(raw: Any, q_s: Any, q_top: Any) -> None:
@@ -260,16 +373,21 @@ def _staged(
     scales = packed = None
     shift = jnp.int32(0)
     if stored.groups:
-        kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
         scales = tiles_of[f"{name}_scales"].at[at]
         packed = None if stored.packed else tiles_of[f"{name}_packed"].at[at[1]]
-        _, shift = stored.scale_slice(kv_head, lax.rem(tokens, jnp.int32(shape.page_size)))
+        shift = _scale_shift(shape, item, tokens, stored)
     source = (tiles_of[name].at[at], scales, packed, shift)
     if stored.in_registers:
-        return stored.read_k(*source) if name == "k" else stored.read_v(*source, tokens, item.low, item.high)
+        return stored.read_k(*source)
     target = tiles_of[f"{name}_tile"].at[at[1]]
     target[...] = stored.read(*source)
     return target
+
+
+def _scale_shift(shape: Shape, item: Item, tokens: jax.Array, stored: Storage) -> jax.Array:
+    """Where a tile's own scales are in each copy."""
+    kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
+    return stored.scale_slice(kv_head, lax.rem(tokens, jnp.int32(shape.page_size)))[1]
 
 
 def _zero_hidden(item: Item, tokens: jax.Array, v_tile: Any) -> None:

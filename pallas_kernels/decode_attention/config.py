@@ -12,7 +12,7 @@ ROWS = 64  # tokens of a tile that a warpgroup computes with: of one wgmma
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and resources of the kernel. `computing`, `split` and `most_splits` change a result's bits."""
+    """Sizes and resources of the kernel. `computing`, `split`, `most_splits` and `by_warps` change bits."""
 
     computing: int = 2  # warpgroups that compute: each has 64 tokens of a tile, and a sum of its own
     split: int = 256  # tokens of one work item: fixed, so that a result doesn't depend on its company,
@@ -20,7 +20,7 @@ class Config:
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
-    v_in_registers: bool = False  # V of 8 and 4 bits goes to the product as K does: not yet run on a GPU
+    by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

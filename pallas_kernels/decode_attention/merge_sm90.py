@@ -23,7 +23,7 @@ def merge_cuts(
 ) -> jax.Array:
     """Fills in the results [R * H, D] of heads that were cut, from their partial ones."""
     result = jax.new_ref(out)
-    chunks, each = -(-shape.splits // FETCHED), shape.config.computing
+    chunks, each = -(-shape.splits // FETCHED), shape.sums
     plgpu.kernel(
         partial(_merge_kernel, shape),
         scratch_types={
@@ -45,8 +45,8 @@ def _merge_kernel(
     shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
     """One query of one head: its partial results' sum, from left to right, as compute_item adds up splits; and then of
-    both warpgroups."""
-    worker, head_dim, warpgroups = lax.axis_index("worker"), shape.head_dim, range(shape.config.computing)
+    all warpgroups or warps."""
+    worker, head_dim, warpgroups = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
     row, head, slot, count = (cuts_ref[i, worker] for i in range(4))
     fetches = (count + (FETCHED - 1)) // FETCHED
 

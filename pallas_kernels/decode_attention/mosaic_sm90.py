@@ -79,9 +79,13 @@ def shape_of(
     num_rows, num_heads, head_dim = q.shape
     kv_heads, page_size = pages.k.values.shape[1:3]
     chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
+    columns = -(-queries // 8) * 8
+    narrow = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
+    fits = columns == 8 or columns * head_dim <= 1024  # in registers
+    by_warps = config.by_warps and narrow and fits and not interpreted
     k, v = (
-        storage(part, q.dtype, head_dim, config, through_registers, interpreted)
-        for part, through_registers in ((pages.k, True), (pages.v, config.v_in_registers))
+        storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
+        for part, through_registers in ((pages.k, True), (pages.v, False))
     )
     splits, slots = max_slots(num_rows, max_tokens, kv_heads * chunks, window, config)
     return Shape(
@@ -92,7 +96,7 @@ def shape_of(
         page_size=page_size,
         queries=queries,
         chunks=chunks,
-        columns=-(-queries // 8) * 8,
+        columns=columns,
         splits=splits,
         slots=slots,
         scale=scale,
@@ -106,21 +110,21 @@ def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, An
     """A worker's buffers and barriers, by name; `copies` of each part fill a tile."""
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
     each = config.computing
-    other = {
-        "other_s": plgpu.SMEM((head_dim + 2, columns), jnp.float32),
-        "other_full": plgpu.Barrier(),
-        "other_free": plgpu.Barrier(),
-    }
+    other: dict[str, Any] = {"other_full": plgpu.Barrier(), "other_free": plgpu.Barrier()}
+    own: dict[str, Any] = {"part_s": plgpu.SMEM((each, 4, columns, head_dim + PAD), jnp.float32)}
+    if not shape.by_warps:
+        other |= {"other_s": plgpu.SMEM((head_dim + 2, columns), jnp.float32)}
+        own["part_s"] = plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32)
+        own["p_s"] = swizzled((each, columns, ROWS), shape.v.dtype)
+        own["reduced"] = plgpu.SMEM((each, 256), jnp.float32)
     return {
         "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
         "q_s": swizzled((each, columns, head_dim), shape.k.dtype),
-        "p_s": swizzled((each, columns, ROWS), shape.v.dtype),
+        **own,
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((columns, head_dim), dtype),
-        "part_s": plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32),
         "of_query": plgpu.SMEM((each, 3, columns), jnp.float32),
-        "reduced": plgpu.SMEM((each, 256), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=shape.k.parts * each * copies, num_barriers=stages),
@@ -149,7 +153,7 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [R * H, D] but those of heads that were cut, and partial ones [warpgroup, slot, query, D and PAD]."""
+    """Results [R * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD]."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
     sources = {"k": pages.k.values, "v": pages.v.values}
@@ -160,7 +164,7 @@ def _attend(
         partial(_attend_kernel, shape, work.window, tuple(sources)),
         out_type=(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((config.computing, slots, shape.queries, head_dim + PAD), jnp.float32),
+            jax.ShapeDtypeStruct((shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
         scratch_types=fitting_scratch(shape, dtype, len(sources)),
         grid=(config.workers,),
@@ -236,11 +240,11 @@ def _attend_kernel(
 
         compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
         zero = jnp.int32(0)
-        *_, wholes, _ = for_each_item(compute, (zero, zero, slots_ref[worker], zero, empty_sum(shape)))
+        *_, sent, _ = for_each_item(compute, (zero, zero, slots_ref[worker], zero, empty_sum(shape)))
         plgpu.wait_smem_to_gmem(0)
         if shape.config.computing == 2:
 
-            @pl.when(jnp.logical_and(role == 1, wholes > 0))
+            @pl.when(jnp.logical_and(role == 1, sent > 0))
             def _drain() -> None:
                 plgpu.barrier_wait(scratch["other_free"])
 

@@ -42,6 +42,16 @@ class Shape:
     def group(self) -> int:
         return self.num_heads // self.kv_heads
 
+    @property
+    def by_warps(self) -> bool:
+        """Whether each warp attends to tokens of its own; else a warpgroup together."""
+        return self.k.by_warps
+
+    @property
+    def sums(self) -> int:
+        """Sums of a worker, of which its partial results consist."""
+        return self.config.computing * (4 if self.by_warps else 1)
+
 
 @dataclass(frozen=True)
 class Item:
@@ -66,6 +76,7 @@ class Sum:
     top: jax.Array  # [columns] about the largest logit, to base 2
     total: jax.Array  # of the weights, [columns] or still one a key [rows, columns]
     acc: jax.Array  # weights times values [D, columns]
+    # Each warp's own, as warps_sm90 has them: [32, columns], [32, columns] or one a key, [4 * D, columns].
 
 
 def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:

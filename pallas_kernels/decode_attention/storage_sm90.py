@@ -15,14 +15,10 @@ from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.unpack_sm90 import (
     BY_8_ROWS,
     BY_16_ROWS,
-    BY_32_COLUMNS,
-    BY_COLUMNS,
     operand,
     operand_order,
     scaled,
     to_float16,
-    v_operand,
-    v_order,
 )
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import KVFormat, Pages
@@ -44,7 +40,8 @@ class Storage:
     kv_heads: int
     page_size: int
     computing: int  # warpgroups
-    through_registers: bool  # to the product, if it can
+    through_registers: bool  # to wgmma, if it can
+    by_warps: bool  # or to mma, each warp its own tokens
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
@@ -74,19 +71,20 @@ class Storage:
     @property
     def in_registers(self) -> bool:
         """Whether it goes from its stored form to the product through registers: the interpreter's wgmma can't."""
-        return self.format.storage_dtype.itemsize == 1 and not self.interpreted and self.through_registers
+        narrow = self.format.storage_dtype.itemsize == 1
+        return narrow and not self.interpreted and self.through_registers and not self.by_warps
 
     def queries(self, q: jax.Array) -> jax.Array:
         """Queries [.., D], their dims in the order in which K's are multiplied."""
+        if self.by_warps:
+            return q
         if self.in_registers:
             return operand_order(q, self.format.dtype)
         return even_dims_first(q) if self.format.dtype == "int4" else q
 
     def results(self, out: jax.Array) -> jax.Array:
         """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
-        if self.in_registers:
-            return v_order(out, self.format.dtype)
-        return dims_in_order(out) if self.format.dtype == "int4" else out
+        return dims_in_order(out) if self.format.dtype == "int4" and not self.by_warps else out
 
     @property
     def by_token(self) -> bool:
@@ -140,10 +138,10 @@ class Storage:
             elif self.packed:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
-            if not self.packed:
+            if not (self.packed or self.by_warps):
                 packed = (self.computing, self.parts, self.tokens * self.groups)
                 buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
-        if not self.direct and not self.in_registers:
+        if not (self.direct or self.in_registers or self.by_warps):
             buffers[f"{name}_tile"] = swizzled((self.computing, ROWS, self.head_dim), self.dtype)
         return buffers
 
@@ -168,16 +166,6 @@ class Storage:
             return operand(*grouping, parts, scales)
 
         return self._converted(k, BY_8_ROWS, stored, scales, packed, shift)
-
-    def read_v(
-        self, stored: Any, scales: Any, packed: Any, shift: jax.Array, first: jax.Array, low: jax.Array, high: jax.Array
-    ) -> jax.Array:
-        """The same transposed [D, 64], from token `first` on, with zeros in those out of low .. high."""
-
-        def v(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
-            return v_operand(*grouping, parts, scales, first, low, high)
-
-        return self._converted(v, BY_32_COLUMNS if self.row == 32 else BY_COLUMNS, stored, scales, packed, shift)
 
     def _converted(
         self, convert: Callable[..., jax.Array], layout: Any, stored: Any, scales: Any, packed: Any, shift: jax.Array
@@ -221,7 +209,7 @@ class Storage:
 
 
 def storage(
-    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, interpreted: bool
+    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, interpreted: bool
 ) -> Storage:
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
@@ -236,6 +224,7 @@ def storage(
         page_size=page_size,
         computing=config.computing,
         through_registers=through_registers,
+        by_warps=by_warps,
         interpreted=interpreted,
         repeat=config.dequantize,
     )

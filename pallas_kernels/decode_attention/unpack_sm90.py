@@ -19,9 +19,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 # Registers of 4 bytes: a warp has 16 rows of 8 bytes (as stores to shared memory like it) or 8 of 16 (as wgmma does).
 BY_16_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (4,))), (-5,), (-3, -2), -1)
 BY_8_ROWS = plgpu.Layout.WGMMA_8BIT
-# Or 8 rows of 16 bytes, of which warps have 16 of 64 columns each (of 32: twice).
-BY_COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (8, 16), (4,))), (-4,), (-3, -2), -1)
-BY_32_COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 16), (4,))), (plgpu.Replicated(2), -4), (-3, -2), -1)
 
 # Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and what the flip added.
 _FLIPPED = {"int8": "xor.b32 v, v, 0x80808080;", "int4": "lop3.b32 v, v, 0x0f0f0f0f, 0x08080808, 0x6a;"}
@@ -89,9 +86,9 @@ def scaled(group: int, groups: int, parts: list[jax.Array], scales: Any) -> list
         return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=layout),) * count,
     )
     def multiply(_: Any, codes: tuple[mgpu.FragmentedArray, ...], scales: ir.Value) -> tuple[mgpu.FragmentedArray, ...]:
-        warp, lane = _warp_and_lane()
-        row = _add(_mul(warp, 16), _div(lane, 2))
-        scale_of = _scales(scales, row, _rem(lane, 2), 2, group, groups)
+        warp, lane = warp_and_lane()
+        row = add(mul(warp, 16), div(lane, 2))
+        scale_of = _scales(scales, row, rem(lane, 2), 2, group, groups)
         out = tuple(np.empty_like(x.registers) for x in codes)
         for i, at in enumerate(np.ndindex(out[0].shape)):  # 8 bytes of a row, half of them in each of two lanes
             factor = vector.broadcast(ir.VectorType.get((4,), ir.F16Type.get()), scale_of(8 * count * i, 8 * count))
@@ -113,9 +110,9 @@ def operand(group: int, groups: int, parts: list[jax.Array], scales: Any) -> jax
         return_type=plgpu.ShapeDtypeStruct((rows, width * count), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def arrange(_: Any, codes: tuple[mgpu.FragmentedArray, ...], *scales: ir.Value) -> mgpu.FragmentedArray:
-        warp, lane = _warp_and_lane()
-        first_row = _add(_mul(warp, 16), _div(lane, 4))
-        scale_of = [_scales(x, _add(first_row, 8 * i), _rem(lane, 4), 4, group, groups) for x in scales for i in (0, 1)]
+        warp, lane = warp_and_lane()
+        first_row = add(mul(warp, 16), div(lane, 4))
+        scale_of = [_scales(x, add(first_row, 8 * i), rem(lane, 4), 4, group, groups) for x in scales for i in (0, 1)]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         registers = np.empty(layout.registers_shape((rows, width * count)), object)
         flat = registers.reshape(-1, 2)  # 8 dims, two halves of a warp's 16 rows
@@ -141,77 +138,12 @@ def operand_order(x: jax.Array, dtype: str) -> jax.Array:
     return jnp.moveaxis(runs, (-1, -3), (-4, -3)).reshape(x.shape)
 
 
-def v_operand(
-    group: int, groups: int, parts: list[jax.Array], scales: Any, first: jax.Array, low: jax.Array, high: jax.Array
-) -> jax.Array:
-    """V transposed [D, rows], wgmma's left operand, from what registers BY_COLUMNS hold, times the scales if there are
-    any; its dims in the order that `v_order` undoes. `first` is the first row's token: those before `low`, and from
-    `high` on, become zero, whatever they hold. Blocks of 8 x 8 are transposed between the lanes of a warp."""
-    count, (rows, width) = len(parts), parts[0].shape
-    narrow = width == 32  # half of the warps have int4's even dims, half the odd ones
-    layout, bound = (BY_32_COLUMNS if narrow else BY_COLUMNS), plgpu.Layout.WG_SPLAT(())
-    blocks = 2 if narrow else 4  # of 16 bytes, one a warp
-    refs = () if scales is None else (scales,)
-
-    @plgpu.inline_mgpu(
-        arg_types=((layout,) * count, (bound,) * 2, *(plgpu.RefType(),) * len(refs)),
-        return_type=plgpu.ShapeDtypeStruct((width * count, rows), jnp.float16, layout=plgpu.Layout.WGMMA),
-    )
-    def arrange(_: Any, codes: Any, bounds: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
-        warp, lane = _warp_and_lane()
-        odd = arith.cmpi(arith.CmpIPredicate.uge, warp, _constant(2))
-        share = _add(_mul(_rem(warp, blocks), 4), _rem(lane, 4))
-        zero, wgmma = mgpu.c(0.0, ir.F16Type.get()), plgpu.Layout.WGMMA.to_mgpu()
-        registers = np.empty(wgmma.registers_shape((width * count, rows)), object)
-        flat = registers.reshape(-1, rows // 8, 2)  # 64 dims, 8 tokens, two halves of a warp's 16 dims
-        of_codes = [x.registers.reshape(rows // 8, -1) for x in codes]
-        low, high = (x.registers.item() for x in bounds)
-        size = 16 * blocks * count  # dims of all warps
-        for token in range(rows // 8):
-            row = _add(_div(lane, 4), 8 * token)
-            after = arith.cmpi(arith.CmpIPredicate.sge, row, low)
-            seen = arith.andi(after, arith.cmpi(arith.CmpIPredicate.slt, row, high))
-            scale_of = _scales(scales[0], row, share, 4 * blocks, group, groups) if scales else None
-            for m in range(of_codes[0].shape[1]):
-                scale = scale_of and arith.select(seen, scale_of(size * m, size), zero)
-                for j in range(2):
-                    stored: list[Any] = [x[token, m] for x in of_codes]
-                    pairs = [mgpu.utils.vector_slice(x, slice(2 * j, 2 * j + 2)) for x in stored]
-                    if narrow:
-                        pairs = [arith.select(odd, pairs[1], pairs[0])]
-                    for i, pair in enumerate(pairs):
-                        if scale is None:
-                            pair = arith.select(seen, pair, vector.broadcast(pair.type, zero))
-                        else:
-                            pair = arith.mulf(pair, vector.broadcast(pair.type, scale))
-                        flat[m * len(pairs) + i, token, j] = _transposed(pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
-
-    return arrange(tuple(parts), (low - first, high - first), *refs)
-
-
-def v_order(x: jax.Array, dtype: str) -> jax.Array:
-    """[.., D] -> [.., D], the dims in order again: v_operand has them by nibble, warp, run, thread and byte."""
-    nibbles = 2 if dtype == "int4" else 1
-    blocks = min(4, x.shape[-1] // nibbles // 16)
-    runs = x.reshape(*x.shape[:-1], -1, nibbles, blocks, 2, 4, 2)
-    return jnp.moveaxis(runs, (-5, -3), (-1, -3)).reshape(x.shape)
-
-
-def _transposed(pair: ir.Value) -> ir.Value:
-    """8 x 8 elements, 2 of a row in each lane, transposed."""
-    i32 = ir.IntegerType.get_signless(32)
-    asm = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    moved = llvm.inline_asm(i32, [mgpu.utils.bitcast(pair, i32)], asm, "=r,r", has_side_effects=True)
-    return mgpu.utils.bitcast(moved, pair.type)
-
-
 def _scales(
     scales: ir.Value, row: ir.Value, lane: ir.Value, lanes: int, group: int, groups: int
 ) -> Callable[[int, int], ir.Value]:
     """The scale of a row's `size` dims from `first` on, of which each of `lanes` lanes has its share."""
     f16 = ir.F16Type.get()
-    base = _mul(row, groups)
+    base = mul(row, groups)
     pointer = mgpu.utils.memref_ptr(scales)
     several = min(groups, 8)
     found: dict[int, ir.Value] = {}
@@ -223,36 +155,36 @@ def _scales(
     def scale(first: int, size: int) -> ir.Value:
         if size > group:  # lanes have different ones
             each = size // group
-            return load(f16, _add(_add(base, first // group), _div(lane, lanes // each)), 2)
+            return load(f16, add(add(base, first // group), div(lane, lanes // each)), 2)
         number = first // group
         begin = number // several * several
         if begin not in found:
-            found[begin] = load(ir.VectorType.get((several,), f16), _add(base, begin), 2 * several)
+            found[begin] = load(ir.VectorType.get((several,), f16), add(base, begin), 2 * several)
         return vector.extract(found[begin], [], ir.DenseI64ArrayAttr.get([number - begin]))
 
     return scale
 
 
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    thread = _rem(mgpu.utils.thread_idx(), 128)
-    return _div(thread, 32), _rem(thread, 32)
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    thread = rem(mgpu.utils.thread_idx(), 128)
+    return div(thread, 32), rem(thread, 32)
 
 
-def _constant(value: int) -> ir.Value:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
+def constant(value: int) -> ir.Value:
+    return mgpu.c(value if value < 1 << 31 else value - (1 << 32), ir.IntegerType.get_signless(32))
 
 
-def _add(x: ir.Value, y: ir.Value | int) -> ir.Value:
-    return arith.addi(x, _constant(y) if isinstance(y, int) else y)
+def add(x: ir.Value, y: ir.Value | int) -> ir.Value:
+    return arith.addi(x, constant(y) if isinstance(y, int) else y)
 
 
-def _mul(x: ir.Value, y: int) -> ir.Value:
-    return arith.muli(x, _constant(y))
+def mul(x: ir.Value, y: int) -> ir.Value:
+    return arith.muli(x, constant(y))
 
 
-def _div(x: ir.Value, y: int) -> ir.Value:
-    return arith.divui(x, _constant(y))
+def div(x: ir.Value, y: int) -> ir.Value:
+    return arith.divui(x, constant(y))
 
 
-def _rem(x: ir.Value, y: int) -> ir.Value:
-    return arith.remui(x, _constant(y))
+def rem(x: ir.Value, y: int) -> ir.Value:
+    return arith.remui(x, constant(y))

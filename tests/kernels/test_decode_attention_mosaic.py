@@ -15,7 +15,6 @@ from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.decode_attention.config import Config, check_proven, check_supported, choose_config
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
-from pallas_kernels.decode_attention.unpack_sm90 import v_order
 from pallas_kernels.decode_attention.work import max_slots, query_chunks, row_splits
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
@@ -241,14 +240,17 @@ def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lower(case)
 
 
+@pytest.mark.parametrize("by_warps", [True, False])
 @pytest.mark.parametrize(
-    ("kv", "head_dim"), [("fp8", 64), ("int8-g8", 256), ("int8-g64", 64), ("int4-g8", 256), ("int4-g64", 64)]
+    ("k_format", "v_format", "head_dim"),
+    [("fp8", "int4-g8", 64), ("int8-g8", "fp8", 256), ("int8-g64", "int4-g64", 64), ("int4-g8", "int8-g128", 256)],
 )
-def test_v_in_registers_lowers_for_cuda(kv, head_dim):
-    case = small(lengths=(100,), k_format=kv, v_format=kv, head_dim=head_dim)
-    config = dataclasses.replace(choose_config(head_dim, 2), v_in_registers=True)
+def test_narrow_formats_lower_for_cuda_by_warps_and_by_warpgroups(k_format, v_format, head_dim, by_warps):
+    case = small(lengths=(100,), k_format=k_format, v_format=v_format, head_dim=head_dim)
+    config = dataclasses.replace(choose_config(head_dim, 2), by_warps=by_warps)
     f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
-    assert "movmatrix" in f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    text = f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mma.sync" in text) == by_warps
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -258,44 +260,19 @@ def test_every_supported_call_fits_shared_memory(head_dim):
     formats = ("bf16", "f16", "fp8", *groups)
     tried = 0
     for dtype, num_heads, page_size, k_format in product(("bfloat16", "float16"), (1, 9, 17, 64), (8, 128), formats):
-        for v_format, v_in_registers in ((k_format, True), ("bf16", False), ("int8-g8", False)):
+        for v_format, by_warps in ((k_format, True), (k_format, False), ("bf16", True), ("int8-g8", True)):
             case = small(heads=(num_heads, 1), head_dim=head_dim, page_size=page_size, dtype=dtype,
                          k_format=k_format, v_format=v_format)  # fmt: skip
             if not supported(case):
                 continue
             q, pages, *_ = shapes(case)
             config = choose_config(head_dim, query_chunks(num_heads, 1, head_dim)[1])
-            config = dataclasses.replace(config, v_in_registers=v_in_registers)
+            config = dataclasses.replace(config, by_warps=by_warps)
             shape = mosaic_sm90.shape_of(q, pages, case.scale, None, 512, config, interpreted=False)
             scratch = mosaic_sm90.fitting_scratch(shape, q.dtype, copies=4)
             assert shared_bytes(scratch, REDUCTIONS) <= SHARED_MEMORY
             tried += 1
     assert tried > 200
-
-
-def lanes_as_v_operand_has_them(codes: np.ndarray, nibbles: int) -> np.ndarray:
-    """v_operand [D, 64] of codes [64, D], lane by lane: what each holds of the stored bytes, 8 x 8 transposed in a
-    warp, and where wgmma's left operand is in registers."""
-    head_dim, stored = codes.shape[1], codes.reshape(64, -1, nibbles)
-    narrow, out = stored.shape[1] == 32, np.full(codes.T.shape, -1)
-    for block, m, run, warp in np.ndindex(8, max(1, stored.shape[1] // 64), 2, 4):
-        column = (16 * (warp % 2) if narrow else 64 * m + 16 * warp) + 2 * run
-        held = np.zeros((nibbles, 8, 8), int)
-        for lane, e in np.ndindex(32, 2):
-            held[:, lane // 4, 2 * (lane % 4) + e] = stored[8 * block + lane // 4, column + 4 * (lane % 4) + e]
-        for i in [warp // 2] if narrow else range(nibbles):
-            row = 64 * (m if narrow else m * nibbles + i) + 16 * warp + 8 * run
-            out[row : row + 8, 8 * block : 8 * block + 8] = held[i].T
-    assert out.shape == (head_dim, 64)
-    return out
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_results_from_registers_are_put_in_order(dtype, head_dim):
-    codes = np.random.default_rng(0).integers(0, 1 << 30, (64, head_dim))
-    operand = lanes_as_v_operand_has_them(codes, 2 if dtype == "int4" else 1)
-    assert np.array_equal(v_order(jnp.asarray(operand.T), dtype), codes)
 
 
 def test_unsupported_arguments_name_what_is_supported():

@@ -1,0 +1,417 @@
+"""Attention in which each warp has 16 tokens of a tile, all that it needs in registers, and a sum of its own.
+
+For K and V of 8 and 4 bits, which would otherwise wait for each other's conversions: products are mma.sync, tokens are
+the rows of K Q^T and the columns of V^T P. A sum over dims may take them in any order, and so may one over tokens: what
+a lane loads in one piece is what it multiplies. Rows of V^T are any dims too: `store_sums` knows them.
+
+mma.m16n8k16 by lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, columns 2t, 2t + 1, and 8 on; B rows 2t,
+2t + 1, and 8 on, column g; C rows g and g + 8, columns 2t and 2t + 1.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_kernels.decode_attention.storage_sm90 import Storage
+from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul, rem, warp_and_lane
+
+WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
+BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
+Registers = list[ir.Value]  # of 4 bytes: two float16
+
+
+def lane_dims(stored: Storage, lanes: int) -> int:
+    """How many dims one after the other a lane has of a row that `lanes` of them share, in turns."""
+    return _chunk(stored, lanes) * _nibbles(stored)
+
+
+def k_layout(stored: Storage) -> Any:
+    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16."""
+    chunk = _chunk(stored, 4)
+    width = 4 * chunk
+    return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (chunk,))), (-7,), (-3, -2), -1)
+
+
+def v_layout(stored: Storage) -> Any:
+    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g."""
+    chunk = _chunk(stored, 8)
+    width = 8 * chunk
+    return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (2, chunk))), (-8,), (-3, -4), -1)
+
+
+def q_layout(stored: Storage) -> Any:
+    """Queries [columns, D] float16: of query g the dims that k_layout has."""
+    dims = lane_dims(stored, 4)
+    return plgpu.Layout.TILED(plgpu.Tiling(((8, 4 * dims), (dims,), (8,))), (plgpu.Replicated(4),), (-4, -3), -1)
+
+
+def reduce_warp(x: jax.Array, op: str) -> jax.Array:
+    """x [64, columns] -> [32, columns] BY_WARP: the sum ("add") or maximum over each warp's rows."""
+    columns = x.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP)
+    )
+    def reduce(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        combine = arith.addf if op == "add" else arith.maximumf
+        out = []
+        for low, high in x.registers.reshape(-1, 2):
+            both = combine(low, high)
+            numbers = []
+            for i in range(2):
+                number = vector.extract(both, [], ir.DenseI64ArrayAttr.get([i]))
+                for distance in (16, 8, 4):
+                    number = combine(number, mgpu.utils.shfl_bfly(number, distance))
+                numbers.append(number)
+            out.append(vector.from_elements(both.type, numbers))
+        return _array(out, BY_WARP, (32, columns))
+
+    return reduce(x)
+
+
+def spread(x: jax.Array, blocks: int) -> jax.Array:
+    """x [32, columns] BY_WARP -> [64 * blocks, columns]: the same in all rows that a warp has."""
+    rows, columns = 64 * blocks, x.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(BY_WARP,), return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=WGMMA)
+    )
+    def repeat(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return _array([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
+
+    return repeat(x)
+
+
+def load_queries(stored: Storage, queries: Any) -> jax.Array:
+    """Queries [columns, D] in q_layout, each lane's dims in the order in which `_converted` pairs those of K."""
+    array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
+    if not stored.groups:
+        return array
+    size = 2 * _nibbles(stored)  # pairs of dims of a word
+
+    @plgpu.inline_mgpu(
+        arg_types=(q_layout(stored),),
+        return_type=plgpu.ShapeDtypeStruct(array.shape, array.dtype, layout=q_layout(stored)),
+    )
+    def order(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        out = []
+        for register in x.registers.flat:
+            words = _words(register)
+            mixed = [
+                _asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
+                for i in range(0, len(words), size)
+                for j in range(size // 2)
+                for selector in (0x5410, 0x7632)
+            ]
+            four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), mixed)
+            out.append(mgpu.utils.bitcast(four, register.type))
+        return _array(out, q_layout(stored), array.shape)
+
+    return order(array)
+
+
+def dot_k(
+    stored: Storage, values: jax.Array, scales: Any, shift: jax.Array, zero: jax.Array, queries: jax.Array
+) -> jax.Array:
+    """K [64, D] as stored, in k_layout, times what load_queries made -> [64, columns]. `zero` is one that the compiler
+    cannot know: constants that it knows, it loads again for each instruction."""
+    columns, dims = queries.shape[0], lane_dims(stored, 4)
+    refs = () if scales is None else (scales,)
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(k_layout(stored), q_layout(stored), splat, splat, *(plgpu.RefType(),) * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=WGMMA),
+    )
+    def dot(_: Any, values: Any, queries: Any, shift: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
+        warp, lane = warp_and_lane()
+        convert = partial(_converted, stored, zero.registers.item())
+        first = add(mul(warp, 16), div(lane, 4))
+        rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
+        of_scales = [
+            _scales(stored, x, shift.registers.item(), add(first, 8 * i), rem(lane, 4), 4)
+            for x in scales
+            for i in (0, 1)
+        ]
+        b = queries.registers.reshape(columns // 8, len(rows), dims // 8)
+        sums = [[[_zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
+        step = 0
+        for block, pair in enumerate(rows):
+            words = [_words(x) for x in pair]
+            of_queries = [[w for x in b[n, block] for w in _words(x)] for n in range(columns // 8)]
+            for i in range(len(words[0])):
+                a = []
+                for row in range(2):
+                    scale = _doubled(of_scales[row](block, i)) if scales else None
+                    a.append(convert(words[row][i], scale))
+                size = 2 * _nibbles(stored)  # pairs of dims of a word
+                operands = [q[size * i : size * (i + 1)] for q in of_queries]
+                for k in range(0, size, 2):
+                    fragment = [a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]]
+                    for n, operand in enumerate(operands):
+                        sums[n][step % 2] = _mma(fragment, operand[k : k + 2], sums[n][step % 2])
+                    step += 1
+        totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
+        return _array(_pairs(totals), WGMMA, (64, columns))
+
+    return dot(values, queries, shift, zero, *refs)
+
+
+def dot_v(
+    stored: Storage, values: jax.Array, scales: Any, shift: jax.Array, zero: jax.Array,
+    bounds: tuple[jax.Array, jax.Array], weights: jax.Array, acc: jax.Array, factor: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times V [64, D] as
+    stored, in v_layout. Tokens before bounds[0], and from bounds[1] on, count as zero, whatever they hold."""
+    columns, pieces, splat = weights.shape[1], lane_dims(stored, 8) // 2, plgpu.Layout.WG_SPLAT(())
+    refs = () if scales is None else (scales,)
+
+    @plgpu.inline_mgpu(
+        arg_types=(v_layout(stored), WGMMA, WGMMA, BY_WARP, *(splat,) * 4, *(plgpu.RefType(),) * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
+    )
+    def dot(
+        _: Any, values: Any, weights: Any, acc: Any, factor: Any, shift: Any, zero: Any, low: Any, high: Any,
+        *scales: ir.Value,
+    ) -> mgpu.FragmentedArray:  # fmt: skip
+        warp, lane = warp_and_lane()
+        first = add(mul(warp, 16), mul(rem(lane, 4), 2))
+        tokens = [add(first, i) for i in (0, 1, 8, 9)]
+        low, high = low.registers.item(), high.registers.item()
+        seen = [
+            arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, x, low), arith.cmpi(arith.CmpIPredicate.slt, x, high)
+            )
+            for x in tokens
+        ]  # fmt: skip
+        piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
+        convert = partial(_converted, stored, zero.registers.item())
+        of_scales = [_scales(stored, x, shift.registers.item(), token, piece, 8) for x in scales for token in tokens]
+        b = [[_transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
+        c = _rescaled(acc.registers.reshape(-1, columns // 8, 2), [_elements(x) for x in factor.registers.flat])
+        masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
+        for block, rows in enumerate(values.registers.reshape(-1, 4)):
+            words = [_words(x) for x in rows]
+            for i in range(len(words[0])):
+                dims: list[Registers] = []  # of two tokens each
+                for pair in (0, 2):
+                    scale = None
+                    if scales:
+                        both = [arith.select(seen[pair + j], of_scales[pair + j](block, i), nothing) for j in (0, 1)]
+                        scale = _bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
+                    mixed = [
+                        _asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
+                        for selector in ((0x5410, 0x7632) if scales else (0x5140, 0x7362))
+                    ]
+                    if not scales:
+                        mixed = [arith.andi(x, masks[pair // 2]) for x in mixed]
+                    dims.append([x for word in mixed for x in convert(word, scale)])
+                for k in range(0, len(dims[0]), 2):
+                    fragment = [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
+                    row = block * pieces + i * 2 * _nibbles(stored) + k // 2
+                    for n, operand in enumerate(b):
+                        c[row][n] = _mma(fragment, operand, c[row][n])
+        return _array(_pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
+
+    return dot(values, weights, acc, factor, shift, zero, *bounds, *refs)
+
+
+def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
+    """The sums of a warpgroup's warps to `target` [4, columns, D and at least 2]: acc [4 * D, columns] as dot_v has it
+    for V stored so, and then top and total BY_WARP."""
+    columns, dims = acc.shape[1], lane_dims(stored, 8)
+    width = target.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, BY_WARP, BY_WARP, plgpu.RefType()))
+    def store(_: Any, acc: Any, top: Any, total: Any, target: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        pointer = mgpu.utils.memref_ptr(target)
+        rows = acc.registers.reshape(-1, columns // 8, 2)
+        for n, e in np.ndindex(columns // 8, 2):
+            query = add(mul(rem(lane, 4), 2), 8 * n + e)
+            begin = mul(add(mul(warp, columns), query), width)
+            mine = add(begin, mul(div(lane, 4), dims))
+            for i in range(0, len(rows), 2):
+                at = add(mine, i // (dims // 2) * 8 * dims + i % (dims // 2) * 2)
+                numbers = [_elements(rows[i + j, n, half])[e] for j in (0, 1) for half in (0, 1)]
+                _store(pointer, at, numbers)
+            _store(pointer, add(begin, stored.head_dim), [_elements(x.registers.flat[n])[e] for x in (top, total)])
+
+    store(acc, top, total, target)
+
+
+def _store(pointer: ir.Value, at: ir.Value, numbers: list[ir.Value]) -> None:
+    f32 = ir.F32Type.get()
+    where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], f32, llvm.GEPNoWrapFlags.none)
+    several = vector.from_elements(ir.VectorType.get((len(numbers),), f32), numbers)
+    llvm.store(several, where, alignment=4 * len(numbers))
+
+
+def wait_for_warps() -> None:
+    """Until all warps of the warpgroup are here."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+
+    wait()
+
+
+def _chunk(stored: Storage, lanes: int) -> int:
+    """Bytes of a row that a lane loads at once."""
+    return min(16, stored.row // lanes)
+
+
+def _nibbles(stored: Storage) -> int:
+    return 2 if stored.format.dtype == "int4" else 1
+
+
+def _scales(
+    stored: Storage, scales: ir.Value, shift: ir.Value, token: ir.Value, share: ir.Value, lanes: int
+) -> Callable[[int, int], ir.Value]:
+    """The float16 scale of a token's dims that word `i` of the lane's piece in `block` holds."""
+    f16, group, groups = ir.F16Type.get(), stored.format.group or 0, stored.groups
+    dims = lane_dims(stored, lanes)
+    pointer, several = mgpu.utils.memref_ptr(scales), max(1, dims // group)
+    part = mul(div(token, stored.tokens), stored.scales)
+    base = add(add(part, shift), mul(rem(token, stored.tokens), groups))
+    found: dict[int, ir.Value] = {}
+
+    def scale(block: int, i: int) -> ir.Value:
+        begin = block * lanes * dims
+        if block not in found:
+            own = mul(share, several) if group <= dims else div(share, group // dims)
+            at = add(base, add(own, begin // group))
+            if group >= lanes * dims:
+                at = add(base, begin // group)
+            where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], f16, llvm.GEPNoWrapFlags.none)
+            found[block] = llvm.load(ir.VectorType.get((several,), f16), where, alignment=2 * several)
+        number = 4 * _nibbles(stored) * i // group if several > 1 else 0
+        return vector.extract(found[block], [], ir.DenseI64ArrayAttr.get([number]))
+
+    return scale
+
+
+def _converted(stored: Storage, zero: ir.Value, word: ir.Value, scale: ir.Value | None) -> Registers:
+    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales."""
+    dtype = stored.format.dtype
+    if scale is None:
+        halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
+        return [_asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
+    out = _codes(word, dtype, scale, zero)
+    for _ in range(stored.repeat - 1):
+        again = _codes(_asm("mov.b32 $0, $1;", word, hidden=True), dtype, scale, zero)
+        out = [_asm("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
+    return out
+
+
+def _codes(word: ir.Value, dtype: str, scale: ir.Value, zero: ir.Value) -> Registers:
+    """A code of 8 or 4 bits under the exponent of 1024, its sign bit flipped, is 1024 and 128 or 8 more than its value;
+    one in the high nibble 16 times that."""
+    out = []
+    for bytes_of in (word, arith.shrui(word, constant(8))):
+
+        def under_exponent(bits: int, exponent: int, bytes_of: ir.Value = bytes_of) -> ir.Value:
+            return arith.xori(arith.andi(bytes_of, arith.ori(zero, constant(bits))), constant(exponent))
+
+        if dtype == "int8":
+            out.append(_asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), constant(0x64806480)))
+            continue
+        low, high = under_exponent(0x000F000F, 0x64086408), under_exponent(0x00F000F0, 0x64806480)
+        out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(0x64086408)))
+        sixteenth, minus_72 = constant(0x2C002C00), constant(0xD480D480)
+        out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, sixteenth, minus_72))
+    return [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
+
+
+def _rescaled(acc: np.ndarray, factors: list[list[ir.Value]]) -> list[list[list[ir.Value]]]:
+    """mma's C [row, columns / 8] times the factors of its columns, most of the time 1: then they are left alone."""
+    numbers = [[_elements(x) + _elements(y) for x, y in row] for row in acc]
+    one, changed = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0, ir.IntegerType.get_signless(1))
+    for factor in (x for pair in factors for x in pair):
+        changed = arith.ori(changed, arith.cmpf(arith.CmpFPredicate.UNE, factor, one))
+    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    any_changed = _asm(vote, arith.extui(ir.IntegerType.get_signless(32), changed), hidden=True)
+    condition = arith.cmpi(arith.CmpIPredicate.ne, any_changed, constant(0))
+    flat = [x for row in numbers for each in row for x in each]
+    choice: Any = scf.IfOp(condition, [x.type for x in flat], has_else=True)  # type: ignore[call-arg]
+    with ir.InsertionPoint(choice.then_block):
+        columns = [factors[n][i % 2] for row in numbers for n, each in enumerate(row) for i in range(len(each))]
+        scf.YieldOp([arith.mulf(x, factor) for x, factor in zip(flat, columns)])
+    with ir.InsertionPoint(choice.else_block):
+        scf.YieldOp(flat)
+    results = iter(choice.results)
+    return [[[next(results) for _ in each] for each in row] for row in numbers]
+
+
+def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
+    f32 = ir.F32Type.get()
+    asm = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    kinds = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+    found = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *c], asm, kinds)
+    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+
+
+def _transposed(pair: ir.Value) -> ir.Value:
+    """8 x 8 elements, 2 of a row in each lane, transposed."""
+    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _bits(pair), hidden=True)
+
+
+def _mask(first: ir.Value, second: ir.Value) -> ir.Value:
+    """All bits of the even bytes of a word where `first`, and of the odd ones where `second`."""
+    parts = [
+        arith.select(seen, constant(bits), constant(0))
+        for seen, bits in ((first, 0x00FF00FF), (second, 0xFF00FF00))
+    ]  # fmt: skip
+    return arith.ori(*parts)
+
+
+def _asm(text: str, *operands: ir.Value, kinds: str = "r", hidden: bool = False) -> ir.Value:
+    """An instruction of one 4-byte result; `hidden` from what would merge or move it."""
+    i32 = ir.IntegerType.get_signless(32)
+    constraints = ",".join(["=r", *kinds * len(operands)])
+    return llvm.inline_asm(i32, list(operands), text, constraints, has_side_effects=hidden)
+
+
+def _words(x: ir.Value) -> Registers:
+    """The 4-byte words of a vector."""
+    size = mgpu.utils.bitwidth(x.type) // 32
+    words = mgpu.utils.bitcast(x, ir.VectorType.get((size,), ir.IntegerType.get_signless(32)))
+    return _elements(words)
+
+
+def _elements(x: ir.Value) -> list[ir.Value]:
+    return [vector.extract(x, [], ir.DenseI64ArrayAttr.get([i])) for i in range(ir.VectorType(x.type).shape[0])]
+
+
+def _bits(x: ir.Value) -> ir.Value:
+    return mgpu.utils.bitcast(x, ir.IntegerType.get_signless(32))
+
+
+def _doubled(x: ir.Value) -> ir.Value:
+    return _bits(vector.broadcast(ir.VectorType.get((2,), x.type), x))
+
+
+def _zero() -> ir.Value:
+    return mgpu.c(0.0, ir.F32Type.get())
+
+
+def _pairs(numbers: list[list[ir.Value]]) -> list[ir.Value]:
+    """Results of mma as WGMMA's registers."""
+    two = ir.VectorType.get((2,), ir.F32Type.get())
+    return [vector.from_elements(two, each[i : i + 2]) for each in numbers for i in (0, 2)]
+
+
+def _array(registers: list[ir.Value], layout: Any, shape: tuple[int, ...]) -> mgpu.FragmentedArray:
+    layout = layout.to_mgpu()
+    out = np.empty(layout.registers_shape(shape), object)
+    out.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)

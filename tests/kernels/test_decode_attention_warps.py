@@ -1,0 +1,100 @@
+"""The products that single warps make of K and V as stored, thread by thread, against the formula."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention import unpack_sm90, warps_sm90
+from pallas_kernels.decode_attention.config import Config
+from pallas_kernels.decode_attention.storage_sm90 import storage
+from pallas_kernels.kv_pages import Pages, decode, encode, parse_format
+from tests.kernels.helpers import error
+from tests.kernels.warp_emulator import emulated
+
+FORMATS = [
+    ("fp8", 64), ("fp8", 128), ("fp8", 256), ("int8-g8", 64), ("int8-g8", 128), ("int8-g32", 128), ("int8-g128", 128),
+    ("int8-g64", 256), ("int8-g256", 256), ("int4-g8", 64), ("int4-g8", 128), ("int4-g16", 128), ("int4-g32", 128),
+    ("int4-g128", 128), ("int4-g64", 64), ("int4-g8", 256), ("int4-g128", 256),
+]  # fmt: skip
+
+
+def stored_tile(name: str, head_dim: int, page_size: int = 16):
+    """How 64 tokens are stored, the tile and its scales as they are in shared memory, and the values."""
+    rng = np.random.default_rng(0)
+    fmt = parse_format(name, head_dim)
+    values, scales = encode(jnp.asarray(rng.normal(size=(64, head_dim)), jnp.float32), fmt)
+    pool = Pages(jnp.zeros((1, 1, page_size, values.shape[-1]), values.dtype), scales, fmt)
+    stored = storage(pool, jnp.float16, head_dim, Config(), False, True, False)
+    exact = np.asarray(decode(values, scales, fmt, jnp.float32), np.float64)
+    if scales is None:
+        return stored, values, None, 0, exact
+    shift = 0 if stored.packed else 8 * stored.groups
+    parts = np.full((stored.parts, stored.scales), np.nan, np.float16)
+    parts[:, shift : shift + stored.tokens * stored.groups] = np.asarray(scales).reshape(stored.parts, -1)
+    return stored, values, parts, shift, exact
+
+
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize(("name", "head_dim"), FORMATS)
+def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
+    stored, values, scales, shift, exact = stored_tile(name, head_dim)
+    queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        ordered = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, values, scales, np.int32(shift), np.int32(0), ordered)
+    assert error(logits, exact @ queries.T.astype(np.float64)) < 7e-4
+
+
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize(("name", "head_dim"), FORMATS)
+def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, columns):
+    stored, values, scales, shift, exact = stored_tile(name, head_dim)
+    rng = np.random.default_rng(2)
+    low, high = 5, 58
+    hidden = np.r_[0:low, high:64]
+    if scales is None:
+        values = np.asarray(values).copy()
+        values[hidden] = 0x7F  # NaN
+    else:
+        for token in hidden:
+            part, at = divmod(token, stored.tokens)
+            scales[part, shift + at * stored.groups : shift + (at + 1) * stored.groups] = np.nan
+    weights = rng.uniform(0, 1, (64, columns)).astype(np.float16)
+    weights[hidden] = 0
+    before = rng.normal(size=(4, columns, head_dim)).astype(np.float32)
+    factor, top, total = (rng.uniform(1, 2, (4, columns)).astype(np.float32) for _ in range(3))
+
+    def by_warp(x):
+        return np.repeat(x, 8, axis=0)
+
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        zeros = np.zeros((4 * head_dim, columns), np.float32)
+        bounds = np.int32(low), np.int32(high)
+        one = np.ones((32, columns), np.float32)
+        # Where each element of the sums is, by storing its own number.
+        numbers = np.arange(zeros.size, dtype=np.float32).reshape(zeros.shape)
+        places = np.full((4, columns, head_dim + 4), np.nan, np.float32)
+        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), places)
+        assert np.array_equal(np.sort(places[..., :head_dim].reshape(-1)), numbers.reshape(-1))
+        acc = zeros.copy()
+        acc.reshape(-1)[places[..., :head_dim].astype(int).reshape(-1)] = before.reshape(-1)
+        arguments = (stored, values, scales, np.int32(shift), np.int32(0), bounds, weights)
+        acc = warps_sm90.dot_v(*arguments, acc, by_warp(factor))
+        sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
+        warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), sums)
+        assert np.array_equal(warps_sm90.dot_v(*arguments, zeros, one), warps_sm90.dot_v(*arguments, zeros, one))
+    exact[hidden] = 0
+    expected = np.einsum("wtc,wtd->wcd", weights.reshape(4, 16, columns).astype(np.float64), exact.reshape(4, 16, -1))
+    assert error(sums[..., :head_dim], before * factor[..., None] + expected) < 7e-4
+    assert np.array_equal(sums[..., head_dim], top)
+    assert np.array_equal(sums[..., head_dim + 1], total)
+
+
+def test_reductions_within_warps(monkeypatch):
+    x = np.random.default_rng(3).normal(size=(64, 16)).astype(np.float32)
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        largest = warps_sm90.reduce_warp(x, "max")
+        spread = warps_sm90.spread(largest, 2)
+    expected = x.reshape(4, 16, 16).max(axis=1)
+    assert np.array_equal(largest.reshape(4, 8, 16), np.repeat(expected[:, None], 8, axis=1))
+    assert np.array_equal(spread, np.tile(np.repeat(expected, 16, axis=0), (2, 1)))
