@@ -62,8 +62,7 @@ class Emitter:
 
     def both(self, x: ir.Value) -> ir.Value:
         """A float32 rounded, twice."""
-        bits = arith.extui(self.i32, arith.bitcast(self.i16, arith.truncf(self.half, x)))
-        return self.times(bits, 0x10001)
+        return llvm.inline_asm(self.i32, [x], f"cvt.rn.{self.suffix}.f32 $0, $1, $1;", "=r,f")
 
     def from_fp8(self, word: ir.Value, half: int = 0) -> ir.Value:
         """The two e4m3 values in a half of a word as a pair."""

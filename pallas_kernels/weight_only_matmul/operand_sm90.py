@@ -137,7 +137,12 @@ class Codes:
         return [emit.masked_xor(emit.shift_right(word, 4 * p), _twice(15), magic) for p in range(4)]
 
     def nf4_pairs(self, word: Any) -> list[Any]:
-        """Pairs (p, p + 1) of one i are looked up together, then sorted into pairs of i."""
+        """Bytes' pairs, sorted into pairs of i."""
+        found, permute = self.nf4_bytes(word), self.emit.permute
+        return [permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
+
+    def nf4_bytes(self, word: Any) -> list[Any]:
+        """What each byte stands for: byte 2 i + p / 2 for nibbles p and p + 1 of one i."""
         emit = self.emit
         lane = emit.times(self.lane, 4)
 
@@ -145,8 +150,7 @@ class Codes:
             shifted = emit.times(word, 1 << 7) if byte == 0 else emit.shift_right(word, 8 * byte - 7)
             return emit.load("table", emit.add(emit.bits_and(shifted, 0xFF << 7), lane), 32)
 
-        found = [look_up(byte) for byte in range(4)]
-        return [emit.permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
+        return [look_up(byte) for byte in range(4)]
 
     def int8_pair(self, word: Any, half: int = 0) -> Any:
         """The codes in a half of a word in bfloat16; in float16 magic + 128 + code."""

@@ -221,6 +221,7 @@ class Stream(Codes):
             pairs = self.packed_pairs(words) if fmt.packed else self.byte_pairs(words)
             rows.append([self.finish(pair, *finish[i * len(finish) // len(pairs)]) for i, pair in enumerate(pairs)])
         products = [emit.zero()] * 4
+        x = self.by_bytes(x) if fmt.codes == "nf4" else x
         for i in range(0, len(x), 2):
             left = [row[i + j] for j in range(2) for row in rows]
             products = emit.multiply_add(left, x[i : i + 2], products)
@@ -230,9 +231,18 @@ class Stream(Codes):
         return [emit.fused(product, scales[i // 2], a) for i, (a, product) in enumerate(zip(total, products))]
 
     def packed_pairs(self, words: list[Any]) -> list[Any]:
-        decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_pairs
+        decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_bytes
         by_word = [decode(word) for word in words]
         return [pairs[p] for p in range(4) for pairs in by_word]
+
+    def by_bytes(self, x: list[Any]) -> list[Any]:
+        """Pairs of x as the codes of a byte are: 8 columns apart."""
+        return [
+            self.emit.permute(x[p + w], x[p + 4 + w], selector)
+            for selector in (0x5410, 0x7632)
+            for p in (0, 8)
+            for w in range(4)
+        ]
 
     def byte_pairs(self, words: list[Any]) -> list[Any]:
         decode = self.int8_pair if self.format.codes == "int8" else self.emit.from_fp8
