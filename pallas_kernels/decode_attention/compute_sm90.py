@@ -10,21 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_attention import warps_interpreted, warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.warps_sm90 import (
-    BY_WARP,
-    dot_k,
-    dot_v,
-    k_layout,
-    load_queries,
-    reduce_warp,
-    spread,
-    store_sums,
-    v_layout,
-    wait_for_warps,
-)
+from pallas_kernels.decode_attention.warps_sm90 import BY_WARP
 
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
@@ -72,18 +62,24 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
 
 
-def _add(a: Sum, b: Sum) -> Sum:
+def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
     """The sum of both, their order kept: each factor is a power of two, so that only the addition rounds."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
-    return Sum(top, a.total * of_a + b.total * of_b, _scaled(a.acc, of_a) + _scaled(b.acc, of_b))
+    acc = _scaled(shape, a.acc, of_a) + _scaled(shape, b.acc, of_b)
+    return Sum(top, a.total * of_a + b.total * of_b, acc)
 
 
-def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+def _scaled(shape: Shape, x: jax.Array, factor: jax.Array) -> jax.Array:
     """x [.., columns] times factor [columns], or of each warp [32, columns]."""
-    if factor.ndim == 2:
-        return x * spread(factor, x.shape[0] // 64)
+    if shape.by_warps:
+        return x * _warps(shape).spread(factor, x.shape[0] // 64)
     return x * lax.broadcast_in_dim(factor, x.shape, [1])
+
+
+def _warps(shape: Shape) -> Any:
+    """What single warps do."""
+    return warps_interpreted if shape.k.interpreted else warps_sm90
 
 
 def compute_item(
@@ -121,7 +117,7 @@ def compute_item(
         q_slot = lax.rem(heads, jnp.int32(2))
         plgpu.barrier_wait(q_full.at[q_slot])
         if shape.by_warps:  # the last queries have been read
-            wait_for_warps()
+            _warps(shape).wait_for_warps()
         _stage_queries(q_raw.at[q_slot], q_s, of_query.at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
 
@@ -134,7 +130,7 @@ def compute_item(
 
     attend: Any = partial(_by_warpgroup, shape, item, q_s)
     if shape.by_warps:
-        attend = partial(_by_warps, shape, item, load_queries(shape.k, q_s))
+        attend = partial(_by_warps, shape, item, _warps(shape).load_queries(shape.k, q_s))
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
@@ -146,11 +142,13 @@ def compute_item(
 
     own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
     weights = (
-        reduce_warp(own.total, "add") if shape.by_warps else reduce_rows(own.total, "add", others["reduced"], shape)
+        _warps(shape).reduce_warp(own.total, "add")
+        if shape.by_warps
+        else reduce_rows(own.total, "add", others["reduced"], shape)
     )
     own = Sum(own.top, weights, own.acc)
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
-    total = lax.cond(alone, lambda: own, lambda: _add(before, own))
+    total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
     @pl.when(jnp.logical_and(whole, warpgroup == 0))
@@ -158,9 +156,9 @@ def compute_item(
         if shape.by_warps:
             result = _of_warps(shape, total, part_s, **others)
         else:
-            everything = total if shape.config.computing == 1 else _add(total, _receive(shape, **others))
+            everything = total if shape.config.computing == 1 else _add(shape, total, _receive(shape, **others))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            result = _scaled(everything.acc, 1 / everything.total)
+            result = _scaled(shape, everything.acc, 1 / everything.total)
         result = result.astype(out_s.dtype)
         if shape.by_warps:
             out_s[...] = result
@@ -192,7 +190,7 @@ def compute_item(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if shape.by_warps:
-            store_sums(shape.v, total.acc, total.top, total.total, own_s)
+            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
             plgpu.commit_smem()
             for warp in range(4):
                 sums = own_s.at[warp, pl.ds(0, shape.queries)]
@@ -243,7 +241,7 @@ def _by_warpgroup(
     summed = pl.run_scoped(values_of, plgpu.ACC((shape.head_dim, shape.columns), jnp.float32))
     shrink = jnp.exp2(carry.top - top)
     weights = p.astype(jnp.float32)  # as they were multiplied: their rounding cancels
-    return Sum(top, _scaled(carry.total, shrink) + weights, _scaled(carry.acc, shrink) + summed)
+    return Sum(top, _scaled(shape, carry.total, shrink) + weights, _scaled(shape, carry.acc, shrink) + summed)
 
 
 def _by_warps(
@@ -251,21 +249,21 @@ def _by_warps(
     carry: Sum, **others: Any,
 ) -> Sum:  # fmt: skip
     """The same, each warp with 16 of the tokens."""
-    operands, zero = [], jnp.minimum(item.high, 0)
-    for name, stored, layout in (("k", shape.k, k_layout), ("v", shape.v, v_layout)):
-        values = plgpu.load(others[name].at[at], layout=layout(stored), optimized=False)
+    operands, zero, warps = [], jnp.minimum(item.high, 0), _warps(shape)
+    for name, stored, load in (("k", shape.k, warps.load_k), ("v", shape.v, warps.load_v)):
         scales, shift = None, jnp.int32(0)
         if stored.groups:
             scales, shift = others[f"{name}_scales"].at[at], _scale_shift(shape, item, tokens, stored)
-        operands.append((stored, values, scales, shift, zero))
+        operands.append(load(stored, others[name].at[at], scales, shift))
     k, v = operands
-    logits = _visible(item, tokens, dot_k(*k, queries) * log2_scale)
-    top = lax.round(reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
+    logits = _visible(item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
+    top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
     top = jnp.maximum(carry.top, top)
-    p = jnp.exp2(logits - spread(top, 1)).astype(jnp.float16)
+    p = jnp.exp2(logits - warps.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
-    acc = dot_v(*v, (item.low - tokens, item.high - tokens), p, carry.acc, shrink)
-    return Sum(top, _scaled(carry.total, shrink) + p.astype(jnp.float32), acc)
+    bounds = item.low - tokens, item.high - tokens
+    acc = warps.dot_v(shape.v, v, zero, bounds, p, carry.acc, shrink)
+    return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
 
 
 def _visible(item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
@@ -278,7 +276,7 @@ def _of_warps(
 ) -> jax.Array:
     """The result of a head [columns, D]: the sums of all warps together, in their order."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    store_sums(shape.v, total.acc, total.top, total.total, part_s.at[0])
+    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s.at[0])
     plgpu.commit_smem()
     if shape.config.computing == 2:
         plgpu.barrier_wait(other_full)
@@ -312,7 +310,7 @@ def _send(
 
     if shape.by_warps:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store_sums(shape.v, total.acc, total.top, total.total, own_s)
+        _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
     else:
         other_s[pl.ds(0, shape.head_dim)] = total.acc
         other_s[shape.head_dim] = total.top

@@ -82,7 +82,7 @@ def shape_of(
     columns = -(-queries // 8) * 8
     narrow = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
-    by_warps = config.by_warps and narrow and fits and not interpreted
+    by_warps = config.by_warps and narrow and fits
     k, v = (
         storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, False))

@@ -76,7 +76,7 @@ class Storage:
 
     def queries(self, q: jax.Array) -> jax.Array:
         """Queries [.., D], their dims in the order in which K's are multiplied."""
-        if self.by_warps:
+        if self.by_warps and not self.interpreted:
             return q
         if self.in_registers:
             return operand_order(q, self.format.dtype)
@@ -84,7 +84,9 @@ class Storage:
 
     def results(self, out: jax.Array) -> jax.Array:
         """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
-        return dims_in_order(out) if self.format.dtype == "int4" and not self.by_warps else out
+        if self.by_warps and not self.interpreted:
+            return out
+        return dims_in_order(out) if self.format.dtype == "int4" else out
 
     @property
     def by_token(self) -> bool:

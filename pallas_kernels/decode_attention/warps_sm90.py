@@ -26,6 +26,7 @@ from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul,
 WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
 BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
 Registers = list[ir.Value]  # of 4 bytes: two float16
+Stored = tuple[jax.Array, Any, jax.Array]  # a warpgroup's tokens in registers, their scales and where they begin
 
 
 def lane_dims(stored: Storage, lanes: int) -> int:
@@ -118,11 +119,20 @@ def load_queries(stored: Storage, queries: Any) -> jax.Array:
     return order(array)
 
 
-def dot_k(
-    stored: Storage, values: jax.Array, scales: Any, shift: jax.Array, zero: jax.Array, queries: jax.Array
-) -> jax.Array:
-    """K [64, D] as stored, in k_layout, times what load_queries made -> [64, columns]. `zero` is one that the compiler
-    cannot know: constants that it knows, it loads again for each instruction."""
+def load_k(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Stored:
+    """Rows [64, ..] of K in shared memory, and where their scales are (None: none): `shift` is scale_slice's."""
+    return plgpu.load(values, layout=k_layout(stored), optimized=False), scales, shift
+
+
+def load_v(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Stored:
+    """The same of V."""
+    return plgpu.load(values, layout=v_layout(stored), optimized=False), scales, shift
+
+
+def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> jax.Array:
+    """K [64, D] times what load_queries made -> [64, columns]. `zero` is one that the compiler cannot know: constants
+    that it knows, it loads again for each instruction."""
+    values, scales, shift = k
     columns, dims = queries.shape[0], lane_dims(stored, 4)
     refs = () if scales is None else (scales,)
     splat = plgpu.Layout.WG_SPLAT(())
@@ -166,11 +176,12 @@ def dot_k(
 
 
 def dot_v(
-    stored: Storage, values: jax.Array, scales: Any, shift: jax.Array, zero: jax.Array,
-    bounds: tuple[jax.Array, jax.Array], weights: jax.Array, acc: jax.Array, factor: jax.Array,
+    stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array], weights: jax.Array,
+    acc: jax.Array, factor: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times V [64, D] as
-    stored, in v_layout. Tokens before bounds[0], and from bounds[1] on, count as zero, whatever they hold."""
+    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times V [64, D].
+    Tokens before bounds[0], and from bounds[1] on, count as zero, whatever they hold."""
+    values, scales, shift = v
     columns, pieces, splat = weights.shape[1], lane_dims(stored, 8) // 2, plgpu.Layout.WG_SPLAT(())
     refs = () if scales is None else (scales,)
 

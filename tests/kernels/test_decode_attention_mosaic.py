@@ -66,6 +66,11 @@ INTERPRETED = [
     ),
     (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), NARROW),
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), TINY),
+    (
+        small(lengths=(70, 300), heads=(4, 1), k_format="fp8", v_format="int4-g8"),
+        dataclasses.replace(TINY, by_warps=False, sms=3),
+    ),
+    (small(lengths=(500, 30), heads=(4, 2), k_format="int8-g8", v_format="fp8"), dataclasses.replace(TINY, sms=3)),
     (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
 ]
@@ -79,8 +84,9 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
 
 
-def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut():
-    case = small(lengths=(500, 40), heads=(2, 1))
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut(kv):
+    case = small(lengths=(500, 40), heads=(2, 1), k_format=kv, v_format=kv)
     q, pages, table, lengths = case.inputs()
     out = interpreted(case, (q, pages, table, lengths))
     assert same_bits(out, interpreted(case, (q, pages, table, lengths)))

@@ -41,7 +41,7 @@ def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
     with emulated(monkeypatch, warps_sm90, unpack_sm90):
         ordered = warps_sm90.load_queries(stored, queries)
-        logits = warps_sm90.dot_k(stored, values, scales, np.int32(shift), np.int32(0), ordered)
+        logits = warps_sm90.dot_k(stored, (values, scales, np.int32(shift)), np.int32(0), ordered)
     assert error(logits, exact @ queries.T.astype(np.float64)) < 7e-4
 
 
@@ -78,7 +78,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
         assert np.array_equal(np.sort(places[..., :head_dim].reshape(-1)), numbers.reshape(-1))
         acc = zeros.copy()
         acc.reshape(-1)[places[..., :head_dim].astype(int).reshape(-1)] = before.reshape(-1)
-        arguments = (stored, values, scales, np.int32(shift), np.int32(0), bounds, weights)
+        arguments = (stored, (values, scales, np.int32(shift)), np.int32(0), bounds, weights)
         acc = warps_sm90.dot_v(*arguments, acc, by_warp(factor))
         sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
         warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), sums)

@@ -1,0 +1,57 @@
+"""What warps_sm90 does, for Pallas's interpreter, which runs no inlined code: the same calls, sums of warps one after
+the other [4 * D, columns]."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_attention.storage_sm90 import Storage
+
+
+def load_queries(stored: Storage, queries: Any) -> jax.Array:
+    return queries[...]
+
+
+def load_k(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> jax.Array:
+    return stored.read(values, scales, None, shift)
+
+
+load_v = load_k
+
+
+def dot_k(stored: Storage, k: jax.Array, zero: jax.Array, queries: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(jnp.dot(k.astype(jnp.float32), queries.astype(jnp.float32).T), plgpu.Layout.WGMMA)
+
+
+def dot_v(
+    stored: Storage, v: jax.Array, zero: jax.Array, bounds: tuple[jax.Array, jax.Array], weights: jax.Array,
+    acc: jax.Array, factor: jax.Array,
+) -> jax.Array:  # fmt: skip
+    token = jnp.arange(64, dtype=jnp.int32)[:, None]
+    seen = jnp.logical_and(token >= bounds[0], token < bounds[1])
+    values = jnp.where(seen, v.astype(jnp.float32), 0.0).reshape(4, 16, -1)
+    of_warps = jnp.einsum("wtd,wtc->wdc", values, weights.astype(jnp.float32).reshape(4, 16, -1))
+    return acc * spread(factor, acc.shape[0] // 64) + of_warps.reshape(acc.shape)
+
+
+def reduce_warp(x: jax.Array, op: str) -> jax.Array:
+    of_warps = x.reshape(4, 16, -1)
+    return jnp.repeat(of_warps.sum(axis=1) if op == "add" else of_warps.max(axis=1), 8, axis=0)
+
+
+def spread(x: jax.Array, blocks: int) -> jax.Array:
+    return jnp.repeat(x[::8], 16 * blocks, axis=0)
+
+
+def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
+    head_dim = stored.head_dim
+    for warp in range(4):
+        for dim in range(head_dim):
+            target[warp, :, dim] = acc[warp * head_dim + dim]
+        target[warp, :, head_dim], target[warp, :, head_dim + 1] = top[8 * warp], total[8 * warp]
+
+
+def wait_for_warps() -> None:
+    pass
