@@ -21,9 +21,9 @@ class Config:
     a stage holds of a part. stages: in flight, at most: as many as shared memory holds. overlap: products run on while
     operands of the next stage are made. ctas: that run. Only fold, split and width change bits.
 
-    stream: another kernel, for up to 8 rows of x, whose codes go straight into registers (stream_sm90.py): CTAs of
-    64 / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of 128 columns that
-    a warp has in flight.
+    stream: another kernel, for up to `tokens` rows of x, whose codes go straight into registers (stream_sm90.py). CTAs
+    have 64 row_tiles / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of
+    128 columns that a warp has in flight. split, width, overlap and ctas are not its.
     """
 
     tokens: int = 8
@@ -40,7 +40,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
             raise ValueError(f"tokens is {self.tokens}, expected 1 or a multiple of 8, up to 256 / fold={self.fold}")
-        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1):
+        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1 and not self.stream):
             raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
         if self.width not in (64, 128):
             raise ValueError(f"width is {self.width}, expected 64 or 128")
@@ -52,7 +52,9 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.stream:
-            for name in ("tokens", "row_tiles", "split", "width", "overlap", "ctas"):
+            if self.tokens not in (8, 16):
+                raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
+            for name in ("split", "width", "overlap", "ctas"):
                 if getattr(self, name) != getattr(Config, name):
                     raise ValueError(
                         f"{name} is {getattr(self, name)}, but a streaming kernel has {getattr(Config, name)}"
@@ -64,7 +66,7 @@ class Config:
     def rows(self) -> int:
         """Rows of the weight in a tile."""
         if self.stream:
-            return 64 // self.fold
+            return 64 * self.row_tiles // self.fold
         return 64 * self.warpgroups * self.row_tiles // self.fold
 
 
@@ -82,23 +84,36 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     """
     wide = n >= 8192
     if m <= 8:
-        chunks = k // 128
-        base = Config(fold=4, warpgroups=1 if chunks <= 16 else 2 if chunks <= 48 else 3, stream=True)
-        others = [replace(base, warpgroups=count) for count in (1, 2, 3) if count != base.warpgroups]
-        one = m == 1 and k % (2048 if fmt.packed else 1024) == 0
-        return base, *others, Config(tokens=1 if one else 8, fold=4, stages=12)
+        base = streaming(n, k, fmt)
+        one = replace(base, fold=4, warpgroups=1)
+        two = replace(one, warpgroups=2)
+        others = one, two, replace(one, fold=2, warpgroups=3), replace(two, row_tiles=2)
+        tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
+        return base, *(x for x in others if x != base), Config(tokens=tokens, fold=4, stages=12)
     base = Config(tokens=min(-(-m // 16) * 16, 128))
     if m <= 16:
         split, folded = replace(base, split=4), replace(base, fold=2, warpgroups=3)
-        return (folded, replace(folded, overlap=True), split) if wide else (split, replace(base, fold=4))
+        narrow = replace(base, fold=4, warpgroups=3 if wide else 2)
+        stream = Config(tokens=16, fold=4, row_tiles=2, stream=True)
+        streams = stream, replace(stream, warpgroups=1)
+        return ((folded, narrow) if wide else (split, narrow, replace(base, fold=2, split=2))) + streams
     if m <= 64:
-        base = base if wide else replace(base, split=4)
-        return base, replace(base, overlap=True)
+        folded = replace(base, fold=2)
+        return (base, replace(folded, warpgroups=3)) if wide else (replace(base, split=4), replace(folded, split=2))
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
     base = replace(base, warpgroups=3) if wide else base
     return base, replace(base, overlap=True)
+
+
+def streaming(n: int, k: int, fmt: WeightFormat) -> Config:
+    """For up to 8 rows of x. CTAs should fit beside each other: NF4 takes more registers, and a table in each CTA."""
+    chunks = k // 128
+    if n < 8192 and (chunks > 48 or fmt.codes == "nf4"):  # one CTA an SM
+        return Config(fold=2, warpgroups=3, stream=True)
+    few = 32 if fmt.codes == "nf4" else 16
+    return Config(fold=4, warpgroups=1 if chunks <= few else 2 if chunks <= 48 else 3, stream=True)
 
 
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:

@@ -1,12 +1,13 @@
-"""The kernel of weight_only_matmul for up to 8 rows of x on sm_90: codes go from memory straight into registers.
+"""The kernel of weight_only_matmul for few rows of x on sm_90: codes go from memory straight into registers.
 
-A warp has 16 rows of the weight and every so many-th 128 columns of K. The order of columns within a product does not
-matter as long as both operands have the same one, so each thread takes 32 (of bytes: twice 16) columns that follow each
-other, in loads of 16 bytes, and of x the same. Products are those of single warps, which wait for each other only when
-their sums are added at the end, and a CTA is small: loads of one hide what others compute, and no ring has to be
-filled before the first product.
+A warp has 16 or more rows of the weight and every so many-th 128 columns of K. The order of columns within a product
+does not matter as long as both operands have the same one, so each thread takes 32 (of bytes: twice 16) columns that
+follow each other, in loads of 16 bytes, and of x the same. Products are those of single warps, which wait for each
+other only when their sums are added at the end, and a CTA is small: loads of one hide what others compute, and no ring
+has to be filled before the first product.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,15 @@ from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_tab
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
 CHUNK = 128  # columns that a warp multiplies at a time
-TOKENS = 8  # of x in a product
+TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup
 
 
 def scratch(plan: Plan, names: tuple[str, ...]) -> dict[str, Any]:
     """Shared memory and barriers, by name."""
     warpgroups = plan.config.warpgroups
-    found: dict[str, Any] = {"parts_s": plgpu.SMEM((warpgroups, ROWS, TOKENS), jnp.float32)}
+    rows = ROWS * plan.config.row_tiles
+    found: dict[str, Any] = {"parts_s": plgpu.SMEM((warpgroups, rows, plan.config.tokens), jnp.float32)}
     if warpgroups > 1:
         found["summed"] = plgpu.Barrier(num_arrivals=warpgroups)
     if "table" in names:
@@ -43,8 +45,8 @@ def scratch(plan: Plan, names: tuple[str, ...]) -> dict[str, Any]:
 
 def product(plan: Plan, x: jax.Array, w: QuantizedWeight, interpret: plgpu.InterpretGPUParams | None) -> jax.Array:
     """As mosaic_sm90.product: [1, M, N']."""
-    if plan.m > TOKENS:
-        raise NotImplementedError(f"a streaming kernel has at most {TOKENS} rows of x, not M={plan.m}")
+    if plan.m > plan.config.tokens:
+        raise NotImplementedError(f"{plan.config} streams for at most {plan.config.tokens} rows of x, not M={plan.m}")
     if plan.n % plan.config.rows:
         raise NotImplementedError(
             f"tiles have {plan.config.rows} rows of the weight, which are {plan.n}: {plan.config} wants a larger fold"
@@ -69,7 +71,7 @@ def product(plan: Plan, x: jax.Array, w: QuantizedWeight, interpret: plgpu.Inter
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
-    """Arrays in global memory -> out [M, N], of which a CTA has 64 / fold columns."""
+    """Arrays in global memory -> out [M, N], of which a CTA has config.rows columns."""
     sources, out = dict(zip(names, refs)), refs[len(names)]
     tile, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     parts = scratch["parts_s"]
@@ -91,7 +93,8 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
 
 
 def _sums(plan: Plan, sources: dict[str, Any], scratch: dict[str, Any], tile: jax.Array) -> jax.Array:
-    """[64, 8] of a warpgroup: rows of the weight by parts of K, in one of which a warp's rows are, by rows of x."""
+    """[64 row_tiles, tokens] of a warpgroup: of each row tile 64 / fold rows of the first part of K, then the next."""
+    shape = ROWS * plan.config.row_tiles, plan.config.tokens
     read = dict(sources)
     if "table" in sources:
         read |= {"bytes": sources["table"], "table": scratch["table_s"]}
@@ -100,14 +103,14 @@ def _sums(plan: Plan, sources: dict[str, Any], scratch: dict[str, Any], tile: ja
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * len(names)),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, TOKENS), jnp.float32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
     )
     def compute(_: Any, tile: mgpu.FragmentedArray, *arrays: ir.Value) -> mgpu.FragmentedArray:
         pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(names, arrays)}
         sums = Stream(plan, StreamEmitter(plan.dtype, pointers), tile.registers.item()).sums()
-        registers = np.empty(layout.to_mgpu().registers_shape((ROWS, TOKENS)), object)
+        registers = np.empty(layout.to_mgpu().registers_shape(shape), object)
         pair = ir.VectorType.get((2,), ir.F32Type.get())
-        registers.flat = [vector.from_elements(pair, sums[2 * i : 2 * i + 2]) for i in range(2)]
+        registers.flat = [vector.from_elements(pair, sums[i : i + 2]) for i in range(0, len(sums), 2)]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
     return compute(tile, *read.values())
@@ -120,6 +123,8 @@ class Stream(Codes):
         super().__init__(plan.format, plan.dtype, emit)
         self.plan, config, fmt = plan, plan.config, plan.format
         kept = ROWS // config.fold
+        # Of a thread's rows of the weight, how far they are from the first.
+        self.further = [r * kept + lower for r in range(config.row_tiles) for lower in (0, 8)]
         thread, above, self.column = emit.thread(), emit.shift_right(self.lane, 2), emit.bits_and(self.lane, 3)
         in_operand = emit.add(emit.times(emit.bits_and(emit.shift_right(thread, 5), 3), 16), above)
         part = emit.shift_right(in_operand, kept.bit_length() - 1)
@@ -128,19 +133,21 @@ class Stream(Codes):
         row = emit.bits_and(in_operand, kept - 1)
         width = 2 if fmt.packed else 1  # columns of a byte
         self.row_bytes = plan.k // width
-        emit.advance("w", tile, kept * self.row_bytes)
+        emit.advance("w", tile, config.rows * self.row_bytes)
         self.w = emit.add(emit.times(row, self.row_bytes), emit.times(self.part, CHUNK // width))
         self.w = emit.add(self.w, emit.times(self.column, 16))
-        token = emit.minimum(above, plan.m - 1)  # products with rows that do not exist are not stored
-        self.x = emit.add(emit.times(token, 2 * plan.k), emit.times(self.part, 2 * CHUNK))
-        self.x = emit.add(self.x, emit.times(self.column, 64 if fmt.packed else 32))
+        column = emit.add(emit.times(self.part, 2 * CHUNK), emit.times(self.column, 64 if fmt.packed else 32))
+        self.x = []
+        for first in range(0, config.tokens, TOKENS):
+            token = emit.minimum(emit.add(above, emit.c(first)), plan.m - 1)  # what does not exist is not stored
+            self.x.append(emit.add(emit.times(token, 2 * plan.k), column))
         for name in ("scales", "zeros"):
             if name in emit.names:
-                emit.advance(name, tile, kept * plan.vector_dtype(name).itemsize)
+                emit.advance(name, tile, config.rows * plan.vector_dtype(name).itemsize)
         self.row = row
 
     def sums(self) -> list[Any]:
-        """Of rows l and l + 8 each two rows of x: float32."""
+        """By 16 rows of the weight, 8 of x, and rows l and l + 8: of two rows of x, float32."""
         emit, chunks = self.emit, self.plan.k // CHUNK
         whole, rest = divmod(chunks, self.parts)
         ahead = min(self.plan.config.stages, whole)
@@ -149,7 +156,7 @@ class Stream(Codes):
         by_row = self.by_row()
         if "table" in emit.names:
             self.fill_table()
-        total = [emit.zero()] * 4
+        total = [emit.zero()] * (2 * len(self.further) * len(self.x))
         for i in range(whole):
             total = self.multiply(total, codes[i], self.load_x(i), vectors[i] or by_row)
             if i + ahead < whole:
@@ -165,30 +172,29 @@ class Stream(Codes):
         return total
 
     def load_codes(self, chunk: int) -> list[list[Any]]:
-        """Of rows l and l + 8 the words of the thread's columns."""
+        """Of each row the words of the thread's columns."""
         width = 2 if self.format.packed else 1
         first = chunk * self.parts * CHUNK // width
-        below = 8 * self.row_bytes
         halves = range(first, first + CHUNK // width, 64)  # that four threads load at once
         return [
-            [word for place in halves for word in self.emit.stream("w", self.w, place + lower * below)]
-            for lower in range(2)
+            [word for place in halves for word in self.emit.stream("w", self.w, place + further * self.row_bytes)]
+            for further in self.further
         ]
 
-    def load_x(self, chunk: int) -> list[Any]:
-        """Pairs of x in the order of columns, of bytes 16 and then 16."""
+    def load_x(self, chunk: int) -> list[list[Any]]:
+        """Of each row of x pairs in the order of columns, of bytes 16 and then 16."""
         first = 2 * chunk * self.parts * CHUNK
         places = (0, 16, 32, 48) if self.format.packed else (0, 16, CHUNK, CHUNK + 16)
-        return [pair for place in places for pair in self.emit.fetch("x", self.x, first + place, 4)]
+        return [[pair for place in places for pair in self.emit.fetch("x", x, first + place, 4)] for x in self.x]
 
     def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
-        """Of rows l and l + 8, of each run of columns of theirs, the zero and the scale as they are stored."""
+        """Of each row, of each run of columns of the thread's, the zero and the scale as they are stored."""
         fmt, emit = self.format, self.emit
         if fmt.group is None:
             return []
         groups = CHUNK // fmt.group  # of a chunk
         runs = 1 if fmt.packed or groups == 1 else 2
-        found: list[list[tuple[Any, Any]]] = [[], []]
+        found: list[list[tuple[Any, Any]]] = [[] for _ in self.further]
         for run in range(runs):
             # Of 32 columns each where two share a byte, of 16 otherwise: which group of the chunk they are in.
             within = emit.shift_right(self.column, {1: 2, 2: 1, 4: 0}[groups]) if fmt.packed else None
@@ -196,19 +202,19 @@ class Stream(Codes):
                 within = emit.add(emit.shift_right(self.column, 1 if groups == 4 else 2), emit.c(run * groups // 2))
             group = emit.add(emit.times(self.part, groups), within)
             at = emit.add(emit.times(group, self.plan.n), self.row)
-            for lower in range(2):
-                more = chunk * self.parts * groups * self.plan.n + 8 * lower
+            for runs_of_row, further in zip(found, self.further):
+                more = chunk * self.parts * groups * self.plan.n + further
                 zero = emit.load_vector("zeros", at, more) if "zeros" in emit.names else None
-                found[lower].append((zero, emit.load_vector("scales", emit.times(at, 2), 2 * more)))
+                runs_of_row.append((zero, emit.load_vector("scales", emit.times(at, 2), 2 * more)))
         return found
 
     def by_row(self) -> list[list[tuple[Any, Any]]]:
-        """Of rows l and l + 8 what load_vectors gives, where scales are not of groups: they come last."""
+        """What load_vectors gives, where scales are not of groups: they come last."""
         if "zeros" not in self.emit.names or self.format.group is not None:
-            return [[(None, None)], [(None, None)]]
-        return [[(self.emit.load_vector("zeros", self.row, 8 * lower), None)] for lower in range(2)]
+            return [[(None, None)] for _ in self.further]
+        return [[(self.emit.load_vector("zeros", self.row, further), None)] for further in self.further]
 
-    def multiply(self, total: list[Any], codes: Any, x: list[Any], vectors: Any) -> list[Any]:
+    def multiply(self, total: list[Any], codes: Any, x: list[list[Any]], vectors: Any) -> list[Any]:
         """The sums with a chunk's. Scales of whole chunks multiply sums, finer ones the weights."""
         emit, fmt = self.emit, self.format
         late = fmt.group == CHUNK
@@ -220,15 +226,21 @@ class Stream(Codes):
             ]
             pairs = self.packed_pairs(words) if fmt.packed else self.byte_pairs(words)
             rows.append([self.finish(pair, *finish[i * len(finish) // len(pairs)]) for i, pair in enumerate(pairs)])
-        products = [emit.zero()] * 4
-        x = self.by_bytes(x) if fmt.codes == "nf4" else x
-        for i in range(0, len(x), 2):
-            left = [row[i + j] for j in range(2) for row in rows]
-            products = emit.multiply_add(left, x[i : i + 2], products)
+        if fmt.codes == "nf4":
+            x = [self.by_bytes(pairs) for pairs in x]
+        products, scales = [], []
+        for r in range(0, len(rows), 2):
+            for pairs in x:
+                sums = [emit.zero()] * 4
+                for i in range(0, len(pairs), 2):
+                    left = [row[i + j] for j in range(2) for row in rows[r : r + 2]]
+                    sums = emit.multiply_add(left, pairs[i : i + 2], sums)
+                products += sums
+                if late:
+                    scales += [emit.widened(vectors[r + i // 2][0][1]) for i in range(4)]
         if not late:
             return [emit.plus(a, b) for a, b in zip(total, products)]
-        scales = [emit.widened(runs[0][1]) for runs in vectors]
-        return [emit.fused(product, scales[i // 2], a) for i, (a, product) in enumerate(zip(total, products))]
+        return [emit.fused(product, scale, a) for a, product, scale in zip(total, products, scales)]
 
     def packed_pairs(self, words: list[Any]) -> list[Any]:
         decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_bytes
@@ -281,19 +293,24 @@ def _finish_on_device(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors
 
 def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
     """What one thread of the first warpgroup does of that."""
-    kept, config = ROWS // plan.config.fold, plan.config
+    config, kept = plan.config, ROWS // plan.config.fold
     thread, width = emit.thread(), plan.out_dtype.itemsize
-    emit.advance("out", tile, kept * width)
+    emit.advance("out", tile, config.rows * width)
     if "scales" in emit.names:
-        emit.advance("scales", tile, kept * 4)
-    for first in range(0, kept * plan.m, THREADS):
+        emit.advance("scales", tile, config.rows * 4)
+    for first in range(0, config.rows * plan.m, THREADS):
         element = emit.add(thread, emit.c(first))
-        row, token = emit.bits_and(element, kept - 1), emit.shift_right(element, kept.bit_length() - 1)
+        row, token = emit.bits_and(element, config.rows - 1), emit.shift_right(element, config.rows.bit_length() - 1)
 
         def store(row: Any = row, token: Any = token) -> None:
-            place = emit.add(emit.times(row, 4 * TOKENS), emit.times(token, 4))
-            parts = range(config.fold * config.warpgroups)  # those of a warpgroup follow each other
-            found = [emit.load("parts", place, "f32", 4 * TOKENS * kept * i) for i in parts]
+            row_tile = emit.shift_right(row, kept.bit_length() - 1)
+            place = emit.add(emit.times(row_tile, ROWS), emit.bits_and(row, kept - 1))
+            place = emit.add(emit.times(place, 4 * config.tokens), emit.times(token, 4))
+            found = [
+                emit.load("parts", place, "f32", 4 * config.tokens * (ROWS * config.row_tiles * i + kept * j))
+                for i in range(config.warpgroups)
+                for j in range(config.fold)
+            ]
             total = found[0]
             for part in found[1:]:
                 total = emit.plus(total, part)
@@ -302,17 +319,16 @@ def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
             at = emit.add(emit.times(token, plan.n * width), emit.times(row, width))
             emit.store_float("out", at, total, plan.out_dtype)
 
-        if first + THREADS > kept * plan.m:
-            emit.only(emit.below(element, kept * plan.m), store)
+        if first + THREADS > config.rows * plan.m:
+            emit.only(emit.below(element, config.rows * plan.m), store)
         else:
             store()
 
 
 def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warpgroup: jax.Array) -> jax.Array:
     """What _sums gives, by the format's definition and with the same roundings."""
-    fold, warpgroups, fmt = plan.config.fold, plan.config.warpgroups, plan.format
-    kept, chunks = ROWS // fold, plan.k // CHUNK
-    rows = pl.ds(tile * kept, kept)
+    config, fmt, chunks = plan.config, plan.format, plan.k // CHUNK
+    rows = pl.ds(tile * config.rows, config.rows)
     codes = sources["w"][rows, :]
     if fmt.packed:
         codes = unpack4(codes, signed=fmt.codes == "int4")
@@ -324,7 +340,7 @@ def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warp
         values = codes.astype(jnp.float32)
     values = values.astype(plan.dtype)
 
-    def spread(name: str) -> jax.Array:  # [kept, K]
+    def spread(name: str) -> jax.Array:  # [rows, K]
         if fmt.group is None:
             return jnp.broadcast_to(sources[name][rows].astype(plan.dtype)[:, None], values.shape)
         return jnp.repeat(sources[name][:, rows].astype(plan.dtype).T, fmt.group, axis=1)
@@ -334,21 +350,23 @@ def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warp
     if fmt.group is not None and fmt.group < CHUNK:
         values = values * spread("scales")
     x = sources["x"][...].astype(jnp.float32)
-    x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (TOKENS - plan.m, plan.k))])
+    x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (config.tokens - plan.m, plan.k))])
     w, x = (t.astype(jnp.float32).reshape(-1, chunks, CHUNK) for t in (values, x))
     products = jnp.einsum("rck,tck->crt", w, x, precision="highest")
     if fmt.group == CHUNK:
         products = products * sources["scales"][:, rows].astype(jnp.float32)[:, :, None]
-    parts = fold * warpgroups
-    products = jnp.pad(products, ((0, -chunks % parts), (0, 0), (0, 0)))
-    sums = products.reshape(-1, warpgroups, ROWS, TOKENS).sum(0)
+    parts = config.warpgroups, config.fold
+    products = jnp.pad(products, ((0, -chunks % math.prod(parts)), (0, 0), (0, 0)))
+    sums = products.reshape(-1, *parts, config.row_tiles, ROWS // config.fold, config.tokens).sum(0).swapaxes(1, 2)
+    sums = sums.reshape(config.warpgroups, -1, config.tokens)
     return lax.dynamic_index_in_dim(sums, warpgroup, keepdims=False)
 
 
 def _interpreted_finish(plan: Plan, tile: jax.Array, parts: Any, out: Any, scales: Any = None) -> None:
-    kept = ROWS // plan.config.fold
-    rows = pl.ds(tile * kept, kept)
-    total = parts[...].reshape(-1, kept, TOKENS).sum(0)
+    config = plan.config
+    rows = pl.ds(tile * config.rows, config.rows)
+    total = parts[...].reshape(config.warpgroups, config.row_tiles, config.fold, -1, config.tokens).sum((0, 2))
+    total = total.reshape(config.rows, config.tokens)
     if scales is not None:
         total = total * scales[rows][:, None]
     out.at[:, rows][...] = total.T[: plan.m].astype(plan.out_dtype)

@@ -67,7 +67,7 @@ def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys):
     assert kinds == [None, "bf16", "bf16", "mosaic", "xla", *["mosaic"] * tuned, "xla"]
     assert [row["error"] for row in document["rows"] if "error" in row] == ["not this"] * 2
     assert [(row["M"], row["us"]) for row in document["rows"][3:6:2]] == [(2, 33.0), (1, 33.0)]
-    assert "fold=4" in document["rows"][3]["config"]
+    assert "stream=True" in document["rows"][3]["config"]
     assert not document["complete"]
 
 

@@ -147,11 +147,11 @@ def emulated(case: Case, config: Config):
         memory |= {"bytes": raw(pair_table(x.dtype)[:, 0]), "table": np.zeros(256 * 128, np.uint8)}
     emulator = StreamEmulator(x.dtype, memory, threads, ctas)
     sums = stream_sm90.Stream(plan, emulator, emulator.cta).sums()
-    parts = np.zeros((ctas, config.warpgroups * 4, 16, 8), np.float32)
+    parts = np.zeros((ctas, config.warpgroups, config.row_tiles, 4, 16, config.tokens), np.float32)
     lane = np.arange(32)
-    for i, values in enumerate(sums):
-        at = lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
-        parts[:, :, *at] = values.reshape(ctas, -1, 32)
+    for (r, t, half, i), values in zip(np.ndindex(config.row_tiles, config.tokens // 8, 2, 2), sums):
+        row, token = lane // 4 + 8 * half, 8 * t + lane % 4 * 2 + i
+        parts[:, :, r][:, :, :, row, token] = values.reshape(ctas, config.warpgroups, 4, 32)
     vectors = {"scales": memory["scales"]} if w.format.group is None else {}
     out = np.zeros(m * n * plan.out_dtype.itemsize, np.uint8)
     last = StreamEmulator(x.dtype, {"parts": raw(parts), "out": out, **vectors}, 128, ctas)
@@ -166,6 +166,10 @@ EMULATED = [
     (Case((8,), 64, 1280, "w4a16-g64", "float16"), replace(STREAM, stages=2)),
     (Case((1,), 64, 768, "w4a16-g32-zp", "float16", out_dtype="float32"), replace(STREAM, fold=2)),
     (Case((5,), 64, 512, "nf4"), STREAM),
+    (Case((13,), 64, 1280, "w4a16-g128"), replace(STREAM, tokens=16, row_tiles=2)),
+    (Case((16,), 64, 512, "nf4"), replace(STREAM, tokens=16, row_tiles=2, fold=2)),
+    (Case((9,), 64, 512, "uint8-zp"), replace(STREAM, tokens=16, row_tiles=2, warpgroups=2)),
+    (Case((2,), 64, 512, "w8a16-g32-zp"), replace(STREAM, row_tiles=4)),
     (Case((1,), 32, 1280, "nf4-g128", "float16"), replace(STREAM, warpgroups=2)),
     (Case((2,), 64, 640, "w8a16"), STREAM),
     (Case((1,), 64, 512, "w8a16-g128-zp", "float16"), STREAM),
@@ -199,6 +203,7 @@ INTERPRETED = [
     (Case((8,), 64, 512, "nf4", out_dtype="float32"), replace(STREAM, fold=2)),
     (Case((5,), 64, 640, "w8a16-g64"), replace(STREAM, warpgroups=3)),
     (Case((1,), 32, 512, "uint8-zp", bias=True), STREAM),
+    (Case((11,), 64, 512, "w8a16"), replace(STREAM, tokens=16, row_tiles=2, warpgroups=2)),
     (Case((2,), 32, 512, "fp8-weight"), STREAM),
 ]
 
@@ -213,7 +218,9 @@ def test_interpreted(case, config):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_lowers_for_cuda(name):
-    for dtype, config, k in (("bfloat16", STREAM, 1280), ("float16", replace(STREAM, warpgroups=2, fold=2), 1024)):
+    wide = replace(STREAM, tokens=16, row_tiles=2)
+    some = ("bfloat16", STREAM, 1280), ("float16", replace(STREAM, warpgroups=2, fold=2), 1024), ("float16", wide, 512)
+    for dtype, config, k in some:
         x, w = shapes(Case((3,), 64, k, name, dtype))
         run = partial(mosaic_sm90.weight_only_matmul, bias=None, residual=None, out_dtype=x.dtype, config=config)
         text = lower(lambda x, w, run=run: run(x, w), x, w)
@@ -236,9 +243,14 @@ def test_seeded_faults_are_caught(monkeypatch, method, fault):
 
 
 def test_configurations_are_checked():
-    with pytest.raises(ValueError, match="tokens is 16, but a streaming kernel has 8"):
-        Config(tokens=16, stream=True)
-    for m, fold, message in ((9, 4, "at most 8 rows of x, not M=9"), (1, 1, "64 rows of the weight, which are 96")):
+    with pytest.raises(ValueError, match="tokens is 24, but a streaming kernel has 8 or 16"):
+        Config(tokens=24, stream=True)
+    with pytest.raises(ValueError, match="split is 2, but a streaming kernel has 1"):
+        Config(split=2, stream=True)
+    for m, fold, message in (
+        (9, 4, "streams for at most 8 rows of x, not M=9"),
+        (1, 1, "64 rows of the weight, which are 96"),
+    ):
         x, w = shapes(Case((m,), 96, 512, "w4a16-g128"))
         with pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(partial(mosaic_sm90.product, out_dtype=x.dtype, config=replace(STREAM, fold=fold)), x, w)
@@ -252,7 +264,8 @@ def test_gpu_every_code_in_every_place(name, dtype):
     w = every_code(name)
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T
-    for config, rows in ((STREAM, 8), (replace(STREAM, warpgroups=2, fold=2), 7), (STREAM, 1)):
+    wide = replace(STREAM, tokens=16, row_tiles=2)
+    for config, rows in ((STREAM, 8), (replace(STREAM, warpgroups=2, fold=2), 7), (wide, 13), (STREAM, 1)):
         for first in range(0, 256 if rows > 1 else 32, rows):
             some = x[first : first + rows]
             out = mosaic_sm90.weight_only_matmul(some, w, None, None, jnp.dtype("float32"), config=config)
