@@ -98,8 +98,8 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
         streams = stream, replace(stream, warpgroups=1)
         return ((folded, narrow) if wide else (split, narrow, replace(base, fold=2, split=2))) + streams
     if m <= 64:
-        folded = replace(base, fold=2)
-        return (base, replace(folded, warpgroups=3)) if wide else (replace(base, split=4), replace(folded, split=2))
+        halved = replace(base, warpgroups=3, split=2)
+        return (base, halved) if wide else (replace(base, split=4), replace(halved, split=6))
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
