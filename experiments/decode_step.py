@@ -3,8 +3,9 @@
     python -m experiments.decode_step --config configs/llama-2-7b.json --batch 1 32 128 --backend xla
 
 Random weights, every slot at --context tokens of KV, greedy. Steps are dispatched one after the other, each fed by the
-tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts.
-The floor reads all weights once and each slot's KV once, at --bandwidth.
+tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts, all
+of which start at --context. The floor reads all weights once and each slot's KV once, at --bandwidth, as long as it is
+on average over these steps.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
     formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
-    total = args.context + args.steps * (args.repeats + 1)
+    total = args.context + args.steps
     pages_each = -(-total // args.page_size)
     cache = make_cache(config, batch * pages_each, args.page_size, formats)
     token_bytes = cache_bytes(cache) / (batch * pages_each * args.page_size)
@@ -62,6 +64,8 @@ def measure(
     buffer = jax.device_put(pack_decode(layout, range(batch)))
     times = []
     for _ in range(args.repeats + 1):  # the first one compiles
+        state = replace(state, slots=filled_slots(batch, pages_each, args.context))
+        jax.block_until_ready(state)
         start = time.perf_counter()
         for _ in range(args.steps):
             state, outputs = jit_step(params, state, buffer, config=config, layout=layout, backend=backend)
@@ -71,7 +75,8 @@ def measure(
         raise AssertionError("a slot did not decode")
     unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(leaf.nbytes for leaf in unread)
-    floor = (weights + batch * args.context * token_bytes) / args.bandwidth
+    mean_length = args.context + (args.steps + 1) / 2
+    floor = (weights + batch * mean_length * token_bytes) / args.bandwidth
     ms = 1e3 * min(times[1:])
     return {
         "batch": batch,

@@ -49,10 +49,16 @@ COMMANDS = (
         150,
         timed=False,
     ),
-    Command("tests-weight-only", f"{PYTEST} tests/kernels/test_weight_only_matmul_mosaic.py", 150, timed=False),
+    Command(
+        "tests-weight-only",
+        f"{PYTEST} tests/kernels/test_weight_only_matmul_mosaic.py tests/kernels/test_weight_only_matmul_stream.py",
+        150,
+        timed=False,
+    ),
     Command(
         "tests-rows",
-        f"{PYTEST} tests/kernels/test_norm_quant_mosaic.py tests/kernels/test_silu_mul_quant_mosaic.py",
+        f"{PYTEST} tests/kernels/test_norm_quant_mosaic.py tests/kernels/test_silu_mul_quant_mosaic.py"
+        " tests/kernels/test_sample_mosaic.py",
         150,
         timed=False,
     ),
@@ -68,8 +74,8 @@ COMMANDS = (
         90,
     ),
     Command(
-        "decode_formats_v",
-        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --v-in-registers --label formats-v"
+        "decode_by_warpgroups",
+        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --by-warpgroups --label by-warpgroups"
         " --results {results}",
         60,
     ),
@@ -104,6 +110,7 @@ COMMANDS = (
     Command("C21", "-m experiments.claims C21 --results {results}", 90),
     Command("C22", "-m experiments.claims C22 --results {results}", 90),
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
+    Command("sample", "-m pallas_kernels.sample.bench --results {results}", 90),
     Command("norm_quant", "-m pallas_kernels.norm_quant.bench --rows 1 8192 128 512 --results {results}", 60),
     Command(
         "decode_step",

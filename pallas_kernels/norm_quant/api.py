@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
 from pallas_kernels.norm_quant import reference, xla
-from pallas_kernels.norm_quant.config import DEFAULT_KINDS, check_supported
+from pallas_kernels.norm_quant.config import check_supported
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 
 
@@ -57,8 +57,6 @@ def norm_quant(
     if width < 1:
         raise ValueError(f"x has shape {x.shape}, expected [T, E] with E of at least 1")
     chosen = choose_backend(backend, partial(check_supported, str(x.dtype), rows, width))
-    if backend is None and kind not in DEFAULT_KINDS:
-        chosen = "xla"
     if chosen == "mosaic":
         from pallas_kernels.norm_quant import mosaic_sm90  # imports all of Pallas
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_int32
 from pallas_kernels.sample import reference, xla
-from pallas_kernels.sample.config import MEASURED, check_supported
+from pallas_kernels.sample.config import check_supported
 
 
 def sample(
@@ -46,8 +46,6 @@ def sample(
     if sizes["V"] < 1:
         raise ValueError(f"logits have shape {logits.shape}, expected at least one token")
     chosen = choose_backend(backend, partial(check_supported, str(logits.dtype), *logits.shape))
-    if backend is None and not MEASURED:
-        chosen = "xla"
     if chosen == "mosaic":
         from pallas_kernels.sample import mosaic_sm90  # imports all of Pallas
 

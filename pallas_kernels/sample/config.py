@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-MEASURED = False  # whether the kernel has been run on a device and was faster: backend=None takes it only then
-
 VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
 PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backends
-from pallas_kernels.sample import api, sample
+from pallas_kernels.sample import sample
 from tests.kernels.sample_helpers import distance, jax_arguments, misses, mixed_rows, odd_rows
 
 
@@ -61,19 +61,15 @@ def test_what_mosaic_does_not_do_is_refused_where_it_is_named():
         jax.jit(lambda *x: sample(*x, backend="reference"))(*args())
 
 
-def test_unnamed_mosaic_runs_only_where_it_was_measured(monkeypatch):
-    """On a Hopper GPU, and for what it supports."""
-
+def test_unnamed_mosaic_runs_on_a_hopper_gpu_for_what_it_supports(monkeypatch):
     def kernels(arguments) -> int:
         trace = jax.jit(lambda *x: sample(*x)).trace(*arguments)
         return trace.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu")
 
     monkeypatch.setattr(backends, "on_hopper", lambda: True)
-    for measured in (False, True):
-        monkeypatch.setattr(api, "MEASURED", measured)
-        assert kernels(args()) == measured
-        assert kernels(args(2050)) == 0
-        assert kernels(args(dtype=jnp.bfloat16)) == 0
+    assert kernels(args()) == 1
+    assert kernels(args(2050)) == 0
+    assert kernels(args(dtype=jnp.bfloat16)) == 0
 
 
 def test_errors():
