@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jllm.checkpoint import find_model, load_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
+from jllm.fit import Memory, check_weights, free_memory
 from jllm.params import Params
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
@@ -48,13 +49,22 @@ def _kind(path: tuple[jax.tree_util.GetAttrKey, ...]) -> str:
     return {"embed": "embedding", "head": "head"}.get(field, "linears")
 
 
-def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | Path | Scheme | None = None) -> Model:
+def load(
+    path: str | Path = BUNDLED,
+    *,
+    dtype=None,
+    quantize: str | Path | Scheme | None = None,
+    memory: Memory = free_memory,
+) -> Model:
     """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
 
     dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
     16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
     name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read. The preset "bf16" is a
     dtype. A directory without a tokenizer gives a model that takes and yields token ids.
+
+    Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
+    the device is asked by default.
     """
     scheme = None if quantize is None else find_scheme(quantize)
     wanted = _dtype(dtype, scheme)
@@ -64,6 +74,7 @@ def load(path: str | Path = BUNDLED, *, dtype=None, quantize: str | Path | Schem
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:
             wanted = jnp.dtype("float32")
+    check_weights(folder, config, wanted, scheme, memory())
     params = load_params(folder, config, wanted, scheme)
     try:
         tokenizer = load_tokenizer(folder)

@@ -13,8 +13,10 @@ from tqdm import tqdm
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.options import EngineOptions, resolve
+from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
+from jllm.engine.room import check_room, sizes_for
+from jllm.fit import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
@@ -29,25 +31,29 @@ from jllm.step import (
     make_slots,
 )
 
-CPU_CACHE_BYTES = 1 << 30  # where the backend does not say how much memory is free
-MEMORY_FRACTION = 0.9  # of what is free on the device once the weights are there
-
 
 class Device:
     """Owns the state, which every step takes and returns. Executables live in jit_step's own cache, which engines over
-    the same shapes share."""
+    the same shapes share.
 
-    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions):
+    memory tells how many bytes are free once the weights are there. Raises NoRoomError, before anything is allocated,
+    where the options take more.
+    """
+
+    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory = free_memory):
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.norm.dtype)
         self._page_size = options.page_size
-        self.sizes = resolve(options, config, self._affordable_pages())
+        self._options, self._free = options, memory()
+        self.sizes = sizes_for(options, config, params, self._free)
         self.used: set[tuple[Rung, Variant]] = set()  # the compiled steps that this engine needed
         self.renew()
 
     def renew(self) -> None:
         """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only."""
         self._state: State | None = None
+        check_room(self._options, self._config, self._params, self._free)
+        self._free = None  # later on there is as much as there was, but the device may not know it yet
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
         self._state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
@@ -131,15 +137,6 @@ class Device:
         S, V = self.sizes.limits.max_slots, self._config.vocab_size
         penalties = make_penalties(S, V, SamplingParams.MAX_LOGIT_BIAS) if wanted else None
         return State(state.cache, state.slots, penalties)
-
-    def _affordable_pages(self) -> int:
-        page = jax.eval_shape(lambda: make_cache(self._config, 1, self._page_size, self._formats))
-        page_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
-        stats = jax.local_devices()[0].memory_stats() or {}
-        free = CPU_CACHE_BYTES
-        if "bytes_limit" in stats:
-            free = int(MEMORY_FRACTION * (stats["bytes_limit"] - stats["bytes_in_use"]))
-        return free // page_bytes
 
 
 def _power_of_two(n: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -107,3 +108,19 @@ def test_logits_that_are_not_finite_are_an_error(run, folder, tmp_path):
     status, _, err = run("a king", model=tmp_path)
     assert status == 2
     assert err.splitlines()[-1].startswith("error: the logits of 1 completions were not finite")
+
+
+def test_a_model_that_does_not_fit_says_what_would(run, monkeypatch):
+    """Weights, then pages and steps: one line each, before anything is allocated."""
+    monkeypatch.setattr("jllm.fit.device_stats", lambda: {"bytes_limit": 50_000, "bytes_in_use": 20_000})
+    status, out, err = run("a king")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "its weights in float32 need 0." in err
+    assert "and the device has 0.03 MiB free; no smaller dtype or scheme would fit" in err
+    monkeypatch.setattr("jllm.fit.device_stats", lambda: {"bytes_limit": 9 << 20, "bytes_in_use": 1 << 20})
+    status, out, err = run("a king", "--num-pages", 10_000)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: 10000 KV pages of 16 tokens take 39.06 MiB, a step of 4 decodes and 28 prompt tokens")
+    pages = int(re.search(r"what would fit: num_pages=(\d+) \(", err)[1])
+    assert run("a king", "--num-pages", pages, *FLAGS)[0] == 0
+    assert run("a king", "--num-pages", pages + 1)[0] == 2

@@ -1,0 +1,130 @@
+"""What an engine takes of a device's memory: how many pages fit, and which options would, before allocating."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jllm.batch import Rung
+from jllm.config import LlamaConfig
+from jllm.engine.options import EngineOptions, Sizes, resolve
+from jllm.errors import ConfigError, QuantizationError
+from jllm.fit import SCHEMES, NoRoomError, gib, page_bytes, step_bytes, tree_bytes, would_fit
+from jllm.params import Params
+from jllm.quant.quantize import quantize, weight_formats
+from jllm.step import make_slots
+
+CPU_CACHE_BYTES = 1 << 30  # of pages by default, where nobody knows how much memory is free
+SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
+KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that an engine takes beside the weights."""
+
+    pool: int
+    slots: int
+    step: int  # about, of the largest one
+
+    @property
+    def total(self) -> int:
+        return self.pool + self.slots + self.step
+
+
+def largest(ladder: tuple[Rung, ...]) -> Rung:
+    """As large as any rung in each of its sizes: the ladder has one."""
+    return Rung(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in ladder))))
+
+
+def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> Sizes:
+    """The options made definite for a device with so many bytes free beside the weights: by default as many pages as
+    fit, but at least one a slot."""
+    return _reckon(options, config, params.norm.dtype, free)[0]
+
+
+def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> None:
+    """NoRoomError where the pages and the largest step take more than is free, naming options that would fit."""
+    if free is None:
+        return
+    sizes, need = _reckon(options, config, params.norm.dtype, free)
+    if need.total <= free:
+        return
+    limits, rung = sizes.limits, largest(sizes.ladder)
+    pool = f"{limits.num_pages} KV pages of {limits.page_size} tokens take {gib(need.pool)}"
+    step = f"a step of {rung.decodes} decodes and {rung.tokens} prompt tokens about {gib(need.step + need.slots)}"
+    found = list(_options_that_fit(options, config, params, free, sizes))
+    otherwise = "no option alone would make it fit: it takes a smaller model or a larger device"
+    raise NoRoomError(
+        f"{pool}, {step}: {gib(need.total)} in all, and the device has {gib(free)} free beside the weights; "
+        f"{would_fit(found, otherwise)}"
+    )
+
+
+def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[Sizes, Need]:
+    """Sizes, with as many pages by default as fit, and what they take."""
+    page = page_bytes(config, dtype, options.kv_cache, options.page_size)
+    sizes = resolve(options, config, 0)
+    slots = tree_bytes(jax.eval_shape(lambda: make_slots(sizes.limits.max_slots, sizes.max_pages)))
+    step = step_bytes(config, dtype, largest(sizes.ladder))
+    room = CPU_CACHE_BYTES if free is None else max(0, min(int(SHARE * free), free - slots - step))
+    sizes = resolve(options, config, room // page)
+    return sizes, Need(sizes.limits.num_pages * page, slots, step)
+
+
+def _options_that_fit(
+    options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: Sizes
+) -> Iterator[str]:
+    """Each a change of one option that makes the engine fit, with what it takes then."""
+    dtype, limits = params.norm.dtype, sizes.limits
+
+    def total(changes: Mapping[str, Any], free: int = free) -> int | None:
+        """The least that the engine takes with the changes, None where it does not fit."""
+        try:
+            need = _reckon(replace(options, **changes), config, dtype, 0)[1].total
+        except ConfigError:
+            return None
+        return need if need <= free else None
+
+    if options.num_pages is not None:
+        need = _reckon(options, config, dtype, free)[1]
+        pages = (free - need.slots - need.step) * limits.num_pages // need.pool
+        if pages >= limits.max_slots:
+            yield f"num_pages={pages} ({gib(total({'num_pages': pages}) or free)})"
+    for name in KV_FORMATS:
+        size = total({"kv_cache": name})
+        if size is not None:
+            yield f"kv_cache={name} ({gib(size)})"
+            break
+    for name, most in (("max_slots", limits.max_slots), ("max_step_tokens", limits.max_step_tokens)):
+        while (most := most // 2) >= 1:
+            ladder = options.ladder and _clipped(options.ladder, name, most, limits.max_slots)
+            size = total({name: most, "ladder": ladder})
+            if size is not None:
+                yield f"{name}={most} ({gib(size)})"
+                break
+    if not weight_formats(params):
+        for scheme in SCHEMES:
+            less = _saved(params, scheme)
+            if less > 0 and total({}, free + less) is not None:
+                yield f"a model loaded with quantize={scheme} (its weights take {gib(less)} less)"
+                break
+
+
+def _clipped(ladder: tuple[Rung, ...], name: str, most: int, slots: int) -> tuple[Rung, ...]:
+    """A ladder given by the caller as it would be for fewer slots, or for fewer tokens in a step."""
+    if name == "max_slots":
+        rungs = [Rung(min(r.decodes, most), r.tokens, min(r.chunks, most)) for r in ladder]
+    else:
+        rungs = [Rung(r.decodes, min(r.tokens, max(1, most - slots)), r.chunks) for r in ladder]
+    return tuple(dict.fromkeys(rungs))
+
+
+def _saved(params: Params, scheme: str) -> int:
+    """Bytes that a scheme takes off the weights; 0 where it does not fit them."""
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    try:
+        return tree_bytes(plain) - tree_bytes(quantize(plain, scheme))
+    except QuantizationError:
+        return 0

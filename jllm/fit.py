@@ -1,0 +1,144 @@
+"""Whether a device has room for a model, reckoned from shapes before anything is allocated, and what would fit."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.batch import Rung
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.config import LlamaConfig, load_quantization
+from jllm.errors import ConfigError, QuantizationError
+from jllm.param_specs import abstract_params, weight_specs
+from jllm.quant.quantize import quantize
+from jllm.quant.schemes import PLAIN, Scheme, find_scheme
+from jllm.safetensors_io import read_header
+
+GIB = 1 << 30
+SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate one first
+LEAST = Rung(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
+
+Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
+
+
+class NoRoomError(ConfigError):
+    """A model or an engine that its device has no room for."""
+
+
+def free_memory() -> int | None:
+    """Bytes that are free on the device that arrays go to; None where it does not say (a CPU)."""
+    stats = device_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def device_stats() -> dict[str, int] | None:
+    return jax.local_devices()[0].memory_stats()
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of a pytree of arrays or jax.ShapeDtypeStruct."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def would_fit(found: list[str], otherwise: str) -> str:
+    return f"what would fit: {'; '.join(found)}" if found else otherwise
+
+
+def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
+    """About how much a step needs beside weights, cache and slots: the widest activations of a layer and the residual
+    stream, and of every row that samples, three float32 copies of its logits (raw, masked, sampling's scratch)."""
+    E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * D
+    widest = max(3 * F, 2 * qkv + config.num_heads * D)
+    logits = 3 * (rung.decodes + rung.chunks) * config.vocab_size * max(4, size)
+    return rung.size * (2 * E + widest) * size + logits
+
+
+def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:
+    """Of one KV page in all layers. Raises ConfigError for a format that nobody knows."""
+    formats = parse_kv_cache(kv_cache, config, dtype)
+    return cache_bytes(jax.eval_shape(lambda: make_cache(config, 1, page_size, formats)))
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """What loading takes."""
+
+    total: int
+    passing: int = 0  # besides, for a while: the largest weight that is quantized, as it was
+
+    @property
+    def peak(self) -> int:
+        return self.total + self.passing
+
+
+def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = None) -> WeightBytes:
+    """Of a model's weights in a dtype, those that a scheme names quantized. Raises QuantizationError for one that does
+    not fit the model."""
+    plain = abstract_params(config, dtype)
+    if scheme is None:
+        return WeightBytes(tree_bytes(plain))
+    scheme, specs, size = find_scheme(scheme), weight_specs(config), jnp.dtype(dtype).itemsize
+    quantized = [name for name, formats in scheme.formats(config.num_layers).items() if formats]
+    passing = max((math.prod(specs[name].shape) * size for name in quantized), default=0)
+    return WeightBytes(tree_bytes(quantize(plain, scheme)), passing)
+
+
+def check_weights(folder: Path, config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int | None) -> None:
+    """NoRoomError where the weights of a model directory take more than the `free` bytes of a device, naming dtypes and
+    schemes that would leave room for a step as well. A CheckpointError for one that cannot be read."""
+    if free is None:
+        return
+    stored = load_quantization(folder) is not None
+    need = _stored_bytes(folder) if stored else weight_bytes(config, dtype, scheme)
+    if need.peak <= free:
+        return
+    size = f"{gib(need.peak)}{' while they are quantized' if need.passing else ''}"
+    what = "as they are stored" if stored else f"in {_described(dtype, scheme)}"
+    found = [] if stored else _smaller(config, dtype, scheme, free)
+    otherwise = "no smaller dtype or scheme would fit: it takes a larger device"
+    raise NoRoomError(
+        f"{folder}: its weights {what} need {size}, and the device has {gib(free)} free; {would_fit(found, otherwise)}"
+    )
+
+
+def _stored_bytes(folder: Path) -> WeightBytes:
+    """Of a checkpoint that is quantized: what its files hold becomes codes of the same size."""
+    tensors: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if not file.name.startswith(("adapter_", "consolidated")):
+            tensors |= {name: tensor.nbytes for name, tensor in read_header(file).items()}
+    return WeightBytes(sum(tensors.values()))
+
+
+def _described(dtype: Any, scheme: Scheme | None) -> str:
+    name = jnp.dtype(dtype).name
+    return name if scheme is None or scheme.name == PLAIN else f"{name} with scheme {scheme.name}"
+
+
+def _smaller(config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int) -> list[str]:
+    """Dtypes and schemes that make the weights fit, each with what it takes: the fewest changes first."""
+    dtype = jnp.dtype(dtype)
+    dtypes = [dtype] + [jnp.dtype("bfloat16")] * (dtype.itemsize > 2)
+    found = []
+    for name, other in product((None, *SCHEMES), dtypes):
+        changes = {"quantize": name, "dtype": None if other == dtype else "bf16"}
+        given = [f"{option}={value}" for option, value in changes.items() if value is not None]
+        try:
+            need = weight_bytes(config, other, name or scheme)
+        except QuantizationError:
+            continue
+        room = page_bytes(config, other, None, LEAST.tokens) + step_bytes(config, other, LEAST)
+        if given and max(need.peak, need.total + room) <= free:
+            found.append((len(given), f"{', '.join(given)} ({gib(need.peak)})"))
+    fewest = min((count for count, _ in found), default=0)
+    return [text for count, text in found if count == fewest]

@@ -1,0 +1,188 @@
+"""A model or an engine that does not fit says what it needs, what there is, and what would fit; and that does fit."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jllm
+from jllm import fit
+from jllm.batch import Rung
+from jllm.checkpoint import abstract_params, init_params, save
+from jllm.config import load_config
+from jllm.engine import device as device_module
+from jllm.engine.device import Device
+from jllm.engine.loop import Engine
+from jllm.engine.options import make_options
+from jllm.engine.room import check_room, sizes_for
+from jllm.errors import ConfigError
+from jllm.fit import GIB, NoRoomError, check_weights, free_memory, page_bytes, weight_bytes
+from jllm.quant.quantize import quantize
+from tests.tiny import greedy, serve, tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+CONFIGS = {name: load_config(f"configs/{name}.json") for name in ("llama-2-7b", "llama-3-8b", "qwen3-0.6b")}
+PARAMS = {name: abstract_params(config, jnp.bfloat16) for name, config in CONFIGS.items()}
+
+
+def refused(options, name: str, free: int) -> str | None:
+    """What check_room says, None where it is content."""
+    try:
+        check_room(make_options(options), CONFIGS[name], PARAMS[name], free)
+    except NoRoomError as error:
+        return str(error)
+    return None
+
+
+def proposals(text: str) -> list[dict[str, int | str]]:
+    """The changes that an error names, each as keyword arguments."""
+    found = text.partition("what would fit: ")[2].split("; ") if "what would fit: " in text else []
+    made = []
+    for one in found:
+        pairs = re.findall(r"(\w+)=([^\s,]+)", one)
+        made.append({key: int(value) if value.isdigit() else value for key, value in pairs})
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    free=st.integers(1 << 20, 12 * GIB),
+    slots=st.sampled_from([1, 7, 64, 512]),
+    pages=st.none() | st.integers(512, 40_000),
+    tokens=st.none() | st.sampled_from([1024, 8192]),
+    given_ladder=st.booleans(),
+)
+def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, pages, tokens, given_ladder):
+    options = {"max_slots": slots, "num_pages": pages, "max_step_tokens": tokens}
+    if given_ladder:
+        options["ladder"] = (Rung(slots, 0, 0), Rung(slots, (tokens or 1024) - slots, slots))
+    config, params = CONFIGS[name], PARAMS[name]
+    said = refused(options, name, free)
+    sizes = sizes_for(make_options(options), config, params, free)
+    pool = sizes.limits.num_pages * page_bytes(config, jnp.bfloat16, None, 16)
+    if said is None:
+        assert pool <= free
+        return
+    assert "\n" not in said
+    assert f"{fit.gib(free)} free" in said
+    for change in proposals(said):
+        scheme = change.pop("quantize", None)
+        less = 0 if scheme is None else fit.tree_bytes(params) - fit.tree_bytes(quantize(params, scheme))
+        if given_ladder and ("max_slots" in change or "max_step_tokens" in change):
+            s, t = change.get("max_slots", slots), change.get("max_step_tokens", tokens or 1024)
+            change["ladder"] = (Rung(s, 0, 0), Rung(s, max(1, min(t, tokens or 1024) - slots), s))
+        assert refused({**options, **change}, name, free + less) is None, change
+
+
+def test_the_largest_number_of_pages_that_fits_is_named():
+    said = refused({"max_slots": 64, "num_pages": 40_000}, "llama-2-7b", 20 * GIB)
+    pages = proposals(said)[0]["num_pages"]
+    assert refused({"max_slots": 64, "num_pages": pages}, "llama-2-7b", 20 * GIB) is None
+    assert refused({"max_slots": 64, "num_pages": pages + 1}, "llama-2-7b", 20 * GIB) is not None
+    assert "kv_cache=int8-g8" not in said  # 40,000 pages of 5 MiB
+    assert "kv_cache=int4-g32" not in refused({"max_slots": 64, "num_pages": 40_000}, "llama-2-7b", 2 * GIB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    free=st.integers(1 << 20, 40 * GIB),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    scheme=st.sampled_from([None, "w8a16", "w8a8", "nf4"]),
+)
+def test_weights_that_are_proposed_fit(tmp_path_factory, name, free, dtype, scheme):
+    config, found = CONFIGS[name], fit.find_scheme(scheme) if scheme else None
+    need = weight_bytes(config, dtype, scheme)
+    folder = tmp_path_factory.getbasetemp()
+    if need.peak <= free:
+        check_weights(folder, config, dtype, found, free)
+        return
+    with pytest.raises(NoRoomError, match=re.escape(fit.gib(need.peak))) as error:
+        check_weights(folder, config, dtype, found, free)
+    for change in proposals(str(error.value)):
+        other = {"bf16": "bfloat16"}.get(change.get("dtype"), dtype)
+        assert weight_bytes(config, other, change.get("quantize", scheme)).peak <= free
+    assert "\n" not in str(error.value)
+
+
+def test_weights_are_counted_as_they_will_be():
+    model = tiny_model("bfloat16", hidden_size=64, intermediate_size=128)
+    for scheme in (None, "w8a16", "nf4"):
+        made = model.params if scheme is None else quantize(model.params, scheme)
+        assert weight_bytes(model.config, "bfloat16", scheme).total == fit.tree_bytes(made)
+    passing = weight_bytes(model.config, "bfloat16", "w8a16").passing
+    assert passing == max(leaf.size * 2 for leaf in jax.tree.leaves(model.params.layers))
+
+
+def test_loading_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    model = tiny_model(hidden_size=64, intermediate_size=128, vocab_size=8000)  # larger than the least step
+    save(tmp_path, model.params, model.config)
+    need = model.memory_footprint()["total"]
+    assert jllm.load(tmp_path, memory=lambda: need).memory_footprint()["total"] == need
+    monkeypatch.setattr("jllm.pretrained.load_params", None)
+    with pytest.raises(NoRoomError, match="what would fit: dtype=bf16") as error:
+        jllm.load(tmp_path, memory=lambda: need - 1)
+    assert isinstance(error.value, ConfigError)
+    with pytest.raises(NoRoomError, match="no smaller dtype or scheme would fit: it takes a larger device"):
+        jllm.load(tmp_path, memory=lambda: 1000)
+
+
+def test_a_quantized_checkpoint_counts_as_it_is_stored(tmp_path):
+    model = tiny_model(hidden_size=64, intermediate_size=128)
+    params = quantize(model.params, "w8a16")
+    save(tmp_path, params, model.config)
+    need = fit.tree_bytes(params)
+    assert jllm.load(tmp_path, memory=lambda: need).params.norm.size == 64
+    with pytest.raises(NoRoomError, match="its weights as they are stored need .* it takes a larger device"):
+        jllm.load(tmp_path, memory=lambda: need - 1)
+
+
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+
+
+def test_an_engine_is_refused_before_its_pool_is_made(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(device_module, "make_cache", None)
+    says = (
+        r"64 KV pages of 8 tokens take 0\.25 MiB, .* the device has 0\.10 MiB free beside the weights; what would fit"
+    )
+    with pytest.raises(NoRoomError, match=says):
+        Engine(model, device=partial(Device, memory=lambda: 100 << 10), num_pages=64, **OPTIONS)
+
+
+def test_pages_by_default_leave_room_for_the_largest_step():
+    model = tiny_model()
+    page = page_bytes(model.config, "float32", None, 8)
+    few = Engine(model, device=partial(Device, memory=lambda: 40 * page), **OPTIONS)
+    assert 4 <= few.sizes.limits.num_pages < 36
+    assert Engine(model, **OPTIONS).sizes.limits.num_pages == 64
+    want = serve(model, [[5, 6, 7]], [greedy(5)], **OPTIONS)[0]
+    few.submit([5, 6, 7], greedy(5))
+    assert [e.completion.token_ids for e in few.run() if e.completion] == [want.token_ids]
+
+
+def test_recovery_does_not_ask_the_device_again(monkeypatch):
+    """What was lost may still be counted as in use."""
+    free = iter([1 << 30])
+    engine = Engine(tiny_model(), device=partial(Device, memory=lambda: next(free)), **OPTIONS)
+    engine.submit([5, 6, 7], greedy(5))
+    engine._recover(jax.errors.JaxRuntimeError("lost"))
+    assert len([e for e in engine.run() if e.completion]) == 1
+
+
+def test_the_device_is_asked(monkeypatch):
+    assert free_memory() is None  # a CPU does not say
+    monkeypatch.setattr(fit, "device_stats", lambda: {"bytes_limit": 100, "bytes_in_use": 58})
+    assert free_memory() == 42
+
+
+def test_random_weights_take_what_is_counted():
+    config = tiny_model().config
+    params = init_params(config, jax.random.key(0), "float32")
+    assert weight_bytes(config, "float32").peak == fit.tree_bytes(params)
