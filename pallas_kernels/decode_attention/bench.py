@@ -1,7 +1,8 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
-        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--single-tokens]
+        [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -222,9 +223,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
+    parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
+    parser.add_argument("--single-tokens", action="store_true", help="rows of 64 bytes are not copied in pairs")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
-    rows = table(args.parts, args.heads, args.formats, by_warps=not args.by_warpgroups)
+    changes = {"by_warps": not args.by_warpgroups, "pair_tokens": not args.single_tokens, "stages": args.stages}
+    rows = table(args.parts, args.heads, args.formats, **changes)
     return record("decode_attention", args, argv, rows, summarize)
 
 

@@ -225,7 +225,7 @@ def _by_warpgroup(
         return ref[...]
 
     logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, shape.columns), jnp.float32))
-    logits = _visible(item, tokens, logits * log2_scale)
+    logits = _visible(shape, item, tokens, logits * log2_scale)
     top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
@@ -256,7 +256,7 @@ def _by_warps(
             scales, shift = others[f"{name}_scales"].at[at], _scale_shift(shape, item, tokens, stored)
         operands.append(load(stored, others[name].at[at], scales, shift))
     k, v = operands
-    logits = _visible(item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
+    logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
     top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - warps.spread(top, 1)).astype(jnp.float16)
@@ -266,8 +266,9 @@ def _by_warps(
     return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
 
 
-def _visible(item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
-    token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA) + tokens
+def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
+    token = warps_sm90.token_of_row(shape.k, row) + tokens
     return jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
 
 

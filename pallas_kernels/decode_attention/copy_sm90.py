@@ -91,7 +91,9 @@ def copy_item(
                 source: Any
                 target: Any
                 if name in ("k", "v"):
-                    source, target = (page, kv_head, pl.ds(offset, size)), pl.ds(part * size, size)
+                    rows = size // stored.together
+                    source = (page, kv_head, pl.ds(offset // stored.together, rows))
+                    target = pl.ds(part * rows, rows)
                 else:
                     scales, _ = stored.scale_slice(kv_head, offset)
                     source, target = (page, scales), stored.scale_part(part)

@@ -83,8 +83,10 @@ def shape_of(
     narrow = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
     by_warps = config.by_warps and narrow and fits
+    pair = config.pair_tokens and by_warps and page_size >= 16 and not interpreted
+    pair = pair and all(part.values.shape[-1] == 64 for part in (pages.k, pages.v))
     k, v = (
-        storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
+        storage(part, q.dtype, head_dim, config, through_registers, by_warps, 2 if pair else 1, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
     splits, slots = max_slots(num_rows, max_tokens, kv_heads * chunks, window, config)
@@ -156,7 +158,7 @@ def _attend(
     """Results [R * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD]."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
-    sources = {"k": pages.k.values, "v": pages.v.values}
+    sources = {"k": shape.k.rows(pages.k.values), "v": shape.v.rows(pages.v.values)}
     for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
         if pool.scales is not None:
             sources[name] = stored.scale_rows(pool.scales)

@@ -42,6 +42,7 @@ class Storage:
     computing: int  # warpgroups
     through_registers: bool  # to wgmma, if it can
     by_warps: bool  # or to mma, each warp its own tokens
+    together: int  # tokens of a row of the tiles
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
@@ -63,6 +64,10 @@ class Storage:
     def row(self) -> int:
         """Stored elements a token."""
         return self.head_dim // 2 if self.format.dtype == "int4" else self.head_dim
+
+    def rows(self, values: jax.Array) -> jax.Array:
+        """The pool of values [N, K, P, ..] in the rows of which tiles consist."""
+        return values.reshape(*values.shape[:2], -1, self.row * self.together)
 
     @property
     def groups(self) -> int:
@@ -132,7 +137,7 @@ class Storage:
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
-        buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
+        buffers = {name: swizzled((*every, ROWS // self.together, self.row * self.together), self.format.storage_dtype)}
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token:
@@ -211,8 +216,9 @@ class Storage:
 
 
 def storage(
-    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, interpreted: bool
-) -> Storage:
+    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, together: int,
+    interpreted: bool,
+) -> Storage:  # fmt: skip
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
     if pages.format.dtype != "bfloat16":
@@ -227,6 +233,7 @@ def storage(
         computing=config.computing,
         through_registers=through_registers,
         by_warps=by_warps,
+        together=together,
         interpreted=interpreted,
         repeat=config.dequantize,
     )

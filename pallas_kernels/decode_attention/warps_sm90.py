@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -35,14 +36,20 @@ def lane_dims(stored: Storage, lanes: int) -> int:
 
 
 def k_layout(stored: Storage) -> Any:
-    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16."""
+    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16. Of rows of two tokens: of both in
+    row g."""
+    if stored.together == 2:
+        return plgpu.Layout.TILED(plgpu.Tiling(((32, 128), (8, 128), (64,), (16,))), (-6,), (-4, -2), -1)
     chunk = _chunk(stored, 4)
     width = 4 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (chunk,))), (-7,), (-3, -2), -1)
 
 
 def v_layout(stored: Storage) -> Any:
-    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g."""
+    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g. Of rows of two tokens: first tokens of rows 2t and
+    2t + 1, and then second ones."""
+    if stored.together == 2:
+        return plgpu.Layout.TILED(plgpu.Tiling(((32, 128), (8, 128), (2, 64), (8,))), (-7,), (-2, -5), -1)
     chunk = _chunk(stored, 8)
     width = 8 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (2, chunk))), (-8,), (-3, -4), -1)
@@ -124,6 +131,14 @@ def load_k(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Store
     return plgpu.load(values, layout=k_layout(stored), optimized=False), scales, shift
 
 
+def token_of_row(stored: Storage, row: jax.Array) -> jax.Array:
+    """Which of a warpgroup's tokens a row of the logits is, i32 of any shape."""
+    if stored.together == 1:
+        return row
+    second = lax.shift_right_logical(row, jnp.int32(3)) & jnp.int32(1)
+    return row + (row & jnp.int32(7)) - second * jnp.int32(7)
+
+
 def load_v(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Stored:
     """The same of V."""
     return plgpu.load(values, layout=v_layout(stored), optimized=False), scales, shift
@@ -144,10 +159,12 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
     def dot(_: Any, values: Any, queries: Any, shift: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         convert = partial(_converted, stored, zero.registers.item())
-        first = add(mul(warp, 16), div(lane, 4))
+        first = add(mul(warp, 16), mul(div(lane, 4), stored.together))
         rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
         of_scales = [
-            _scales(stored, x, shift.registers.item(), add(first, 8 * i), rem(lane, 4), 4)
+            _scales(
+                stored, x, shift.registers.item(), add(first, i if stored.together == 2 else 8 * i), rem(lane, 4), 4
+            )
             for x in scales
             for i in (0, 1)
         ]
@@ -194,8 +211,8 @@ def dot_v(
         *scales: ir.Value,
     ) -> mgpu.FragmentedArray:  # fmt: skip
         warp, lane = warp_and_lane()
-        first = add(mul(warp, 16), mul(rem(lane, 4), 2))
-        tokens = [add(first, i) for i in (0, 1, 8, 9)]
+        first = add(mul(warp, 16), mul(rem(lane, 4), 2 * stored.together))
+        tokens = [add(first, i) for i in ((0, 2, 1, 3) if stored.together == 2 else (0, 1, 8, 9))]
         low, high = low.registers.item(), high.registers.item()
         seen = [
             arith.andi(
