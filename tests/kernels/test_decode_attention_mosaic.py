@@ -328,3 +328,18 @@ def test_on_the_device(case):
     out = run(*arguments)
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
     assert same_bits(out, run(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{"by_warps": False}, {"pair_tokens": False}, {"computing": 1, "sms": 3}], ids=str)
+@pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g128", "int4-g32"])
+def test_other_configurations_on_the_device(kv, changes):
+    case = small(lengths=(1300, 1, 0, 300), heads=(4, 2), head_dim=128, k_format=kv, v_format=kv)
+    arguments = poisoned(case)
+    expected = reference.decode_attention(*arguments, case.scale, case.window)
+    plain = choose_config(case.head_dim, 2)
+    for config in (plain, dataclasses.replace(plain, **changes)):
+        out = mosaic_sm90.decode_attention(*arguments, case.scale, case.window, config=config)
+        assert error(out, expected) < TOLERANCE[case.dtype]
+    few = mosaic_sm90.decode_attention(*arguments, case.scale, None, config=dataclasses.replace(config, sms=5))
+    assert same_bits(out, few)  # wherever heads are cut
