@@ -80,16 +80,13 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
 
     They follow from a count of tiles, which should fill 132 SMs evenly: of 32 rows, or of 128 over a quarter of K, for
     a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums. Up to 8 rows of
-    x stream: warps should have some 3 to 8 chunks of 128 columns each, whose loads are all in flight at once.
+    x stream: an H200 was fastest with CTAs as small as can be, at every size and format of the benchmark.
     """
     wide = n >= 8192
     if m <= 8:
-        base = streaming(n, k, fmt)
-        one = replace(base, fold=4, warpgroups=1)
-        two = replace(one, warpgroups=2)
-        others = one, two, replace(one, fold=2, warpgroups=3), replace(two, row_tiles=2)
+        stream = Config(fold=4, warpgroups=1, stream=True)
         tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
-        return base, *(x for x in others if x != base), Config(tokens=tokens, fold=4, stages=12)
+        return stream, replace(stream, warpgroups=2), Config(tokens=tokens, fold=4, stages=12)
     base = Config(tokens=min(-(-m // 16) * 16, 128))
     if m <= 16:
         split, folded = replace(base, split=4), replace(base, fold=2, warpgroups=3)
@@ -107,15 +104,6 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     return base, replace(base, overlap=True)
 
 
-def streaming(n: int, k: int, fmt: WeightFormat) -> Config:
-    """For up to 8 rows of x. CTAs should fit beside each other: NF4 takes more registers, and a table in each CTA."""
-    chunks = k // 128
-    if n < 8192 and (chunks > 48 or fmt.codes == "nf4"):  # one CTA an SM
-        return Config(fold=2, warpgroups=3, stream=True)
-    few = 32 if fmt.codes == "nf4" else 16
-    return Config(fold=4, warpgroups=1 if chunks <= few else 2 if chunks <= 48 else 3, stream=True)
-
-
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
     if str(x_dtype) not in ("bfloat16", "float16"):
@@ -127,7 +115,17 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
         raise NotImplementedError(f"the mosaic kernel has no K={k} for {fmt.name}; supported: multiples of {multiple}")
 
 
+# The most rows of x with which the kernel runs unasked. XLA writes the decoded weight to memory and reads it again, on
+# top of a product of 16-bit weights. On an H200 the kernel took less than such a product alone wherever it was measured
+# with few rows (1.16 to 2.3 times as fast: w4a16-g128 with 1, 16 and 64, w8a16 with 1 and 16, nf4 and fp8-weight with
+# 1), and with 512 and w4a16-g128 0.43 to 0.56 of XLA's time. Other codes were not measured with as many.
+MOST_ROWS = 64
+MOST_ROWS_INT4 = 512
+
+
 def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
     """Raises NotImplementedError where the kernel is not supported, or is not known to be faster than XLA."""
     check_supported(x_dtype, m, n, k, fmt)
-    raise NotImplementedError("the mosaic kernel was not yet measured; backend='mosaic' names it")
+    most = MOST_ROWS_INT4 if fmt.codes == "int4" else MOST_ROWS
+    if m > most:
+        raise NotImplementedError(f"the mosaic kernel takes up to {most} rows of {fmt.name} unless named, not M={m}")

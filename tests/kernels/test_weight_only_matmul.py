@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import backends
 from pallas_kernels.quantized_weights import decode, encode, parse_weight_format
 from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import CASES, ODD_CASES, Case
+from pallas_kernels.weight_only_matmul.config import check_faster
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 
 
@@ -113,3 +115,25 @@ def test_what_is_refused():
         weight_only_matmul(jnp.ones((1, 256), jnp.bfloat16), odd, backend="mosaic")
     with pytest.raises(NotImplementedError, match="outside jit"):
         jax.jit(lambda x: weight_only_matmul(x, w, backend="reference"))(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("w4a16-g128", 512), ("w4a16-g32-zp", 512), ("nf4", 64), ("w8a16", 64), ("fp8-weight", 64)]
+)
+def test_the_kernel_is_chosen_where_it_is_the_faster_one(monkeypatch, name, most):
+    """Unasked on a Hopper GPU: up to so many rows, of what the kernel takes."""
+    fmt = parse_weight_format(name)
+    for m in (1, 16, 64, most):
+        check_faster("bfloat16", m, 12288, 4096, fmt)
+    with pytest.raises(NotImplementedError, match=f"up to {most} rows of {name} unless named, not M={most + 1}"):
+        check_faster("bfloat16", most + 1, 12288, 4096, fmt)
+    with pytest.raises(NotImplementedError, match="no float32 inputs"):
+        check_faster("float32", 1, 12288, 4096, fmt)
+
+    monkeypatch.setattr(backends, "on_hopper", lambda: True)
+    found = {}
+    for m in (1, most, most + 1):
+        x, w = jax.eval_shape(lambda m=m: (jnp.zeros((m, 512), jnp.bfloat16), encode(jnp.zeros((64, 512)), fmt)))
+        traced = jax.jit(lambda x, w: weight_only_matmul(x, w)).trace(x, w)
+        found[m] = "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert found == {1: True, most: True, most + 1: False}
