@@ -83,8 +83,8 @@ class InOrder:
 class Speed:
     """Counts what comes out of the engine, for the last line on standard error."""
 
-    def __init__(self, started: float):
-        self.started, self.submitted = started, time.perf_counter()
+    def __init__(self, started: float, *notes: str):
+        self.started, self.submitted, self.notes = started, time.perf_counter(), notes
         self.tokens = 0
         self.first: float | None = None
 
@@ -100,5 +100,5 @@ class Speed:
     def line(self, *more: str) -> str:
         seconds = time.perf_counter() - self.submitted
         notes = [] if self.first is None else [f"first token after {self.first:.2f} s"]
-        notes += [f"ready after {self.submitted - self.started:.1f} s", *more]
+        notes += [f"ready after {self.submitted - self.started:.1f} s", *self.notes, *more]
         return f"{self.tokens} tokens in {seconds:.2f} s: {self.rate:.1f} tokens/s ({', '.join(notes)})"

@@ -69,7 +69,7 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     engine, prompts, slots = _prepare(args, todo)
     from jllm.cli.sinks import Lines, Screen
 
-    speed = Speed(started)
+    speed = Speed(started, _compiled(engine))
     interrupt.deferred = True  # from here on there is something to keep
     sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed)
     return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
@@ -150,6 +150,13 @@ def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt
             engine.check(prompt, job.sampling)
     engine.compile_ahead(job.sampling for job in jobs)
     return engine, prompts, options["max_slots"]
+
+
+def _compiled(engine: "Engine") -> str:
+    """What compiling ahead took."""
+    m = engine.metrics()
+    programs = f"{m['compile_programs']} programs compiled in {m['compile_seconds']:.1f} s"
+    return f"{programs}, {m['compile_cache_hits']} of them from the cache"
 
 
 def _serve(

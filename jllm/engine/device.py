@@ -1,21 +1,20 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
+from jllm.engine.compiling import Compiled, Compiler, most_needed_first
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
-from jllm.engine.room import check_room, sizes_for
+from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.fit import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
@@ -44,9 +43,12 @@ class Device:
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.norm.dtype)
         self._page_size = options.page_size
-        self._options, self._free = options, memory()
+        self._options, self._memory, self._free = options, memory, memory()
         self.sizes = sizes_for(options, config, params, self._free)
         self.used: set[tuple[Rung, Variant]] = set()  # the compiled steps that this engine needed
+        self.compiled = Compiled()
+        self._compiler: Compiler | None = None
+        self._jobs: dict[tuple[Rung, Variant], Future] = {}  # what is being compiled
         self.renew()
 
     def renew(self) -> None:
@@ -59,7 +61,8 @@ class Device:
         self._state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
 
     def close(self) -> None:
-        """Drops everything that holds device memory."""
+        """Drops everything that holds device memory, and waits for threads that compile."""
+        self._stop_compiling()
         del self._params
         self._state = None
 
@@ -107,20 +110,54 @@ class Device:
 
     def compile_ahead(self, variant: Variant) -> int:
         """Compiles a variant of every rung, and what copies pages; returns how many rungs there are."""
-        # Tracing stays in this thread: JAX's context managers (64-bit mode, say) are the calling thread's own.
-        lowered = [self._lower(rung, variant) for rung in self.sizes.ladder]
-        pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        copies = jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            jobs = [threads.submit(step.compile) for step in (*lowered, copies)]
-            bar = tqdm(as_completed(jobs), "compiling", len(jobs), unit="size", delay=2, leave=False, disable=None)
-            for job in bar:
-                job.result()
-        return len(lowered)
+        self.start_compiling(variant)
+        assert self._compiler is not None
+        try:
+            self._compiler.wait(self._jobs.values())
+        finally:
+            self._stop_compiling()
+        return len(self.sizes.ladder)
+
+    def start_compiling(self, variant: Variant) -> None:
+        """The same in the background: returns once all is traced, and the rung that holds every step is compiled.
+        Until another is there, steps take a larger one (see ladder). Raises NoRoomError for a step that takes more
+        memory than is left."""
+        assert self._state is not None
+        self._stop_compiling()
+        self._compiler = compiler = Compiler(self.compiled)
+        try:
+            pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
+            copies = compiler.add(jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages))
+            for rung in most_needed_first(self.sizes.ladder):
+                self._jobs[rung, self._variant_of(rung, variant)] = compiler.add(self._lower(rung, variant))
+            first = next(iter(self._jobs.values()))
+            compiler.wait([copies, first])
+            check_step(first.result(), self._state, self.sizes, self._memory())
+            compiler.leave()
+        except BaseException:
+            self._stop_compiling()
+            raise
+
+    def ladder(self, variant: Variant) -> tuple[Rung, ...]:
+        """The rungs that a step of this variant may take now: all but those that are being compiled in the background.
+        One that failed to is compiled again when it is needed, and raises there."""
+        if not self._jobs:
+            return self.sizes.ladder
+        self._jobs = {key: job for key, job in self._jobs.items() if not job.done()}
+        return tuple(r for r in self.sizes.ladder if (r, self._variant_of(r, variant)) not in self._jobs)
+
+    def _stop_compiling(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+        self._compiler = None
+        self._jobs.clear()
+
+    def _variant_of(self, rung: Rung, variant: Variant) -> Variant:
+        """What a step of these rows can have of a variant."""
+        return variant if rung.tokens else replace(variant, prompt_logprobs=False)
 
     def _lower(self, rung: Rung, variant: Variant) -> jax.stages.Lowered:
-        if not rung.tokens:
-            variant = replace(variant, prompt_logprobs=False)
+        variant = self._variant_of(rung, variant)
         layout = self.layout(rung, variant)
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)

@@ -94,12 +94,14 @@ class Engine:
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
-    def compile_ahead(self, samplings: Iterable[SamplingParams] = ()) -> int:
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
 
         Each rung for requests like `samplings` (all of them together); what asks for less or more compiles when it
-        comes first.
+        comes first. Without wait it returns once the largest rung is there, and steps do with the rungs that there are
+        until the rest is. metrics() has seconds, programs and hits of the persistent cache.
         """
+        self._check_open()
         samplings = list(samplings)
         variant = Variant(
             penalties=any(p.penalizes for p in samplings),
@@ -107,7 +109,10 @@ class Engine:
             prompt_logprobs=any(p.prompt_logprobs for p in samplings),
             sort=self._options.sampling == "sort",
         )
-        return self._device.compile_ahead(variant)
+        if wait:
+            return self._device.compile_ahead(variant)
+        self._device.start_compiling(variant)
+        return len(self.sizes.ladder)
 
     def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
@@ -222,7 +227,8 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
-        return Metrics.of(self._scheduler, len(self._device.used), self._counts, self._times).as_dict()
+        device = self._device
+        return Metrics.of(self._scheduler, len(device.used), device.compiled, self._counts, self._times).as_dict()
 
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
@@ -276,7 +282,7 @@ class Engine:
         )
         tokens, pool = sum(len(c.tokens) for c in plan.chunks), self._scheduler.pool
         decodes = max(len(plan.decodes), plan.decode_rows)
-        rung = choose_rung(self._device.sizes.ladder, decodes, max(tokens, plan.prompt_rows), len(plan.chunks))
+        rung = choose_rung(self._device.ladder(variant), decodes, max(tokens, plan.prompt_rows), len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from jllm.engine.compiling import Compiled
 from jllm.engine.plan import Counts as Scheduled
 from jllm.engine.prefix_cache import Counts as Sharing
 from jllm.engine.scheduler import Scheduler
@@ -102,12 +103,13 @@ class Metrics:
     cached_pages: int  # that the prefix cache keeps, whether somebody uses them now or not: of free ones and used ones
     sharing: Sharing  # what was found computed already
     compiled_steps: int  # different ones that this engine needed
+    compiled: Compiled  # ahead of the first request
     scheduled: Scheduled  # what the scheduler counted
     counts: Counts
     times: Times
 
     @classmethod
-    def of(cls, scheduler: Scheduler, compiled_steps: int, counts: Counts, times: Times) -> Self:
+    def of(cls, scheduler: Scheduler, compiled_steps: int, compiled: Compiled, counts: Counts, times: Times) -> Self:
         """As things stand now."""
         pool, sharing = scheduler.pool, scheduler.sharing
         return cls(
@@ -122,6 +124,7 @@ class Metrics:
             cached_pages=sharing.num_pages,
             sharing=sharing.counts,
             compiled_steps=compiled_steps,
+            compiled=compiled,
             scheduled=scheduler.counts,
             counts=counts,
             times=times,
@@ -153,8 +156,9 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
-        parts = ("scheduled", "sharing", "counts", "times")
+        parts = ("compiled", "scheduled", "sharing", "counts", "times")
         gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
         shared = {f"prefix_{name}": count for name, count in vars(self.sharing).items()}
-        return {**gauges, **self.memory(), **shared, **vars(self.counts), "slack": self.slack, **times}
+        ahead = {f"compile_{name}": value for name, value in vars(self.compiled).items()}
+        return {**gauges, **ahead, **self.memory(), **shared, **vars(self.counts), "slack": self.slack, **times}

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 
 from jllm.batch import Rung
+from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, Sizes, resolve
 from jllm.errors import ConfigError, QuantizationError
 from jllm.fit import SCHEMES, NoRoomError, gib, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
-from jllm.step import make_slots
+from jllm.step import State, make_slots
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where nobody knows how much memory is free
 SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
@@ -59,6 +60,22 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
     raise NoRoomError(
         f"{pool}, {step}: {gib(need.total)} in all, and the device has {gib(free)} free beside the weights; "
         f"{would_fit(found, otherwise)}"
+    )
+
+
+def check_step(step: jax.stages.Compiled, state: State, sizes: Sizes, free: int | None) -> None:
+    """NoRoomError where a compiled step takes more than is free beside weights and state: exactly, what check_room can
+    only reckon. free: bytes, None where nobody knows."""
+    needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
+    if free is None or needs is None or needs <= free:
+        return
+    limits, rung = sizes.limits, largest(sizes.ladder)
+    fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // cache_bytes(state.cache))
+    found = [f"num_pages={fewer}"] if fewer >= limits.max_slots else []
+    raise NoRoomError(
+        f"a step of {rung.decodes} decodes and {rung.tokens} prompt tokens needs {gib(needs)}, and the device has "
+        f"{gib(free)} free beside the weights and {limits.num_pages} KV pages; "
+        f"{would_fit(found, 'fewer pages are not enough: lower max_slots or max_step_tokens')}"
     )
 
 

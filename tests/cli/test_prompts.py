@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import jllm
@@ -18,6 +19,7 @@ def test_text_in_a_pipe(run, model):
     summary = SUMMARY.fullmatch(err.splitlines()[-1])
     assert summary[1] == "8"
     assert "first token after" in summary[0]
+    assert re.search(r"ready after \d+\.\d s, 3 programs compiled in \d+\.\d s, 0 of them from the cache", summary[0])
 
 
 def test_text_comes_in_pieces(folder, monkeypatch, capsys):

@@ -1,0 +1,204 @@
+"""Programs compiled ahead: the most needed first, in threads, counted; and requests that come meanwhile."""
+
+import threading
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jllm import step as step_module
+from jllm.batch import Rung, make_ladder
+from jllm.compile_cache import enable_compile_cache
+from jllm.engine import compiling
+from jllm.engine.compiling import Compiled, Compiler, most_needed_first
+from jllm.engine.device import Device
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import EngineClosed
+from jllm.fit import NoRoomError
+from tests.tiny import greedy, serve, tiny_model
+
+LADDER = (Rung(1, 0, 0), Rung(2, 6, 2), Rung(3, 0, 0), Rung(3, 13, 3))
+OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "ladder": LADDER}
+PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_layers=1)
+
+
+class Gate:
+    """Lets the compilation of so many programs through at once, the rest once it is opened; notes their order."""
+
+    def __init__(self, monkeypatch, through: int, error: Exception | None = None):
+        self.order, self.opened, self.error = [], threading.Event(), error
+        self.through = threading.Semaphore(through)
+        lower, compile = Device._lower, Compiler._compile
+
+        def named(device, rung, variant):
+            lowered = lower(device, rung, variant)
+            self.names[id(lowered)] = rung
+            self.kept.append(lowered)
+            return lowered
+
+        def gated(compiler, lowered):
+            rung = self.names.get(id(lowered), "copies")
+            self.order.append(rung)
+            if not self.through.acquire(blocking=False):
+                assert self.opened.wait(60)
+                if self.error is not None:
+                    raise self.error
+            return compile(compiler, lowered)
+
+        self.names, self.kept = {}, []
+        monkeypatch.setattr(Device, "_lower", named)
+        monkeypatch.setattr(Compiler, "_compile", gated)
+        monkeypatch.setattr(compiling.os, "cpu_count", lambda: 1)
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(4, 256), (16, 256), (512, 2048), (1, 8)])
+def test_the_first_rung_holds_every_step(slots, tokens):
+    ladder = make_ladder(slots, tokens)
+    first, *rest = most_needed_first(ladder)
+    assert sorted([first, *rest]) == sorted(ladder)
+    assert all(first.decodes >= r.decodes and first.tokens >= r.tokens and first.chunks >= r.chunks for r in rest)
+    assert [r.decodes for r in rest] == sorted((r.decodes for r in rest), reverse=True)
+
+
+def test_a_request_is_served_while_others_compile(model, monkeypatch):
+    wants = serve(model, PROMPTS, [greedy(12)] * 3, **OPTIONS)
+    gate = Gate(monkeypatch, through=2)
+    engine = Engine(model, **OPTIONS)
+    assert engine.compile_ahead(wait=False) == 4
+    assert gate.order[:2] == ["copies", Rung(3, 13, 3)]
+    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing again would call it
+    ids = [engine.submit(p, greedy(12)) for p in PROMPTS]
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    assert [done[i].token_ids for i in ids] == [w.token_ids for w in wants]
+    m = engine.metrics()
+    assert (m["compiled_steps"], m["compile_programs"]) == (1, 2)
+    assert m["rows"] == 16 * m["steps"]
+    gate.opened.set()
+    wait_for(engine)
+    again = [engine.submit(p, greedy(12)) for p in PROMPTS]
+    done = {e.id: e.completion for e in engine.run() if e.completion}
+    assert [done[i].token_ids for i in again] == [w.token_ids for w in wants]
+    m = engine.metrics()
+    assert gate.order[2:] == [Rung(3, 0, 0), Rung(2, 6, 2), Rung(1, 0, 0)]
+    assert m["compiled_steps"] > 1
+    assert m["compile_programs"] == 5
+    assert m["compile_seconds"] > 0
+    engine.close()
+
+
+def wait_for(engine: Engine) -> None:
+    for job in list(engine._device._jobs.values()):
+        job.exception(60)
+
+
+def test_other_variants_do_not_wait(model, monkeypatch):
+    gate = Gate(monkeypatch, through=2)
+    engine = Engine(model, **OPTIONS)
+    engine.compile_ahead(wait=False)
+    asked = SamplingParams(logprobs=1, max_new_tokens=4, ignore_eos=True)
+    engine.submit(PROMPTS[0], asked)
+    (done,) = [e.completion for e in engine.run() if e.completion]
+    assert len(done.logprobs) == 4
+    assert len(engine._device.used) == 2  # what nobody compiles ahead takes the sizes that suit
+    gate.opened.set()
+    engine.close()
+
+
+def test_a_rung_that_failed_in_its_thread_is_compiled_again_when_needed(model, monkeypatch):
+    gate = Gate(monkeypatch, through=2, error=jax.errors.JaxRuntimeError("INTERNAL: the compiler fell over"))
+    engine = Engine(model, **OPTIONS)
+    engine.compile_ahead(wait=False)
+    gate.opened.set()
+    wait_for(engine)
+    engine.submit(PROMPTS[0], greedy(6))
+    assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [6]
+    assert Rung(1, 0, 0) in {rung for rung, _ in engine._device.used}
+
+
+@pytest.mark.parametrize("through", [0, 1, 3])
+def test_an_exception_in_a_thread_reaches_who_waits_and_joins(model, monkeypatch, through):
+    gate = Gate(monkeypatch, through=through, error=ValueError("the compiler fell over"))
+    gate.opened.set()
+    engine = Engine(model, **OPTIONS)
+    with pytest.raises(ValueError, match="the compiler fell over"):
+        engine.compile_ahead()
+    assert not [t for t in threading.enumerate() if t.name.startswith("compile")]
+    assert engine._device._jobs == {}
+    engine.submit(PROMPTS[0], greedy(3))  # and the engine is none the worse
+    assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
+
+
+def test_close_joins_and_begins_no_more(model, monkeypatch):
+    gate = Gate(monkeypatch, through=2)
+    engine = Engine(model, **OPTIONS)
+    engine.compile_ahead(wait=False)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not [t for t in threading.enumerate() if t.name.startswith("compile")]
+    assert len(gate.order) <= 4  # the one that had begun, and no other
+    with pytest.raises(EngineClosed):
+        engine.compile_ahead()
+
+
+def test_hits_of_the_persistent_cache_are_counted(tmp_path):
+    settings = ("jax_compilation_cache_dir", *PERSISTENT)
+    before = {name: getattr(jax.config, name) for name in settings}
+    model = tiny_model(num_layers=1, hidden_size=24)
+    try:
+        enable_compile_cache(tmp_path)
+        seen = []
+        for _ in range(2):
+            jax.clear_caches()
+            jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.arange(7)))  # not the engine's
+            engine = Engine(model, **OPTIONS)
+            engine.compile_ahead()
+            seen.append((engine.metrics()["compile_programs"], engine.metrics()["compile_cache_hits"]))
+        assert seen == [(5, 0), (5, 5)]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+PERSISTENT = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+
+
+def test_hits_elsewhere_are_not_counted():
+    compiled = Compiled()
+    compiler = Compiler(compiled)
+    jax.monitoring.record_event(compiling.CACHE_HIT)
+    compiler.leave()
+    assert compiled.cache_hits == 0
+
+
+def test_a_step_that_takes_more_than_is_left_is_refused(model):
+    """Before it has run; what it takes is known once it is compiled."""
+    free = [1 << 30]
+    engine = Engine(model, device=partial(Device, memory=lambda: free[0]), num_pages=1000, **OPTIONS)
+    free[0] = 1000
+    says = r"a step of 3 decodes and 13 prompt tokens needs .* 1000 KV pages; what would fit: num_pages=\d+$"
+    with pytest.raises(NoRoomError, match=says):
+        engine.compile_ahead()
+    engine = Engine(model, num_pages=3, **OPTIONS)
+    engine._device._memory = lambda: 0
+    with pytest.raises(NoRoomError, match="fewer pages are not enough: lower max_slots or max_step_tokens"):
+        engine.compile_ahead()
+
+
+def test_a_compiler_closes_more_than_once_and_takes_no_more():
+    compiler = Compiler(Compiled())
+    compiler.wait([compiler.add(jax.jit(lambda x: x + 1).lower(1.0))])
+    compiler.close()
+    compiler.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        compiler.add(jax.jit(lambda x: x + 1).lower(1.0))
