@@ -13,7 +13,7 @@ def check_supported(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_
 
 
 # Where the kernel was the faster one in bfloat16 on an H200, by N and K: from M, to M.
-FASTER = {(12288, 4096): (1, 128), (4096, 4096): (2, 128), (4096, 11008): (1, 64), (22016, 4096): (129, 256)}
+FASTER = {(12288, 4096): (2, 128), (4096, 4096): (2, 128), (4096, 11008): (2, 64), (22016, 4096): (129, 256)}
 
 
 def check_faster(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype: jnp.dtype) -> None:
