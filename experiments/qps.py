@@ -247,11 +247,17 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     }  # fmt: skip
     engine = make_engine(model, args)
     start = time.perf_counter()
+
+    def note(text: str) -> None:
+        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
+
     compiled = engine.compile_ahead([sampling])
+    note(f"compiled {compiled} sizes of steps")
     warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
     if warm:
         serve(engine, warm, sampling, args.seed)
     about |= {"compiled": compiled, "start_s": round(time.perf_counter() - start, 2)}
+    note(f"served {len(warm)} requests to warm up")
     least = None
     if args.rate is None:
         floor = make_floor(model.params, model.config, args.bandwidth)
@@ -264,6 +270,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         busy = time.thread_time()
         served, seconds = serve(engine, requests, sampling, args.seed, args.allow)
         busy_s = min(busy_s, time.thread_time() - busy)
+        note(f"repeat {repeat}: {len(served)} requests in {seconds:.2f} s")
         rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
         yield {**about, "repeat": repeat, **rounded(rows[-1])}
     total = summary(rows)
