@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--single-tokens]
-        [--stages 8]
+        [--consecutive] [--pages-apart] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -92,12 +92,23 @@ class Run:
         return device_us(partial(self.attend, *self.make(random_key()))) / self.layers
 
 
-def paged(case: Case, backend: str, **changes: Any) -> Run:
-    """decode_attention over shuffled pages, with `changes` to its configuration; the work list is made once, as in a
-    step."""
+def consecutive_tables(lengths: tuple[int, ...], page_size: int) -> np.ndarray:
+    """Page tables i32[len(lengths), M] in which each sequence's pages, and the sequences, follow one another."""
+    needed = [-(-length // page_size) for length in lengths]
+    ends = np.cumsum(needed)
+    numbers = (ends - needed)[:, None] + np.arange(max(needed))
+    return np.where(numbers < ends[:, None], numbers, -7).astype(np.int32)
+
+
+def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -> Run:
+    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration; the work list is
+    made once, as in a step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
-    tables = [random_tables(np.random.default_rng(i), num_pages, case.lengths, case.page_size) for i in range(layers)]
+    generators = [np.random.default_rng(i) for i in range(layers)]
+    tables = [random_tables(rng, num_pages, case.lengths, case.page_size) for rng in generators]
+    if consecutive:
+        tables = [consecutive_tables(case.lengths, case.page_size)] * layers
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, layers + 1)
@@ -225,9 +236,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
     parser.add_argument("--single-tokens", action="store_true", help="rows of 64 bytes are not copied in pairs")
+    parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
+    parser.add_argument("--pages-apart", action="store_true", help="each page is copied alone, whatever its number")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
-    changes = {"by_warps": not args.by_warpgroups, "pair_tokens": not args.single_tokens, "stages": args.stages}
+    changes = {
+        "by_warps": not args.by_warpgroups, "pair_tokens": not args.single_tokens, "join_pages": not args.pages_apart,
+        "stages": args.stages, "consecutive": args.consecutive,
+    }  # fmt: skip
     rows = table(args.parts, args.heads, args.formats, **changes)
     return record("decode_attention", args, argv, rows, summarize)
 

@@ -22,6 +22,7 @@ class Config:
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
     by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
     pair_tokens: bool = True  # by warps, where tokens take 64 bytes: rows of two, as copies and shared memory like them
+    join_pages: bool = True  # one copy brings several pages that have consecutive numbers
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

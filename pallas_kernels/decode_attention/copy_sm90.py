@@ -1,5 +1,6 @@
 """The warps of decode_attention that copy: they fill a ring of tiles, on and on across work items."""
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -14,12 +15,20 @@ Parts = list[tuple[int, str]]
 
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
-    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up."""
-    count = shape.k.parts * shape.config.computing
-    parts = [(i, name) for i in range(count) for name in names]
-    if count < 4:
-        return [parts[w::4] for w in range(4) if parts[w::4]]
-    return [[part for part in parts if part[0] % 4 == w] for w in range(4)]
+    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up.
+
+    Where parts are pages, a warp has consecutive ones of K or of V: of a warpgroup's tokens, or of half of them."""
+    computing, parts = shape.config.computing, shape.k.parts
+    if parts == 1:
+        every = [(i, name) for i in range(computing) for name in names]
+        return [every[w::4] for w in range(4) if every[w::4]]
+    size = parts * computing // 2
+    starts = range(0, parts * computing, size)
+    return [
+        [(i, name) for name in names if name[0] == of for i in range(start, start + size)]
+        for of in ("k", "v")
+        for start in starts
+    ]
 
 
 def copy_item(
@@ -62,7 +71,7 @@ def copy_item(
         heads = heads + item.enters.astype(jnp.int32)
     first_page, last_page = item.low // page_size, (item.high - 1) // page_size
     first_tile, end_tile = tile_range(shape, item)
-    numbers = sorted({i for i, _ in parts})
+    numbers, joined = sorted({i for i, _ in parts}), shape.k.joined
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
@@ -78,32 +87,53 @@ def copy_item(
         def _wait() -> None:
             plgpu.barrier_wait(free.at[slot])
 
-        for i, name in parts:
-            token = j * tile + i * size
-            there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
-            offset = lax.rem(token, jnp.int32(page_size)) if page_size > size else 0
-            page = pages[numbers.index(i)]
+        def copy(name: str, page: Any, i: int, offset: Any, count: int = 1) -> None:
+            """Part i and what follows, of `count` pages."""
+            stored = shape.k if name.startswith("k") else shape.v
+            warpgroup, part = divmod(i, stored.parts)
+            source: Any
+            target: Any
+            if name in ("k", "v"):
+                source, target = stored.value_slice(kv_head, offset), stored.value_part(part)
+            else:
+                source, target = stored.scale_slice(kv_head, offset)[0], stored.scale_part(part)
+            into = targets[name]
+            if count > 1:
+                page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
+            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
 
-            @pl.when(there)
-            def _copy(i: int = i, name: str = name, page: jax.Array = page, offset: Any = offset) -> None:
-                stored = shape.k if name.startswith("k") else shape.v
-                warpgroup, part = divmod(i, stored.parts)
-                source: Any
-                target: Any
-                if name in ("k", "v"):
-                    rows = size // stored.together
-                    source = (page, kv_head, pl.ds(offset // stored.together, rows))
-                    target = pl.ds(part * rows, rows)
-                else:
-                    scales, _ = stored.scale_slice(kv_head, offset)
-                    source, target = (page, scales), stored.scale_part(part)
-                target = (slot, warpgroup, target)
-                plgpu.copy_gmem_to_smem(sources[name].at[source], targets[name].at[target], full.at[slot])
+        def one_by_one() -> None:
+            for i, name in parts:
+                token = j * tile + i * size
+                there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
+                offset = lax.rem(token, jnp.int32(page_size)) if page_size > size else 0
 
-            @pl.when(jnp.logical_not(there))
-            def _skip() -> None:  # what the tile holds there is masked
-                plgpu.barrier_arrive(full.at[slot])
+                @pl.when(there)
+                def _copy(i: int = i, name: str = name, offset: Any = offset) -> None:
+                    copy(name, pages[numbers.index(i)], i, offset)
 
+                @pl.when(jnp.logical_not(there))
+                def _skip() -> None:  # what the tile holds there is masked
+                    plgpu.barrier_arrive(full.at[slot])
+
+        if joined == 1:
+            one_by_one()
+            return coming
+        # Also says that all are there: of pages that aren't, `entries` repeats a neighbour.
+        consecutive = reduce(jnp.logical_and, [page == pages[0] + i for i, page in enumerate(pages)][1:])
+
+        @pl.when(consecutive)
+        def _together() -> None:
+            for name in sorted({name for _, name in parts}):
+                if shape.k.interpreted:  # it has no other view of the tiles
+                    for number, i in enumerate(numbers):
+                        copy(name, pages[0] + number, i, 0)
+                    continue
+                copy(name, pages[0], numbers[0], 0, joined)
+                for _ in numbers[1:]:  # as many arrivals as copies one by one
+                    plgpu.barrier_arrive(full.at[slot])
+
+        pl.when(jnp.logical_not(consecutive))(one_by_one)
         return coming
 
     lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))

@@ -43,6 +43,7 @@ class Storage:
     through_registers: bool  # to wgmma, if it can
     by_warps: bool  # or to mma, each warp its own tokens
     together: int  # tokens of a row of the tiles
+    joined: int  # parts that one copy brings where their pages have consecutive numbers
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
@@ -66,8 +67,18 @@ class Storage:
         return self.head_dim // 2 if self.format.dtype == "int4" else self.head_dim
 
     def rows(self, values: jax.Array) -> jax.Array:
-        """The pool of values [N, K, P, ..] in the rows of which tiles consist."""
-        return values.reshape(*values.shape[:2], -1, self.row * self.together)
+        """The pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the other's."""
+        return values.reshape(values.shape[0], -1, self.row * self.together)
+
+    def value_slice(self, kv_head: jax.Array, offset: Any) -> Any:
+        """What to copy of a page, for tokens from `offset` of it on."""
+        rows = self.page_size // self.together
+        return pl.ds(kv_head * rows + offset // self.together, self.tokens // self.together)
+
+    def value_part(self, i: int) -> Any:
+        """Where part i's values are copied to, in a slot."""
+        rows = self.tokens // self.together
+        return pl.ds(i * rows, rows)
 
     @property
     def groups(self) -> int:
@@ -132,16 +143,20 @@ class Storage:
 
     def scale_part(self, i: int) -> Any:
         """Where part i's scales are copied to, in a slot."""
-        return pl.ds(i * self.tokens, self.tokens) if self.by_token else i
+        return pl.ds(i * self.tokens, self.tokens) if self.interpreted else i
 
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
-        buffers = {name: swizzled((*every, ROWS // self.together, self.row * self.together), self.format.storage_dtype)}
+        row = self.row * self.together
+        buffers = {name: swizzled((*every, ROWS // self.together, row), self.format.storage_dtype)}
+        if self.joined > 1 and not self.interpreted:  # the same bytes, as several pages are copied
+            pages = swizzled((*every, self.parts, self.tokens // self.together, row), self.format.storage_dtype)
+            buffers[name] = plgpu.RefUnion(buffers[name], pages)
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token:
-                shape = (ROWS, self.groups)
+                shape = (ROWS, self.groups) if self.interpreted else (self.parts, self.tokens, self.groups)
             elif self.packed:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
@@ -224,6 +239,8 @@ def storage(
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
+    shared = 2 // config.computing  # warps share the copies of a warpgroup's K, or V
+    joined = max(1, ROWS // page_size // shared) if config.join_pages else 1
     return Storage(
         format=pages.format,
         dtype=jnp.dtype(dtype),
@@ -234,6 +251,7 @@ def storage(
         through_registers=through_registers,
         by_warps=by_warps,
         together=together,
+        joined=joined,
         interpreted=interpreted,
         repeat=config.dequantize,
     )

@@ -96,6 +96,65 @@ def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cu
         assert same_bits(out[:1], alone)
 
 
+RUNS = {  # the pages of two rows, of 9 and 5
+    "one run a row": ([*range(3, 12)], [*range(20, 25)]),
+    "a run into the other row's pages": ([*range(9)], [*range(9, 14)]),
+    "broken within tiles": ([4, 5, 7, 8, 12, 13, 14, 16, 15], [20, 21, 22, 24, 23]),
+    "begun and ended within tiles": ([24, 2, 3, 4, 5, 6, 7, 8, 0], [18, 10, 11, 12, 13]),
+    "backwards": ([*range(8, -1, -1)], [*range(13, 8, -1)]),
+    "every other": ([*range(0, 18, 2)], [*range(1, 11, 2)]),
+}
+
+
+def with_runs(case: Case, runs):
+    """The case's inputs, their pages moved to where `runs` has them; what nobody owns is NaN."""
+    q, pages, table, lengths = case.inputs()
+    source = np.zeros(25, np.int32)
+    moved = np.full(table.shape, 2**30, np.int32)
+    owned = np.zeros(25, bool)
+    for row, numbers in enumerate(runs):
+        moved[row, : len(numbers)] = numbers
+        source[numbers], owned[numbers] = np.asarray(table)[row, : len(numbers)], True
+
+    def move(x):
+        x = x[source]
+        hidden = jnp.asarray(~owned).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(hidden, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0x7F, x).astype(x.dtype)
+
+    return q, jax.tree.map(move, pages), jnp.asarray(moved), lengths
+
+
+def check_runs(case: Case, run, one_by_one) -> None:
+    arguments = case.inputs()
+    shuffled = run(arguments)
+    expected = reference.decode_attention(*arguments, case.scale, case.window)
+    assert error(shuffled, expected) < TOLERANCE[case.dtype]
+    for runs in RUNS.values():
+        moved = with_runs(case, runs)
+        assert same_bits(shuffled, run(moved))
+        assert same_bits(shuffled, one_by_one(moved))
+
+
+@pytest.mark.parametrize(
+    ("runs", "settings", "config"),
+    [
+        (name, settings, config)
+        for names, settings, config in (
+            (RUNS, {}, TINY),
+            (["one run a row", "broken within tiles"], {"k_format": "int8-g8", "v_format": "int4-g8"}, TINY),
+            (["one run a row", "begun and ended within tiles"], {"k_format": "fp8"}, NARROW),
+        )
+        for name in names
+    ],
+    ids=str,
+)
+def test_pages_with_consecutive_numbers(runs, settings, config):
+    """Wherever pages are, the results are the same, in every bit."""
+    case = small(lengths=(140, 70), heads=(2, 1), **settings)
+    expected = interpreted(case, case.inputs(), config, races=False)
+    assert same_bits(expected, interpreted(case, with_runs(case, RUNS[runs]), config))
+
+
 def test_seeded_faults_are_caught():
     case = small(lengths=(130,), heads=(2, 1), window=100)
     q, pages, table, lengths = case.inputs()
@@ -246,6 +305,20 @@ def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lower(case)
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
+def test_lowers_with_copies_of_several_pages(page_size):
+    """Where a warpgroup's part of a tile has several pages: with more kinds of copies, twice of K and of V."""
+    case = small(lengths=(300,), page_size=page_size, head_dim=128, heads=(4, 4))
+
+    def kinds(join: bool) -> int:
+        config = dataclasses.replace(choose_config(128, 1), join_pages=join)
+        f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
+        return str(f.trace(*shapes(case)).jaxpr).count("copy_gmem_to_smem")
+
+    assert (kinds(True) > kinds(False)) == (page_size < 64)
+    assert "mosaic_gpu" in lower(case)
+
+
 @pytest.mark.parametrize("by_warps", [True, False])
 @pytest.mark.parametrize(
     ("k_format", "v_format", "head_dim"),
@@ -328,6 +401,28 @@ def test_on_the_device(case):
     out = run(*arguments)
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
     assert same_bits(out, run(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("k_format", "v_format", "head_dim", "heads"),
+    [
+        ("bf16", "bf16", 128, (4, 2)), ("fp8", "fp8", 128, (4, 2)), ("int8-g8", "int8-g128", 128, (4, 2)),
+        ("int4-g32", "int4-g8", 128, (4, 2)), ("bf16", "f16", 64, (2, 2)), ("bf16", "bf16", 256, (4, 1)),
+        ("int8-g64", "int4-g8", 64, (4, 2)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_format, head_dim, heads):
+    formats = {"k_format": k_format, "v_format": v_format}
+    lengths = (8 * page_size + 3, 5 * page_size - 2)
+    case = small(lengths=lengths, heads=heads, head_dim=head_dim, page_size=page_size, **formats)
+    config = choose_config(head_dim, heads[0] // heads[1])
+
+    def run(arguments, config):
+        return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
+
+    check_runs(case, partial(run, config=config), partial(run, config=dataclasses.replace(config, join_pages=False)))
 
 
 @pytest.mark.gpu
