@@ -1,13 +1,23 @@
 """What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from jllm.batch import Rung
 from jllm.engine.output import OutputText
 from jllm.engine.plan import Plan
-from jllm.engine.request import Completion, Timings, TokenLogprob
+from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.step import Outputs
+from jllm.step import Outputs, Variant
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step whose outputs have not been read."""
+
+    plan: Plan
+    rung: Rung
+    outputs: Outputs
 
 
 @dataclass
@@ -46,6 +56,16 @@ class Samples:
 
     started: int = 0  # ever: the next sample index
     unfinished: int = 0
+
+
+def variant_for(samplings: Collection[SamplingParams], *, sort: bool) -> Variant:
+    """The step that serves all of these at once, their prompts included."""
+    return Variant(
+        penalties=any(p.penalizes for p in samplings),
+        logprobs=any(p.logprobs is not None for p in samplings),
+        prompt_logprobs=any(p.prompt_logprobs for p in samplings),
+        sort=sort,
+    )
 
 
 def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:

@@ -7,24 +7,25 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jllm.batch import Rung, choose_rung
+from jllm.batch import choose_rung
 from jllm.engine.checks import check_request, token_ids
 from jllm.engine.device import Device
 from jllm.engine.learned_length import with_learned
-from jllm.engine.live import Live, Samples, take_prompt_scores, token_logprob
+from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Counts, Metrics, Times
 from jllm.engine.options import Sizes, make_options
 from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
+from jllm.engine.plan import Plan
 from jllm.engine.request import Event, SamplingParams
-from jllm.engine.scheduler import Plan, Scheduler
+from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
+from jllm.engine.texts import News, Texts
 from jllm.engine.trace import Recorder
 from jllm.errors import EngineClosed, RequestError
 from jllm.snapshot import Snapshot, join
@@ -32,15 +33,6 @@ from jllm.step import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A dispatched step whose outputs have not been read."""
-
-    plan: Plan
-    rung: Rung
-    outputs: Outputs
 
 
 class Engine:
@@ -72,18 +64,19 @@ class Engine:
         self._live: dict[tuple[int, int], Live] = {}
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._penalized = 0  # unfinished sequences that ask for penalties or a bias
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._next_id = 0
         self._counts, self._times = Counts(), Times()
         self._newest: Counter[float] = Counter()  # when the tokens before those of the step being read had been read
-        self._events: list[Event] = []
+        self._events: list[News | Event] = []
+        self._texts = Texts()
         self._failures = 0  # device errors since the last step that was read
         self._closed: str | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether step() still has something to do or to report."""
-        return bool(self._live or self._in_flight or self._events)
+        return bool(self._live or self._in_flight or self._events or self._texts.waiting)
 
     @property
     def sizes(self) -> Sizes:
@@ -102,13 +95,7 @@ class Engine:
         until the rest is. metrics() has seconds, programs and hits of the persistent cache.
         """
         self._check_open()
-        samplings = list(samplings)
-        variant = Variant(
-            penalties=any(p.penalizes for p in samplings),
-            logprobs=any(p.logprobs is not None for p in samplings),
-            prompt_logprobs=any(p.prompt_logprobs for p in samplings),
-            sort=self._options.sampling == "sort",
-        )
+        variant = variant_for(list(samplings), sort=self._options.sampling == "sort")
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)
@@ -194,8 +181,20 @@ class Engine:
                 self._finish(self._live[request_id, sample], "abort")
 
     def step(self) -> list[Event]:
-        """Dispatches the next step, reads the one before, and returns what is new (an empty list at times)."""
+        """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
+        many tokens is made while the next step runs, and comes with it."""
         self._check_open()
+        try:
+            self._advance()
+            news, self._events = self._events, []
+            return self._texts.take(news, now=self._in_flight is None)
+        except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
+            self.close(f"a step {what} half-way")
+            raise
+
+    def _advance(self) -> None:
         try:
             if self._trace:
                 self._trace.planning()
@@ -210,15 +209,8 @@ class Engine:
                 self._read(before)
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
-        except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
-            interrupted = isinstance(error, KeyboardInterrupt)
-            what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
-            self.close(f"a step {what} half-way")
-            raise
         if self._trace and not self._live:
             self._trace.flush()
-        events, self._events = self._events, []
-        return events
 
     def run(self):
         """Steps until nothing is left; yields events as they come."""
@@ -242,6 +234,7 @@ class Engine:
         self._closed = reason
         self._in_flight = None
         self._device.close()
+        self._texts.close()
         if self._trace:
             self._trace.close()
 
@@ -272,7 +265,7 @@ class Engine:
 
     # One step
 
-    def _dispatch(self, plan: Plan) -> _InFlight:
+    def _dispatch(self, plan: Plan) -> InFlight:
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
         variant = Variant(
             penalties=self._penalized > 0,
@@ -299,12 +292,12 @@ class Engine:
         counts.rows += rung.size
         counts.prefill_tokens += tokens
         counts.pages_peak = max(counts.pages_peak, pool.num_used)
-        return _InFlight(plan, rung, outputs)
+        return InFlight(plan, rung, outputs)
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
         return self._live[seq.request_id, seq.sample].stop_ids
 
-    def _read(self, step: _InFlight) -> None:
+    def _read(self, step: InFlight) -> None:
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
@@ -342,23 +335,32 @@ class Engine:
         if token in live.stop_ids:
             self._finish(live, "stop")
             return
-        live.output.push(token)
         if outputs.logprobs is not None and seq.params.logprobs is not None:
             live.logprobs.append(token_logprob(token, outputs, row, seq.params.logprobs))
+        ended = len(seq.prompt) + len(seq.output) >= seq.max_length
+        if live.output.may_wait:
+            if ended:
+                self._finish(live, "length", token)
+            else:
+                self._events.append(News(live, token))
+            return
+        live.output.push(token)
         if live.output.stopped:
             self._finish(live, "stop")
-        elif len(seq.prompt) + len(seq.output) >= seq.max_length:
+        elif ended:
             self._finish(live, "length")
         else:
             text, tokens = live.output.take(final=False)
             if text or tokens:
                 self._events.append(Event(seq.request_id, seq.sample, text, tokens))
 
-    def _finish(self, live: Live, reason: str) -> None:
+    def _finish(self, live: Live, reason: str, token: int | None = None) -> None:
+        """token: the last one, if its text is still to be made."""
         seq = live.seq
-        live.output.finish()
-        if reason == "length" and live.output.stopped:  # bytes held back completed a stop string
-            reason = "stop"
+        if reason == "length" and not live.output.may_wait:
+            live.output.finish()
+            if live.output.stopped:  # bytes held back completed a stop string
+                reason = "stop"
         self._scheduler.finish(seq, reason)
         if self._trace:
             self._trace.end(seq, reason)
@@ -368,12 +370,10 @@ class Engine:
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
             self._counts.requests_finished += 1
-        text, tokens = live.output.take(final=True)
         total = time.perf_counter() - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
-        completion = live.completion(reason, total, text=self._tokenizer is not None)
-        self._events.append(Event(seq.request_id, seq.sample, text, tokens, completion))
+        self._events.append(News(live, token, reason, total))
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""

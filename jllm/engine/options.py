@@ -195,7 +195,12 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
     top = Rung(S, max((r.tokens for r in ladder), default=0), max((r.chunks for r in ladder), default=0))
     if not any(r.decodes >= S and r.tokens >= max(1, top.tokens) and r.chunks >= max(1, top.chunks) for r in ladder):
         largest = f"{S} decode rows (max_slots) and as many prompt tokens and chunks as any other, at least one"
-        raise ConfigError(f"the ladder needs a rung that holds {largest}")
+        add = f"add Rung({S}, {max(1, top.tokens)}, {max(1, top.chunks)}) to ladder"
+        lower = max(
+            (r.decodes for r in ladder if r.tokens and (r.tokens, r.chunks) == (top.tokens, top.chunks)), default=0
+        )
+        less = f", or lower max_slots to {lower}" if 0 < lower < S else ""
+        raise ConfigError(f"the ladder needs a rung that holds {largest}: {add}{less}")
     if any(r.tokens and not r.chunks for r in ladder):
         raise ConfigError("a rung of the ladder with prompt tokens must have chunks")
     limits = Limits(

@@ -19,9 +19,10 @@ class OutputText:
     """
 
     def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
-        self.decoder = decoder
+        self.decoder, self._finished = decoder, False
         self.stops = tuple(stops)
         self._longest = max((len(s) - 1 for s in self.stops), default=0)  # text that may have to be held back
+        self.may_wait = decoder is not None and not self.stops  # nothing but what is shown depends on its text
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = False  # a stop string was found; text and tokens are cut before it
@@ -36,8 +37,9 @@ class OutputText:
             self._grow(self.decoder.push(token))
 
     def finish(self) -> None:
-        """Flushes bytes that were waiting for the rest of a character."""
-        if self.decoder is not None and not self.stopped:
+        """Flushes bytes that were waiting for the rest of a character; once, however often it is called."""
+        if self.decoder is not None and not self.stopped and not self._finished:
+            self._finished = True
             self._grow(self.decoder.finish())
             self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
 

@@ -87,6 +87,8 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"num_pages": 3}, r"num_pages must be at least max_slots = 4 \(one page a slot\), not 3"),
         ({"ladder": ()}, "the ladder needs a rung that holds 4 decode rows"),
         ({"ladder": (Rung(4, 0, 0), Rung(1, 16, 4))}, "the ladder needs a rung that holds 4 decode rows"),
+        ({"ladder": (Rung(4, 0, 0),)}, r"at least one: add Rung\(4, 1, 1\) to ladder$"),
+        ({"ladder": (Rung(2, 16, 4),)}, r"add Rung\(4, 16, 4\) to ladder, or lower max_slots to 2$"),
         ({"ladder": (Rung(4, 16, 4), Rung(4, 8, 0))}, "with prompt tokens must have chunks"),
     ],
 )

@@ -1,0 +1,73 @@
+"""Text of new tokens. Where a step has many of them, it is made in a thread of its own while the loop goes on.
+
+Making text takes as long as all else that the loop does with a token. Only texts in which nobody looks for stop strings
+are made later: what stops a sequence must be known when its tokens are read.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from jllm.engine.live import Live
+from jllm.engine.request import Event
+
+FEW = 64  # tokens, whose text is made at once: a step of so few is waiting for its device, not for its host
+
+
+class News(NamedTuple):
+    """What a sample's next event will be made of: a new token, the reason of its end, or both."""
+
+    live: Live
+    token: int | None = None
+    reason: str | None = None
+    seconds: float = 0.0  # from its submission to its end
+
+    def event(self) -> Event | None:
+        """None where nothing is certain yet. Each of a sample's news once, in order."""
+        seq, output = self.live.seq, self.live.output
+        if self.token is not None:
+            output.push(self.token)
+        if self.reason is None:
+            text, tokens = output.take(final=False)
+            return Event(seq.request_id, seq.sample, text, tokens) if text or tokens else None
+        output.finish()
+        text, tokens = output.take(final=True)
+        completion = self.live.completion(self.reason, self.seconds, text=output.decoder is not None)
+        return Event(seq.request_id, seq.sample, text, tokens, completion)
+
+
+def make_events(news: Iterable[News | Event]) -> list[Event]:
+    """Those that there are, and those that are to be made, in the same order."""
+    made = (one if isinstance(one, Event) else one.event() for one in news)
+    return [event for event in made if event is not None]
+
+
+class Texts:
+    """Makes events of news, some of them one call later: which ones depends on their number alone, never on time."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._late: Future[list[Event]] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are events that take has not returned."""
+        return self._late is not None
+
+    def take(self, news: Sequence[News | Event], *, now: bool) -> list[Event]:
+        """The events that the last call left, then those of `news`, unless these are many: they come with the next
+        call. With `now` all come. Raises what their making raised."""
+        late, self._late = self._late, None
+        events = [] if late is None else late.result()
+        if now or sum(isinstance(one, News) and one.live.output.may_wait for one in news) <= FEW:
+            return events + make_events(news)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "texts")
+        self._late = self._thread.submit(make_events, news)
+        return events
+
+    def close(self) -> None:
+        """Joins the thread; what was not taken is dropped."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._late = None

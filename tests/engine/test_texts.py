@@ -1,0 +1,190 @@
+"""Text made in a thread: the same events in the same order, whatever the thread does, and nothing is left behind."""
+
+import threading
+
+import pytest
+
+from jllm.batch import Rung
+from jllm.engine import texts
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.engine.texts import Texts
+from jllm.errors import EngineClosed
+from tests.engine.test_engine import Letters
+from tests.tiny import greedy, tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+OPTIONS = {"max_slots": 4, "page_size": 8, "num_pages": 12, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+
+
+class Pieces(Letters):
+    """Like Letters, but every third token's text comes with the next: as of characters of several bytes."""
+
+    def stream_decoder(self, prompt_ids=()):
+        return Decoder()
+
+
+class Decoder:
+    def __init__(self):
+        self.held = ""
+
+    def push(self, id):
+        text, self.held = self.held + chr(id + 32), ""
+        if id % 3 == 0:
+            text, self.held = "", text
+        return text
+
+    def finish(self):
+        text, self.held = self.held, ""
+        return text
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_layers=1, tokenizer=Pieces())
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.just(1.0),
+    max_new_tokens=st.integers(1, 14),
+    stop=st.sampled_from([(), (), ("a",), ("Q", "7")]),
+    stop_token_ids=st.sampled_from([(), (5, 17, 40)]),
+    logprobs=st.sampled_from([None, 1]),
+    ignore_eos=st.just(True),
+    n=st.sampled_from([1, 2]),
+    seed=st.integers(0, 9),
+)
+prompts = st.lists(st.integers(3, 90), min_size=1, max_size=20)
+job = st.tuples(prompts, samplings, st.integers(0, 5), st.none() | st.integers(0, 9))  # arrival, abort after
+jobs = st.lists(job, min_size=1, max_size=6)
+
+
+def play(model, jobs, few: int, forks: set[int]):
+    """What each sample's events say, all events in order, and the steps that there were."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "FEW", few)
+        engine, events, ids, clock = Engine(model, **OPTIONS), [], {}, 0
+        while len(ids) < len(jobs) or engine.has_work:
+            for i, (prompt, sampling, arrival, abort) in enumerate(jobs):
+                if arrival == clock:
+                    ids[i] = engine.submit(prompt, sampling)
+                if abort is not None and arrival + abort == clock and ids[i] in engine._requests:
+                    engine.abort(ids[i])
+            if clock in forks and engine._live:
+                engine.fork(*min(engine._live))
+            events += engine.step()
+            clock += 1
+            assert clock < 500, "a request hangs"
+        steps = engine.metrics()["steps"]
+        engine.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+    return events, steps
+
+
+def plain(events):
+    """Events without what depends on the clock."""
+    done = [(e.completion.text, e.completion.token_ids, e.completion.finish_reason, e.completion.logprobs,
+             e.completion.timings.output_tokens) if e.completion else None for e in events]  # fmt: skip
+    return [(e.id, e.sample, e.text, e.token_ids, c) for e, c in zip(events, done)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs=jobs, few=st.integers(0, 3), forks=st.sets(st.integers(1, 12), max_size=2))
+def test_the_same_events_in_the_same_order(model, jobs, few, forks):
+    want, steps = play(model, jobs, 10**6, forks)
+    got, same_steps = play(model, jobs, few, forks)
+    assert plain(got) == plain(want)
+    assert same_steps == steps
+    by_sample: dict = {}
+    for e in got:
+        by_sample.setdefault((e.id, e.sample), []).append(e)
+    for mine in by_sample.values():
+        assert [e.completion is not None for e in mine] == [False] * (len(mine) - 1) + [True]
+        assert "".join(e.text for e in mine) == mine[-1].completion.text
+        assert sum((e.token_ids for e in mine), ()) == mine[-1].completion.token_ids
+
+
+def test_the_loop_does_not_wait(model, monkeypatch):
+    """While a step's text is made, the next step is dispatched and read; its events come one call later."""
+    monkeypatch.setattr(texts, "FEW", 0)
+    goes_on, made_in, push = threading.Event(), [], Decoder.push
+
+    def slow(self, id):
+        made_in.append(threading.current_thread().name)
+        assert goes_on.wait(60)
+        return push(self, id)
+
+    monkeypatch.setattr(Decoder, "push", slow)
+    engine = Engine(model, **OPTIONS)
+    engine.submit([5, 6, 7], greedy(6))
+    assert [engine.step(), engine.step()] == [[], []]
+    assert engine.metrics()["output_tokens"] == 1
+    goes_on.set()
+    events = list(engine.run())
+    assert sum(len(e.token_ids) for e in events) == 6
+    assert made_in[0].startswith("texts")
+    assert made_in[-1] == "MainThread"  # nothing runs any more: nothing to wait for
+    engine.close()
+
+
+def test_few_tokens_are_made_at_once(model):
+    engine = Engine(model, **OPTIONS)
+    engine.submit([5, 6, 7], greedy(6))
+    while engine.has_work:
+        engine.step()
+        assert not engine._texts.waiting
+    assert engine._texts._thread is None
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
+    monkeypatch.setattr(texts, "FEW", few)
+    push, calls = Decoder.push, iter(range(1000))
+
+    def fail(self, id):
+        if next(calls) == 2:
+            raise ValueError("a broken tokenizer")
+        return push(self, id)
+
+    monkeypatch.setattr(Decoder, "push", fail)
+    engine = Engine(model, **OPTIONS)
+    engine.submit([5, 6, 7], greedy(9))
+    with pytest.raises(ValueError, match="a broken tokenizer"):
+        list(engine.run())
+    with pytest.raises(EngineClosed, match=r"a step failed \(ValueError: a broken tokenizer\) half-way"):
+        engine.step()
+    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+
+
+def test_close_joins_while_text_is_made(model, monkeypatch):
+    monkeypatch.setattr(texts, "FEW", 0)
+    goes_on, begun, push = threading.Event(), threading.Event(), Decoder.push
+
+    def slow(self, id):
+        begun.set()
+        assert goes_on.wait(60)
+        return push(self, id)
+
+    monkeypatch.setattr(Decoder, "push", slow)
+    engine = Engine(model, **OPTIONS)
+    engine.submit([5, 6, 7], greedy(6))
+    engine.step(), engine.step()
+    assert begun.wait(60)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+
+
+def test_nothing_is_nothing():
+    made = Texts()
+    assert made.take([], now=False) == made.take([], now=True) == []
+    assert not made.waiting
+    made.close()
