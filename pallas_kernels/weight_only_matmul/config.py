@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import SMS
+from pallas_kernels.hopper import SHARED_MEMORY, SMS
 from pallas_kernels.quantized_weights import WeightFormat
 
 GROUPS = (32, 64, 128)  # that the kernel knows
@@ -24,6 +24,10 @@ class Config:
     stream: another kernel, for up to `tokens` rows of x, whose codes go straight into registers (stream_sm90.py). CTAs
     have 64 row_tiles / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of
     128 columns that a warp has in flight. split, width, overlap and ctas are not its.
+
+    resident: a third one, for up to `tokens` rows of x, which stay in shared memory, a `split`th of K in each CTA,
+    beside a ring of codes (resident_sm90.py). Tiles have 16 rows; a stage is 128 columns for each warp, and warps'
+    parts of K are added in order. fold is 4; row_tiles, width and overlap are not its.
     """
 
     tokens: int = 8
@@ -36,6 +40,7 @@ class Config:
     overlap: bool = False
     ctas: int = SMS
     stream: bool = False
+    resident: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
@@ -44,13 +49,15 @@ class Config:
             raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
         if self.width not in (64, 128):
             raise ValueError(f"width is {self.width}, expected 64 or 128")
-        if self.warpgroups not in (1, 2, 3):
+        if self.warpgroups not in (1, 2, 3) and not self.resident:
             raise ValueError(f"warpgroups is {self.warpgroups}, expected 1, 2 or 3")
         if not 2 <= self.stages <= 32:  # barriers of an array
             raise ValueError(f"stages is {self.stages}, expected 2 to 32")
         for name in ("row_tiles", "split", "ctas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.resident:
+            self._check_resident()
         if self.stream:
             if self.tokens not in (8, 16):
                 raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
@@ -62,10 +69,19 @@ class Config:
         if self.rows > 256:  # of one copy
             raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
 
+    def _check_resident(self) -> None:
+        for name, values in (
+            ("tokens", (8, 16)), ("fold", (4,)), ("warpgroups", (2, 4)), ("row_tiles", (1,)), ("width", (128,)),
+            ("overlap", (False,)), ("stream", (False,)),
+        ):  # fmt: skip
+            if getattr(self, name) not in values:
+                expected = " or ".join(map(str, values))
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {expected} where x is resident")
+
     @property
     def rows(self) -> int:
         """Rows of the weight in a tile."""
-        if self.stream:
+        if self.stream or self.resident:
             return 64 * self.row_tiles // self.fold
         return 64 * self.warpgroups * self.row_tiles // self.fold
 
@@ -80,20 +96,20 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
 
     They follow from a count of tiles, which should fill 132 SMs evenly: of 32 rows, or of 128 over a quarter of K, for
     a weight of 4096 rows; of 32 or 96 rows for one of 12288. Parts of K cost a pass over float32 sums. Up to 8 rows of
-    x stream: an H200 was fastest with CTAs as small as can be, at every size and format of the benchmark.
+    x stream: an H200 was fastest with CTAs as small as can be, at every size and format of the benchmark. Resident
+    ones were not measured yet, so they are not the first.
     """
     wide = n >= 8192
     if m <= 8:
         stream = Config(fold=4, warpgroups=1, stream=True)
         tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
-        return stream, replace(stream, warpgroups=2), Config(tokens=tokens, fold=4, stages=12)
+        return stream, *resident(m, k, fmt), Config(tokens=tokens, fold=4, stages=12)
     base = Config(tokens=min(-(-m // 16) * 16, 128))
     if m <= 16:
         split, folded = replace(base, split=4), replace(base, fold=2, warpgroups=3)
         narrow = replace(base, fold=4, warpgroups=3 if wide else 2)
-        stream = Config(tokens=16, fold=4, row_tiles=2, stream=True)
-        streams = stream, replace(stream, warpgroups=1)
-        return ((folded, narrow) if wide else (split, narrow, replace(base, fold=2, split=2))) + streams
+        narrow_first = split, narrow, replace(base, fold=2, split=2)
+        return *((folded, narrow) if wide else narrow_first), *resident(m, k, fmt)
     if m <= 64:
         halved = replace(base, warpgroups=3, split=2)
         return (base, halved) if wide else (replace(base, split=4), replace(halved, split=6))
@@ -102,6 +118,20 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
         return (replace(base, row_tiles=2),)
     base = replace(base, warpgroups=3) if wide else base
     return base, replace(base, overlap=True)
+
+
+def resident(m: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
+    """For up to 16 rows of x, with as few parts of K as leave room for 40 KB of codes in flight beside x: what memory's
+    bandwidth wants of each multiprocessor. None where no number of parts up to 8 does."""
+    tokens, stage = 8 if m <= 8 else 16, 16 * (1024 if fmt.packed else 2048)
+    beside = (3 if fmt.zero_point else 2) * 16 * (2048 // fmt.group) if fmt.group else 0  # of a stage
+    fixed = 2048 * tokens + (32768 if fmt.codes == "nf4" else 0) + 512
+    for split in range(1, 9):
+        x = -(-k // (256 * split)) * 512 * m
+        stages = (SHARED_MEMORY - fixed - x) // (stage + beside)
+        if (stages - 1) * stage >= 40 * 1024:
+            return (Config(tokens=tokens, fold=4, warpgroups=4, split=split, stages=min(stages, 16), resident=True),)
+    return ()
 
 
 def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:

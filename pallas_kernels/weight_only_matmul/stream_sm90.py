@@ -8,6 +8,7 @@ has to be filled before the first product.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -182,10 +183,14 @@ class Stream(Codes):
         ]
 
     def load_x(self, chunk: int) -> list[list[Any]]:
-        """Of each row of x pairs in the order of columns, of bytes 16 and then 16."""
-        first = 2 * chunk * self.parts * CHUNK
+        """Of each row of x pairs in the order in which codes are decoded."""
+        return [self.fetch_x(x, 2 * chunk * self.parts * CHUNK) for x in self.x]
+
+    def fetch_x(self, place: Any, first: int) -> list[Any]:
+        """Of a row of x the pairs that multiply() takes, of bytes 16 columns and then 16."""
         places = (0, 16, 32, 48) if self.format.packed else (0, 16, CHUNK, CHUNK + 16)
-        return [[pair for place in places for pair in self.emit.fetch("x", x, first + place, 4)] for x in self.x]
+        pairs = [pair for more in places for pair in self.emit.fetch("x", place, first + more, 4)]
+        return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
 
     def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
         """Of each row, of each run of columns of the thread's, the zero and the scale as they are stored."""
@@ -193,13 +198,8 @@ class Stream(Codes):
         if fmt.group is None:
             return []
         groups = CHUNK // fmt.group  # of a chunk
-        runs = 1 if fmt.packed or groups == 1 else 2
         found: list[list[tuple[Any, Any]]] = [[] for _ in self.further]
-        for run in range(runs):
-            # Of 32 columns each where two share a byte, of 16 otherwise: which group of the chunk they are in.
-            within = emit.shift_right(self.column, {1: 2, 2: 1, 4: 0}[groups]) if fmt.packed else None
-            if not fmt.packed:
-                within = emit.add(emit.shift_right(self.column, 1 if groups == 4 else 2), emit.c(run * groups // 2))
+        for within in self.groups_of_runs():
             group = emit.add(emit.times(self.part, groups), within)
             at = emit.add(emit.times(group, self.plan.n), self.row)
             for runs_of_row, further in zip(found, self.further):
@@ -207,6 +207,17 @@ class Stream(Codes):
                 zero = emit.load_vector("zeros", at, more) if "zeros" in emit.names else None
                 runs_of_row.append((zero, emit.load_vector("scales", emit.times(at, 2), 2 * more)))
         return found
+
+    def groups_of_runs(self) -> list[Any]:
+        """Which group of a chunk each of the thread's runs of columns is in: one run of 32 columns where two share a
+        byte, two of 16 otherwise, or one where that is the same group."""
+        emit, fmt = self.emit, self.format
+        assert fmt.group is not None
+        groups = CHUNK // fmt.group
+        if fmt.packed:
+            return [emit.shift_right(self.column, {1: 2, 2: 1, 4: 0}[groups])]
+        within = emit.shift_right(self.column, 1 if groups == 4 else 2)
+        return [emit.add(within, emit.c(run * groups // 2)) for run in range(1 if groups == 1 else 2)]
 
     def by_row(self) -> list[list[tuple[Any, Any]]]:
         """What load_vectors gives, where scales are not of groups: they come last."""
@@ -226,8 +237,6 @@ class Stream(Codes):
             ]
             pairs = self.packed_pairs(words) if fmt.packed else self.byte_pairs(words)
             rows.append([self.finish(pair, *finish[i * len(finish) // len(pairs)]) for i, pair in enumerate(pairs)])
-        if fmt.codes == "nf4":
-            x = [self.by_bytes(pairs) for pairs in x]
         products, scales = [], []
         for r in range(0, len(rows), 2):
             for pairs in x:
@@ -291,10 +300,10 @@ def _finish_on_device(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors
     add(tile, parts, out, *vectors.values())
 
 
-def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
-    """What one thread of the first warpgroup does of that."""
+def add_parts(plan: Plan, emit: Any, tile: Any, row_of: Callable[[Any], Any] = lambda row: row) -> None:
+    """What one thread of a warpgroup does of that. row_of: which row of a tile a row of parts is."""
     config, kept = plan.config, ROWS // plan.config.fold
-    thread, width = emit.thread(), plan.out_dtype.itemsize
+    thread, width = emit.bits_and(emit.thread(), THREADS - 1), plan.out_dtype.itemsize
     emit.advance("out", tile, config.rows * width)
     if "scales" in emit.names:
         emit.advance("scales", tile, config.rows * 4)
@@ -314,6 +323,7 @@ def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
             total = found[0]
             for part in found[1:]:
                 total = emit.plus(total, part)
+            row = row_of(row)
             if "scales" in emit.names:
                 total = emit.scaled(total, emit.load("scales", emit.times(row, 4), "f32"))
             at = emit.add(emit.times(token, plan.n * width), emit.times(row, width))

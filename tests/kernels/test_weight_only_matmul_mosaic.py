@@ -19,7 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
 from pallas_kernels.smem_sm90 import shared_bytes
-from pallas_kernels.weight_only_matmul import mosaic_sm90, operand_sm90, reference, stream_sm90, weight_only_matmul, xla
+from pallas_kernels.weight_only_matmul import (
+    mosaic_sm90,
+    operand_sm90,
+    reference,
+    resident_sm90,
+    stream_sm90,
+    weight_only_matmul,
+    xla,
+)
 from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
@@ -299,7 +307,9 @@ def test_every_choice_fits_shared_memory():
         for m, (n, k) in product((1, 8, 16, 33, 64, 100, 512, 4096), ((32, 256), (4096, 11008), (22016, 4096))):
             for config, out_dtype in product(candidates(m, n, k, fmt), ("bfloat16", "float32")):
                 plan = Plan(m, n, k, jnp.dtype("bfloat16"), jnp.dtype(out_dtype), fmt, config, False)
-                scratch = stream_sm90.scratch(plan, names) if config.stream else plan.scratch(names)
+                own = {"stream": stream_sm90.scratch, "resident": resident_sm90.scratch}
+                kind = next((name for name in own if getattr(config, name)), None)
+                scratch = own[kind](plan, names) if kind else plan.scratch(names)
                 assert shared_bytes(scratch) <= SHARED_MEMORY
 
 
