@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--single-tokens]
-        [--consecutive] [--pages-apart] [--stages 8]
+        [--consecutive] [--pages-apart] [--one-arrival] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -238,11 +238,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--single-tokens", action="store_true", help="rows of 64 bytes are not copied in pairs")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     parser.add_argument("--pages-apart", action="store_true", help="each page is copied alone, whatever its number")
+    parser.add_argument("--one-arrival", action="store_true", help="of a copying warp for all that it has of a tile")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
     changes = {
         "by_warps": not args.by_warpgroups, "pair_tokens": not args.single_tokens, "join_pages": not args.pages_apart,
-        "stages": args.stages, "consecutive": args.consecutive,
+        "one_arrival": args.one_arrival, "stages": args.stages, "consecutive": args.consecutive,
     }  # fmt: skip
     rows = table(args.parts, args.heads, args.formats, **changes)
     return record("decode_attention", args, argv, rows, summarize)

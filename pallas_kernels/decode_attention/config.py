@@ -23,6 +23,7 @@ class Config:
     by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
     pair_tokens: bool = True  # by warps, where tokens take 64 bytes: rows of two, as copies and shared memory like them
     join_pages: bool = True  # one copy brings several pages that have consecutive numbers
+    one_arrival: bool = False  # of each copying warp for all that it copies of a tile, not for each copy
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_attention.arrivals_sm90 import copy_without_arrival
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, tile_range
 
 Parts = list[tuple[int, str]]
@@ -72,6 +73,11 @@ def copy_item(
     first_page, last_page = item.low // page_size, (item.high - 1) // page_size
     first_tile, end_tile = tile_range(shape, item)
     numbers, joined = sorted({i for i, _ in parts}), shape.k.joined
+    bring = copy_without_arrival if shape.one_arrival else plgpu.copy_gmem_to_smem
+
+    def arrive(barrier: Any) -> None:
+        if shape.one_arrival:
+            plgpu.barrier_arrive(barrier)
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
@@ -100,7 +106,7 @@ def copy_item(
             into = targets[name]
             if count > 1:
                 page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
-            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
+            bring(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
 
         def one_by_one() -> None:
             for i, name in parts:
@@ -112,12 +118,16 @@ def copy_item(
                 def _copy(i: int = i, name: str = name, offset: Any = offset) -> None:
                     copy(name, pages[numbers.index(i)], i, offset)
 
+                if shape.one_arrival:
+                    continue
+
                 @pl.when(jnp.logical_not(there))
                 def _skip() -> None:  # what the tile holds there is masked
                     plgpu.barrier_arrive(full.at[slot])
 
         if joined == 1:
             one_by_one()
+            arrive(full.at[slot])
             return coming
         # Also says that all are there: of pages that aren't, `entries` repeats a neighbour.
         consecutive = reduce(jnp.logical_and, [page == pages[0] + i for i, page in enumerate(pages)][1:])
@@ -130,10 +140,11 @@ def copy_item(
                         copy(name, pages[0] + number, i, 0)
                     continue
                 copy(name, pages[0], numbers[0], 0, joined)
-                for _ in numbers[1:]:  # as many arrivals as copies one by one
+                for _ in () if shape.one_arrival else numbers[1:]:  # as many arrivals as copies one by one
                     plgpu.barrier_arrive(full.at[slot])
 
         pl.when(jnp.logical_not(consecutive))(one_by_one)
+        arrive(full.at[slot])
         return coming
 
     lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))

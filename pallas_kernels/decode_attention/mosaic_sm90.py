@@ -108,8 +108,10 @@ def shape_of(
     )
 
 
-def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, Any]:
-    """A worker's buffers and barriers, by name; `copies` of each part fill a tile."""
+def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """A worker's buffers and barriers, by name; copies of each of `names` fill a tile."""
+    copying = [len(parts) for parts in parts_by_warp(shape, names)]
+    arrivals = len(copying) if shape.one_arrival else sum(copying)
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
     each = config.computing
     other: dict[str, Any] = {"other_full": plgpu.Barrier(), "other_free": plgpu.Barrier()}
@@ -129,17 +131,17 @@ def _scratch(shape: Shape, stages: int, dtype: Any, copies: int) -> dict[str, An
         "of_query": plgpu.SMEM((each, 3, columns), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
-        "full": plgpu.Barrier(num_arrivals=shape.k.parts * each * copies, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=each, num_barriers=stages),
         **(other if each == 2 else {}),
     }
 
 
-def fitting_scratch(shape: Shape, dtype: Any, copies: int) -> dict[str, Any]:
+def fitting_scratch(shape: Shape, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """With as many tiles in flight as fit a worker's share of an SM's shared memory."""
     for per_sm in (shape.config.per_sm, 1):  # where that is too little, workers take turns
         for stages in range(shape.config.stages, 1, -1):
-            scratch = _scratch(shape, stages, dtype, copies)
+            scratch = _scratch(shape, stages, dtype, names)
             if shared_bytes(scratch, REDUCTIONS) <= shared_bytes_of_worker(per_sm):
                 return scratch
     raise NotImplementedError(
@@ -168,7 +170,7 @@ def _attend(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
-        scratch_types=fitting_scratch(shape, dtype, len(sources)),
+        scratch_types=fitting_scratch(shape, dtype, tuple(sources)),
         grid=(config.workers,),
         grid_names=("worker",),
         num_threads=config.computing + 1,

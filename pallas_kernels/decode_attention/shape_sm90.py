@@ -48,6 +48,11 @@ class Shape:
         return self.k.by_warps
 
     @property
+    def one_arrival(self) -> bool:
+        """Whether a copying warp arrives once a tile; the interpreter can't."""
+        return self.config.one_arrival and not self.k.interpreted
+
+    @property
     def sums(self) -> int:
         """Sums of a worker, of which its partial results consist."""
         return self.config.computing * (4 if self.by_warps else 1)

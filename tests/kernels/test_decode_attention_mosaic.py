@@ -319,6 +319,16 @@ def test_lowers_with_copies_of_several_pages(page_size):
     assert "mosaic_gpu" in lower(case)
 
 
+@pytest.mark.parametrize(
+    ("kv", "page_size", "head_dim"), [("bf16", 16, 128), ("int4-g32", 8, 64), ("int8-g8", 128, 256)]
+)
+def test_lowers_with_one_arrival_of_a_copying_warp(kv, page_size, head_dim):
+    case = small(lengths=(300,), page_size=page_size, head_dim=head_dim, k_format=kv, v_format=kv)
+    config = dataclasses.replace(choose_config(head_dim, 2), one_arrival=True)
+    f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
+    assert "mbarrier.expect_tx" in f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize("by_warps", [True, False])
 @pytest.mark.parametrize(
     ("k_format", "v_format", "head_dim"),
@@ -348,7 +358,7 @@ def test_every_supported_call_fits_shared_memory(head_dim):
             config = choose_config(head_dim, query_chunks(num_heads, 1, head_dim)[1])
             config = dataclasses.replace(config, by_warps=by_warps)
             shape = mosaic_sm90.shape_of(q, pages, case.scale, None, 512, config, interpreted=False)
-            scratch = mosaic_sm90.fitting_scratch(shape, q.dtype, copies=4)
+            scratch = mosaic_sm90.fitting_scratch(shape, q.dtype, ("k", "v", "k_scales", "v_scales"))
             assert shared_bytes(scratch, REDUCTIONS) <= SHARED_MEMORY
             tried += 1
     assert tried > 200
@@ -422,11 +432,15 @@ def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_for
     def run(arguments, config):
         return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
 
-    check_runs(case, partial(run, config=config), partial(run, config=dataclasses.replace(config, join_pages=False)))
+    apart = partial(run, config=dataclasses.replace(config, join_pages=False))
+    for one_arrival in (False, True):
+        check_runs(case, partial(run, config=dataclasses.replace(config, one_arrival=one_arrival)), apart)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{"by_warps": False}, {"pair_tokens": False}, {"computing": 1, "sms": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"by_warps": False}, {"pair_tokens": False}, {"computing": 1, "sms": 3}, {"one_arrival": True}], ids=str
+)
 @pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g128", "int4-g32"])
 def test_other_configurations_on_the_device(kv, changes):
     case = small(lengths=(1300, 1, 0, 300), heads=(4, 2), head_dim=128, k_format=kv, v_format=kv)
