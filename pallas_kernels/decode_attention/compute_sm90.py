@@ -258,6 +258,8 @@ def _by_warps(
     k, v = operands
     logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
     top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
+    if shape.v.by_factor:  # weights up to 2^6.5 keep what float16 has of them times small scales
+        top = top - 6
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - warps.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)

@@ -85,6 +85,11 @@ class Storage:
         return self.format.groups(self.head_dim)
 
     @property
+    def by_factor(self) -> bool:
+        """Whether a token's only scale multiplies its logit, or its weight, instead of its values."""
+        return self.by_warps and self.groups == 1
+
+    @property
     def in_registers(self) -> bool:
         """Whether it goes from its stored form to the product through registers: the interpreter's wgmma can't."""
         narrow = self.format.storage_dtype.itemsize == 1

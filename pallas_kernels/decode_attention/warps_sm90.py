@@ -177,7 +177,7 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
             for i in range(len(words[0])):
                 a = []
                 for row in range(2):
-                    scale = _doubled(of_scales[row](block, i)) if scales else None
+                    scale = _doubled(of_scales[row](block, i)) if scales and not stored.by_factor else None
                     a.append(convert(words[row][i], scale))
                 size = 2 * _nibbles(stored)  # pairs of dims of a word
                 operands = [q[size * i : size * (i + 1)] for q in of_queries]
@@ -187,6 +187,9 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
                         sums[n][step % 2] = _mma(fragment, operand[k : k + 2], sums[n][step % 2])
                     step += 1
         totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
+        if stored.by_factor:
+            factors = [arith.extf(ir.F32Type.get(), of_row(0, 0)) for of_row in of_scales]
+            totals = [[arith.mulf(x, factors[i // 2]) for i, x in enumerate(each)] for each in totals]
         return _array(_pairs(totals), WGMMA, (64, columns))
 
     return dot(values, queries, shift, zero, *refs)
@@ -223,7 +226,19 @@ def dot_v(
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
         convert = partial(_converted, stored, zero.registers.item())
         of_scales = [_scales(stored, x, shift.registers.item(), token, piece, 8) for x in scales for token in tokens]
-        b = [[_transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
+        pairs = weights.registers.reshape(columns // 8, 2)
+        if stored.by_factor:
+            own = add(mul(warp, 16), mul(div(lane, 4), stored.together))
+            rows_of = [add(own, i if stored.together == 2 else 8 * i) for i in (0, 1)]  # the tokens of weights
+            factors = []
+            for token in rows_of:
+                found = _scales(stored, scales[0], shift.registers.item(), token, piece, 8)(0, 0)
+                there = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sge, token, low), arith.cmpi(arith.CmpIPredicate.slt, token, high)
+                )
+                factors.append(_doubled(arith.select(there, found, nothing)))
+            pairs = [[_asm("mul.f16x2 $0, $1, $2;", _bits(x), y) for x, y in zip(pair, factors)] for pair in pairs]
+        b = [[_transposed(x) for x in pair] for pair in pairs]
         c = _rescaled(acc.registers.reshape(-1, columns // 8, 2), [_elements(x) for x in factor.registers.flat])
         masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
         for block, rows in enumerate(values.registers.reshape(-1, 4)):
@@ -232,7 +247,7 @@ def dot_v(
                 dims: list[Registers] = []  # of two tokens each
                 for pair in (0, 2):
                     scale = None
-                    if scales:
+                    if scales and not stored.by_factor:
                         both = [arith.select(seen[pair + j], of_scales[pair + j](block, i), nothing) for j in (0, 1)]
                         scale = _bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
                     mixed = [
@@ -329,9 +344,10 @@ def _scales(
 
 
 def _converted(stored: Storage, zero: ir.Value, word: ir.Value, scale: ir.Value | None) -> Registers:
-    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales."""
+    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales (None:
+    codes)."""
     dtype = stored.format.dtype
-    if scale is None:
+    if not stored.groups:
         halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
         return [_asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
     out = _codes(word, dtype, scale, zero)
@@ -341,7 +357,7 @@ def _converted(stored: Storage, zero: ir.Value, word: ir.Value, scale: ir.Value 
     return out
 
 
-def _codes(word: ir.Value, dtype: str, scale: ir.Value, zero: ir.Value) -> Registers:
+def _codes(word: ir.Value, dtype: str, scale: ir.Value | None, zero: ir.Value) -> Registers:
     """A code of 8 or 4 bits under the exponent of 1024, its sign bit flipped, is 1024 and 128 or 8 more than its value;
     one in the high nibble 16 times that."""
     out = []
@@ -357,7 +373,7 @@ def _codes(word: ir.Value, dtype: str, scale: ir.Value, zero: ir.Value) -> Regis
         out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(0x64086408)))
         sixteenth, minus_72 = constant(0x2C002C00), constant(0xD480D480)
         out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, sixteenth, minus_72))
-    return [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
+    return out if scale is None else [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
 
 
 def _rescaled(acc: np.ndarray, factors: list[list[ir.Value]]) -> list[list[list[ir.Value]]]:

@@ -61,6 +61,7 @@ ARITH = SimpleNamespace(
     CmpIPredicate=arith.CmpIPredicate,
     select=lambda c, x, y: Value(np.where(c.data, x.data, y.data), x.type),
     trunci=lambda kind, x: Value(x.data.astype(_dtype(kind)), kind),
+    extf=lambda kind, x: Value(x.data.astype(_dtype(kind)), kind),
 )  # fmt: skip
 
 VECTOR = SimpleNamespace(
