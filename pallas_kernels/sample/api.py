@@ -24,14 +24,14 @@ def sample(
     """logits [R, V], temperature, top_p, min_p [R] (floats), top_k i32[R], uniform f[R] in [0, 1) -> tokens i32[R], and
     whether all of a row's logits are finite, bool[R].
 
-    A row of temperature 0 takes the lowest id among the largest logits. Others are drawn by the inverse of the
-    distribution function in token order. top-k (0: off) keeps what reaches the k-th largest logit; top-p (1: off) the
-    smallest set of the most likely tokens whose probability, renormalized after top-k, reaches p; min-p (0: off) what
-    is at least min_p times as likely as the most likely token. Ties at a threshold are kept together, and the most
-    likely token always. NaN counts as -inf, which is never drawn unless a whole row is: then the token is 0; +inf
-    counts as the largest number. A row's token depends on its own numbers alone, and on one backend is the same in any
-    batch; between backends it may be the neighbour in the distribution where `uniform` is within rounding of their
-    boundary.
+    A row of temperature 0 (or less, or NaN) takes the lowest id among the largest logits. Others are drawn by the
+    inverse of the distribution function in token order; more than 1e30 counts as that. top-k (0: off) keeps what
+    reaches the k-th largest logit; top-p (1: off) the smallest set of the most likely tokens whose probability,
+    renormalized after top-k, reaches p; min-p (0: off) what is at least min_p times as likely as the most likely token.
+    Ties at a threshold are kept together, and the most likely token always. NaN counts as -inf, which is never drawn
+    unless a whole row is: then the token is 0; +inf counts as the largest number. A row's token depends on its own
+    numbers alone, and on one backend is the same in any batch; between backends it may be the neighbour in the
+    distribution where `uniform` is within rounding of their boundary. Whatever a row holds, its token is in [0, V).
 
     Computed in promote_types(logits.dtype, float32). Raises ValueError for shapes or dtypes that don't fit,
     NotImplementedError for what a backend that was named doesn't do.

@@ -6,6 +6,7 @@ VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
 PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once
 SMALLEST, LARGEST = PIECE, 1 << 24  # vocabularies; token ids are exact in float32
+HOTTEST = 1e30  # that a temperature counts for on all backends: over an infinite one a ban would be NaN
 
 
 def check_supported(dtype: str, rows: int, vocabulary: int) -> None:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sample import block_sm90
 from pallas_kernels.sample.block_sm90 import Area, Block, image, last, number
-from pallas_kernels.sample.config import THREADS, VECTOR, Config, check_supported, choose_config
+from pallas_kernels.sample.config import HOTTEST, THREADS, VECTOR, Config, check_supported, choose_config
 from pallas_kernels.sample.row_sm90 import INFINITY, Held, Pieces, Row, Streamed, Weights, clean, full, zeros
 
 LOG2_E = float(np.log2(np.e))
@@ -49,6 +49,8 @@ def sample(
     check_supported(str(logits.dtype), rows, vocabulary)
     config = choose_config(vocabulary) if config is None else config
     config.check(vocabulary)
+    temperature, top_p, min_p, uniform = (x.astype(jnp.float32) for x in (temperature, top_p, min_p, uniform))
+    temperature, min_p = jnp.minimum(temperature, HOTTEST), jnp.minimum(min_p, 1)
     found = plgpu.kernel(
         partial(_body, vocabulary=vocabulary, config=config),
         out_type=jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -62,7 +64,10 @@ def sample(
         kernel_name="sample",
     )(
         logits.reshape(rows, vocabulary // VECTOR, VECTOR),
-        *(x.astype(jnp.float32) for x in (temperature, top_p, min_p, uniform)),
+        temperature,
+        top_p,
+        min_p,
+        uniform,
         top_k,
     )
     return jnp.where(found < 0, ~found, found), found >= 0

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pallas_kernels.sample.config import HOTTEST
+
 
 def sample(
     logits: ArrayLike,
@@ -35,9 +37,10 @@ def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, m
     top = x.max()
     if top == -np.inf:
         return np.zeros_like(x)
-    p = np.exp(np.maximum((x - top) / max(float(temperature), float(np.finfo(np.float32).tiny)), -1e4))
+    bounded = min(max(float(temperature), float(np.finfo(np.float32).tiny)), HOTTEST)
+    p = np.exp(np.maximum((x - top) / bounded, -1e4))
     p = np.where(x == -np.inf, 0, p)
-    likely = p >= min_p if min_p > 0 else True  # the largest is 1
+    likely = p >= min(min_p, 1.0) if min_p > 0 else True  # the largest is 1
     if 0 < top_k < x.size:
         p = np.where(x >= np.sort(x)[-top_k], p, 0)
     if top_p < 1:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.sample.config import HOTTEST
 
 
 class Filters(NamedTuple):
@@ -66,7 +67,7 @@ def _weights(logits: Array, top: Array, filters: Filters) -> Array:
 
 
 def _temperature(filters: Filters, dtype: jnp.dtype) -> Array:
-    return jnp.maximum(filters.temperature.astype(dtype), jnp.finfo(dtype).tiny)
+    return jnp.clip(filters.temperature.astype(dtype), jnp.finfo(dtype).tiny, HOTTEST)
 
 
 def _draw(logits: Array, top: Array, filters: Filters, uniform: Array) -> Array:
@@ -101,7 +102,7 @@ def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, voca
         return jnp.where(nucleus, _largest_reaching(logits, weights, target, top), off)
 
     lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
-    ratio = filters.min_p.astype(top.dtype)  # p >= ratio * p_max, in logarithms
+    ratio = jnp.minimum(filters.min_p.astype(top.dtype), 1)  # p >= ratio * p_max, in logarithms
     return jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(filters, top.dtype) * jnp.log(ratio), off))
 
 

@@ -52,6 +52,37 @@ def spoil(row: np.ndarray, odd: str, rng: np.random.Generator) -> None:
             row[0] = row.max() + 4
 
 
+INFINITE, NAN, BELOW_1 = float("inf"), float("nan"), 1 - 2**-24
+EXTREMES = (  # what a request may round to in float32, or a row of padding hold
+    {"temperature": INFINITE},
+    {"temperature": 3.4e38, "top_p": 0.9},
+    {"temperature": INFINITE, "min_p": 0.5},
+    {"temperature": 1e-45},
+    {"temperature": NAN, "top_p": NAN, "min_p": NAN},
+    {"temperature": -1.0},
+    {"temperature": -INFINITE, "top_k": -1},
+    {"min_p": 1.0},
+    {"min_p": BELOW_1, "temperature": 3.0},
+    {"min_p": 2.0},
+    {"min_p": INFINITE, "top_p": 0.5},
+    {"min_p": NAN, "top_p": NAN},
+    {"min_p": -INFINITE, "top_p": INFINITE},
+    {"top_p": 1e-45},
+    {"top_p": -INFINITE},
+    {"top_p": BELOW_1},
+    {"top_k": 2**31 - 1},
+    {"top_k": -(2**31)},
+)  # fmt: skip
+
+
+def extreme_rows(vocabulary: int) -> tuple[np.ndarray, list]:
+    """A row with bans, and the most likely token not the first, for each of EXTREMES; and then with top-k about V."""
+    asked = [*EXTREMES, *({"top_k": k} for k in (1, vocabulary - 1, vocabulary, vocabulary + 1))]
+    logits = np.random.default_rng(5).normal(size=(len(asked), vocabulary)).astype(np.float32)
+    logits[:, 0], logits[:, ::3] = -9.0, -np.inf
+    return logits, asked
+
+
 def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> list[str]:
     """What is wrong with the tokens of rows that ask for so much, drawn with arguments(asked, seed)."""
     columns = [np.asarray(x) for x in arguments(asked, seed)]

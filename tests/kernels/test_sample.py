@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import backends
 from pallas_kernels.sample import sample
-from tests.kernels.sample_helpers import distance, jax_arguments, misses, mixed_rows, odd_rows
+from tests.kernels.sample_helpers import distance, extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
 
 
 @pytest.mark.parametrize("vocabulary", [3, 300, 4099])
@@ -16,6 +16,22 @@ def test_xla_matches_the_definition(make, vocabulary):
     for seed in range(4):
         logits, asked = make(vocabulary, seed)
         assert not misses(*sample(*jax_arguments(logits, asked, seed), backend="xla"), logits, asked, seed)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_parameters_at_the_ends_of_their_ranges_and_beyond(x64):
+    logits, asked = extreme_rows(300)
+    with jax.enable_x64(x64):
+        arrays = jax_arguments(logits.astype(np.float64) if x64 else logits, asked)
+        assert not misses(*sample(*arrays, backend="xla"), logits, asked)
+
+
+def test_a_temperature_without_end_draws_evenly_and_the_most_likely_token_is_kept():
+    logits = jnp.asarray([[0.0, 2.0, -jnp.inf, 1.0]] * 3)
+    columns = jnp.asarray([jnp.inf, jnp.inf, 1.0]), jnp.zeros(3, jnp.int32), jnp.ones(3), jnp.asarray([0.0, 0.0, 5.0])
+    for backend in ("reference", "xla"):
+        tokens, _ = sample(logits, *columns, jnp.asarray([0.3, 0.6, 0.0]), backend=backend)
+        assert np.asarray(tokens).tolist() == [0, 1, 1]
 
 
 def test_the_definition_on_a_row_by_hand():

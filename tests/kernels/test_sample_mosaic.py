@@ -13,7 +13,7 @@ from pallas_kernels.sample.cases import MIXED, arguments
 from pallas_kernels.sample.config import CONFIGS, Config, choose_config
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import same_bits
-from tests.kernels.sample_helpers import jax_arguments, misses, mixed_rows, odd_rows
+from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
 
 INTERPRETED = [  # one chunk and more, with and without a rest, held and not
     (512, Config(1, 1)),
@@ -45,6 +45,12 @@ def test_interpreted_matches_the_definition(vocabulary, config):
 def test_interpreted_odd_rows(vocabulary, config, seed):
     logits, asked = odd_rows(vocabulary, seed)
     assert not misses(*interpreted(logits, asked, config, seed), logits, asked, seed)
+
+
+@pytest.mark.parametrize("config", [Config(1, 1), Config(1, 1, held=0)], ids=str)
+def test_interpreted_parameters_at_the_ends_of_their_ranges_and_beyond(config):
+    logits, asked = extreme_rows(516)
+    assert not misses(*interpreted(logits, asked, config), logits, asked)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
@@ -184,6 +190,15 @@ def test_gpu_matches_the_definition_and_xla(vocabulary, spread):
         assert np.mean(np.asarray(tokens) != np.asarray(plain)) < 0.05
         for _ in range(3):
             assert same_bits(sample(*arrays, backend="mosaic"), (tokens, finite))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [512, 32000, 32772, 151936])
+def test_gpu_parameters_at_the_ends_of_their_ranges_and_beyond(vocabulary):
+    """The approximate logarithm of 1 among them, which must not ban the most likely token."""
+    logits, asked = extreme_rows(vocabulary)
+    for seed in range(8):
+        assert not misses(*sample(*jax_arguments(logits, asked, seed), backend="mosaic"), logits, asked, seed)
 
 
 @pytest.mark.gpu
