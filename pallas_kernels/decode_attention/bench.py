@@ -235,14 +235,14 @@ def main(argv: list[str] | None = None) -> int:
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
-    parser.add_argument("--single-tokens", action="store_true", help="rows of 64 bytes are not copied in pairs")
+    parser.add_argument("--pair-tokens", action="store_true", help="tokens of 64 bytes are copied two a row")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
-    parser.add_argument("--pages-apart", action="store_true", help="each page is copied alone, whatever its number")
+    parser.add_argument("--join-pages", action="store_true", help="one copy for several pages of consecutive numbers")
     parser.add_argument("--one-arrival", action="store_true", help="of a copying warp for all that it has of a tile")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
     changes = {
-        "by_warps": not args.by_warpgroups, "pair_tokens": not args.single_tokens, "join_pages": not args.pages_apart,
+        "by_warps": not args.by_warpgroups, "pair_tokens": args.pair_tokens, "join_pages": args.join_pages,
         "one_arrival": args.one_arrival, "stages": args.stages, "consecutive": args.consecutive,
     }  # fmt: skip
     rows = table(args.parts, args.heads, args.formats, **changes)

@@ -31,7 +31,9 @@ SMALL = Case(
     v_format="bf16",
     dtype="bfloat16",
 )
-TINY = Config(split=128, most_splits=8, per_sm=1, sms=2, stages=2)  # threads are what race detection takes long for
+TINY = Config(
+    split=128, most_splits=8, per_sm=1, sms=2, stages=2, join_pages=True
+)  # threads are what race detection takes long for
 NARROW = dataclasses.replace(TINY, computing=1)
 
 
@@ -320,13 +322,17 @@ def test_lowers_with_copies_of_several_pages(page_size):
 
 
 @pytest.mark.parametrize(
-    ("kv", "page_size", "head_dim"), [("bf16", 16, 128), ("int4-g32", 8, 64), ("int8-g8", 128, 256)]
+    ("kv", "page_size", "head_dim"),
+    [("bf16", 16, 128), ("int4-g32", 8, 64), ("int4-g32", 16, 128), ("int8-g8", 128, 256)],
 )
-def test_lowers_with_one_arrival_of_a_copying_warp(kv, page_size, head_dim):
+@pytest.mark.parametrize("one_arrival", [False, True])
+def test_lowers_with_what_is_asked_for_by_name(kv, page_size, head_dim, one_arrival):
     case = small(lengths=(300,), page_size=page_size, head_dim=head_dim, k_format=kv, v_format=kv)
-    config = dataclasses.replace(choose_config(head_dim, 2), one_arrival=True)
+    named = {"join_pages": True, "pair_tokens": True, "one_arrival": one_arrival}
+    config = dataclasses.replace(choose_config(head_dim, 2), **named)
     f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
-    assert "mbarrier.expect_tx" in f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    text = f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mbarrier.expect_tx" in text) == one_arrival
 
 
 @pytest.mark.parametrize("by_warps", [True, False])
@@ -432,14 +438,15 @@ def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_for
     def run(arguments, config):
         return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
 
-    apart = partial(run, config=dataclasses.replace(config, join_pages=False))
+    apart = partial(run, config=config)
     for one_arrival in (False, True):
-        check_runs(case, partial(run, config=dataclasses.replace(config, one_arrival=one_arrival)), apart)
+        joined = dataclasses.replace(config, join_pages=True, one_arrival=one_arrival)
+        check_runs(case, partial(run, config=joined), apart)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "changes", [{"by_warps": False}, {"pair_tokens": False}, {"computing": 1, "sms": 3}, {"one_arrival": True}], ids=str
+    "changes", [{"by_warps": False}, {"pair_tokens": True}, {"computing": 1, "sms": 3}, {"one_arrival": True}], ids=str
 )
 @pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g128", "int4-g32"])
 def test_other_configurations_on_the_device(kv, changes):
