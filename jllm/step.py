@@ -252,7 +252,8 @@ def _lay_out(slots: Slots, batch: RaggedBatch, num_pages: int, page_size: int) -
     chunk_slot = jnp.where(batch.chunk_slot < S, batch.chunk_slot, 0)
     cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(batch.chunk_len, dtype=jnp.int32)])
     row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(cu[1:], row, side="right").astype(jnp.int32)  # B for the unused tail
+    # B for the unused tail; not by halves, which would be a loop of small kernels before anything else
+    chunk = jnp.searchsorted(cu[1:], row, side="right", method="compare_all").astype(jnp.int32)
     in_chunk = row < cu[-1]
     chunk_position = jnp.where(in_chunk, row - _at(cu, chunk) + _at(batch.chunk_start, chunk), 0)
 

@@ -1,5 +1,6 @@
 """The step as a function: it lowers at full size for every rung, and it is pure when asked to be."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from jllm.config import load_config
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
-from jllm.step import State, Variant, jit_step, make_slots, undonated_step
+from jllm.step import State, Variant, jit_step, make_penalties, make_slots, undonated_step
+from pallas_kernels import backends
 from tests.tiny import CONFIG, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LADDER = make_ladder(512, 2048)
+MIXED, PLAIN = Rung(64, 512, 64), Variant()
 
 
 @pytest.mark.parametrize("rung", LADDER, ids=str)
@@ -39,19 +42,27 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
-def lowered_for_cuda(shape: str, scheme: str) -> tuple[int, str]:
+def lowered_for_cuda(
+    shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend="mosaic", **changes
+) -> tuple[int, str]:
     """Layers, and the text of a step on the kernels, from shapes alone and without a GPU."""
-    config = load_config(CONFIGS / f"{shape}.json")
+    config = replace(load_config(CONFIGS / f"{shape}.json"), **changes)
     formats = parse_kv_cache(None, config, jnp.bfloat16)
-    state = jax.eval_shape(lambda: State(make_cache(config, 4096, 16, formats), make_slots(64, 256)))
-    layout = Layout(Rung(64, 512, 64), deltas=160)
+    bias = 8 if variant.penalties else 0
+
+    def state():
+        penalties = make_penalties(64, config.vocab_size, bias) if bias else None
+        return State(make_cache(config, 4096, 16, formats), make_slots(64, 256), penalties)
+
+    layout = Layout(rung, deltas=160, bias=bias)
     traced = jit_step.trace(
         quantize(abstract_params(config, jnp.bfloat16), scheme),
-        state,
+        jax.eval_shape(state),
         jax.ShapeDtypeStruct((layout.size,), np.int32),
         config=config,
         layout=layout,
-        backend="mosaic",
+        variant=variant,
+        backend=backend,
     )
     return config.num_layers, traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -74,6 +85,45 @@ def test_a_7b_step_of_every_scheme_lowers_for_cuda(scheme):
     assert text.count("call @_layer(") == layers
     products = 3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4
     assert text.count("custom_call @mosaic_gpu_v2") == KERNELS + products
+
+
+def branches(text: str) -> int:
+    """Loops, and conditionals of which the text does not already say how they go (as it does of those by platform)."""
+    known: set[str] = set()
+    unknown = text.count("stablehlo.while") + text.count("stablehlo.if")
+    for line in text.splitlines():
+        if "func.func" in line:
+            known.clear()
+        name = re.match(r" *(%\w+) = ", line)
+        case = re.search(r"\"stablehlo\.case\"\((%\w+)\)", line)
+        if case and case[1] not in known:
+            unknown += 1
+        elif name and (case or "stablehlo.constant" in line):
+            known.add(name[1])
+    return unknown
+
+
+@pytest.mark.parametrize("rung", [Rung(64, 0, 0), MIXED], ids=str)
+@pytest.mark.parametrize("variant", [PLAIN, Variant(penalties=True), Variant(logprobs=True)], ids=str)
+def test_a_step_on_the_kernels_waits_for_nothing_that_the_host_must_read(rung, variant):
+    _, text = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, num_layers=2)
+    assert text.count("stablehlo.case") > 0
+    assert branches(text) == 0
+    if rung.tokens == 0 and variant == PLAIN:
+        _, plain = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, "xla", num_layers=2)
+        assert branches(plain) > 3  # what plain sampling skips
+
+
+def test_a_vocabulary_that_the_kernel_for_samples_lacks(monkeypatch):
+    """Is sampled from in plain jnp where no backend is named, beside the other kernels; a name is taken at its word."""
+    monkeypatch.setattr(backends, "on_hopper", lambda: True)
+    counts = []
+    for vocabulary in (32004, 32001, 300):
+        _, text = lowered_for_cuda("llama-2-7b", "bf16", backend=None, num_layers=2, vocab_size=vocabulary)
+        counts.append(text.count("custom_call @mosaic_gpu_v2"))
+    assert counts == [counts[0], counts[0] - 1, counts[0] - 1]
+    with pytest.raises(NotImplementedError, match="V=32001 is not supported by backend mosaic, which does multiples"):
+        lowered_for_cuda("llama-2-7b", "bf16", num_layers=2, vocab_size=32001)
 
 
 def test_the_ladder_holds_every_step():
