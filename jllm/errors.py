@@ -12,6 +12,10 @@ class ConfigError(JllmError, ValueError):
     """A config file or an engine option asks for something unknown, unsupported or inconsistent."""
 
 
+class NoRoomError(ConfigError):
+    """A model or an engine that its device has no room for."""
+
+
 class CheckpointError(JllmError, ValueError):
     """A checkpoint directory or one of its files is missing, damaged or does not fit its config."""
 

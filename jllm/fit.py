@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jllm.batch import Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig, load_quantization
-from jllm.errors import ConfigError, QuantizationError
+from jllm.errors import NoRoomError, QuantizationError
 from jllm.param_specs import abstract_params, weight_specs
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
@@ -24,10 +24,6 @@ SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate 
 LEAST = Rung(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
 
 Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
-
-
-class NoRoomError(ConfigError):
-    """A model or an engine that its device has no room for."""
 
 
 def free_memory() -> int | None:

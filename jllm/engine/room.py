@@ -10,8 +10,8 @@ from jllm.batch import Rung
 from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, Sizes, resolve
-from jllm.errors import ConfigError, QuantizationError
-from jllm.fit import SCHEMES, NoRoomError, gib, page_bytes, step_bytes, tree_bytes, would_fit
+from jllm.errors import ConfigError, NoRoomError, QuantizationError
+from jllm.fit import SCHEMES, gib, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.step import State, make_slots

@@ -15,8 +15,7 @@ from jllm.engine.compiling import Compiled, Compiler, most_needed_first
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import EngineClosed
-from jllm.fit import NoRoomError
+from jllm.errors import EngineClosed, NoRoomError
 from tests.tiny import greedy, serve, tiny_model
 
 LADDER = (Rung(1, 0, 0), Rung(2, 6, 2), Rung(3, 0, 0), Rung(3, 13, 3))

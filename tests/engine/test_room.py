@@ -17,8 +17,8 @@ from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.options import make_options
 from jllm.engine.room import check_room, sizes_for
-from jllm.errors import ConfigError
-from jllm.fit import GIB, NoRoomError, check_weights, free_memory, page_bytes, weight_bytes
+from jllm.errors import ConfigError, NoRoomError
+from jllm.fit import GIB, check_weights, free_memory, page_bytes, weight_bytes
 from jllm.quant.quantize import quantize
 from tests.tiny import greedy, serve, tiny_model
 
