@@ -104,7 +104,7 @@ def _tap_step(
     assert updated is not None
     wanted = {"norm", "logits"} & set(taps)
     logits = head(params, config, hidden, backend=backend) if wanted else hidden
-    return updated, found | head_taps(params, config, hidden, logits, taps)
+    return updated, found | head_taps(params, config, hidden, logits, taps, backend=backend)
 
 
 def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:

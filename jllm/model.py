@@ -113,10 +113,20 @@ def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str
     return norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
 
 
-def head_taps(params: Params, config: LlamaConfig, hidden: jax.Array, logits: jax.Array, taps: tuple[str, ...]) -> Taps:
+def head_taps(
+    params: Params,
+    config: LlamaConfig,
+    hidden: jax.Array,
+    logits: jax.Array,
+    taps: tuple[str, ...],
+    *,
+    backend: str | None = None,
+) -> Taps:
     """Those of the values that taps name which the head computes, of rows [rows, E]."""
     names = resolve_taps(taps, config.num_layers)
-    found = {"norm": norm_quant(hidden, params.norm, eps=config.norm_eps)[0]} if "norm" in names else {}
+    found = (
+        {"norm": norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]} if "norm" in names else {}
+    )
     return found | ({"logits": logits} if "logits" in names else {})
 
 

@@ -182,7 +182,7 @@ def step(
         **_top(raw, variant),
         prompt_logprobs=scores[0],
         prompt_ranks=scores[1],
-        taps=taps | head_taps(params, config, picked, raw, variant.taps),
+        taps=taps | head_taps(params, config, picked, raw, variant.taps, backend=backend),
     )
     return State(cache, _advance(slots, rows, tokens, ~finite), penalties), outputs
 

@@ -48,6 +48,12 @@ def test_greedy_is_the_argmax_of_the_forward_without_a_cache(model):
         assert 0 < done.timings.first_token <= done.timings.total
 
 
+def test_any_finite_temperature_draws_at_random(model):
+    """Also one that float32 cannot hold: tokens are then drawn evenly, with no warning."""
+    (done,) = serve(model, [[5]], [SamplingParams(temperature=1e300, seed=1, max_new_tokens=12)], **OPTIONS)
+    assert len(set(done.token_ids)) > 6
+
+
 def test_logprobs_are_of_the_raw_logits(model):
     params = SamplingParams(temperature=0.5, seed=3, logprobs=4, prompt_logprobs=True, max_new_tokens=9, top_k=3)
     for prompt, done in zip(PROMPTS, serve(model, PROMPTS, [params] * 3, **OPTIONS), strict=True):
