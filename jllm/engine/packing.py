@@ -7,7 +7,6 @@ import numpy as np
 from jllm.batch import STOP_IDS, Layout, RaggedBatch
 from jllm.engine.scheduler import Chunk, Plan
 from jllm.engine.sequence import Sequence
-from pallas_kernels.sample.config import HOTTEST
 
 
 def pack_plan(
@@ -41,7 +40,7 @@ def _write_chunk(batch: RaggedBatch, b: int, chunk: Chunk, vocab_size: int) -> N
     batch.prompt_len[b], batch.max_length[b] = len(seq.prompt), seq.max_length
     batch.seed[b : b + 1].view(np.uint32)[0] = seq.seed
     batch.sample[b] = seq.sample
-    batch.temperature[b], batch.top_k[b] = min(p.temperature, HOTTEST), min(p.top_k, vocab_size)
+    batch.temperature[b], batch.top_k[b] = p.temperature, min(p.top_k, vocab_size)
     batch.top_p[b], batch.min_p[b] = p.top_p, p.min_p
 
 
