@@ -51,7 +51,8 @@ COMMANDS = (
     ),
     Command(
         "tests-weight-only",
-        f"{PYTEST} tests/kernels/test_weight_only_matmul_mosaic.py tests/kernels/test_weight_only_matmul_stream.py",
+        f"{PYTEST} tests/kernels/test_weight_only_matmul_resident.py tests/kernels/test_weight_only_matmul_stream.py"
+        " tests/kernels/test_weight_only_matmul_mosaic.py",
         150,
         timed=False,
     ),
@@ -74,15 +75,39 @@ COMMANDS = (
         90,
     ),
     Command(
+        "decode_one_arrival",
+        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --one-arrival --label one-arrival"
+        " --results {results}",
+        60,
+    ),
+    Command(
+        "decode_paired",
+        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --formats bf16 int4-g32 --pair-tokens"
+        " --one-arrival --label paired --results {results}",
+        40,
+    ),
+    Command(
+        "decode_joined",
+        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --consecutive --join-pages"
+        " --label joined --results {results}",
+        60,
+    ),
+    Command(
         "decode_by_warpgroups",
         "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --by-warpgroups --label by-warpgroups"
         " --results {results}",
         60,
     ),
     Command(
+        "weight_only_resident",
+        "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 --formats w4a16-g128 nf4:1 w8a16 fp8-weight:1"
+        " --tune w4a16-g128 nf4 w8a16 fp8-weight --label resident --results {results}",
+        70,
+    ),
+    Command(
         "weight_only_matmul",
         "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 64 512"
-        " --formats w4a16-g128 nf4:1 w8a16:1 fp8-weight:1 --tune w4a16-g128 --results {results}",
+        " --formats w4a16-g128 nf4 w8a16 fp8-weight --results {results}",
         70,
     ),
     Command(
