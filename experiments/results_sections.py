@@ -196,7 +196,7 @@ KERNELS = (
         times_of_bar("torch's fp8 time and 10 %", "torch"),
     ),
     Section(
-        "weight_only_matmul",
+        "weight_only_matmul.*",
         "Products with 4-bit weights against bf16",
         "Bars are speed over XLA's bf16 product of the same shape.",
         (COPY,),
@@ -220,6 +220,21 @@ KERNELS = (
         "silu_mul_quant",
         "SiLU, product and quantization in one kernel against XLA",
         tables=(COPY, Table(("T", "F", "kind"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "swiglu",
+        "Gate and up projection with SiLU in one kernel against a product and a pass",
+        "`default` is the product and the pass that the model takes otherwise; `mosaic RxCxS` are other tiles.",
+        tables=(COPY, Table(("M", "K", "F"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "sample",
+        "Sampling in one kernel against plain jnp and sorting",
+        "Microseconds of kernels, and on the host's clock (`wall_us`), which has plain jnp's waits for the host.",
+        tables=(
+            Table(("R", "V", "asked"), "us", pivot=("peer", "us")),
+            Table(("R", "V", "asked"), "wall_us", pivot=("peer", "wall_us")),
+        ),
     ),
     Section(
         "sanitizer",
