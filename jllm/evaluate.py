@@ -11,7 +11,8 @@ of weights and of K and V cost here what they cost there. Logits exist for a blo
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
 from jllm.pretrained import Model
+from jllm.progress import digest_of, fingerprint, open_progress
 from jllm.protocols import Protocol, Window, encode, find_protocol, windows_of
 from jllm.scoring import Reader, Scores, Sizes, read_states, score_windows
 
@@ -130,12 +132,15 @@ def evaluate(
     max_step_tokens: int = 512,
     page_size: int = 16,
     backend: str | None = None,
+    resume: str | Path | None = None,
 ) -> Evaluation:
     """Perplexity of a text or several; with a reference model also the divergence from it on the same tokens.
 
     Token ids are taken as they are, nothing added. Options are those of EngineOptions; a step takes max_step_tokens of
     up to max_slots windows. The reference keeps K and V in its own dtype; for many evaluations against one, `record`
-    it. Raises EvaluationError for what can't be scored, ConfigError for options.
+    it. `resume` names a file that each window's scores go to as they come: the same call goes on from there after an
+    interruption (windows then share steps with others: sums agree to rounding). Raises EvaluationError for what can't
+    be scored and for a file of another evaluation, ConfigError for options.
     """
     _check_options(max_slots, max_step_tokens, page_size, kv_cache, backend)
     texts, resolved = _as_texts(texts), find_protocol(protocol).resolve(model.config)
@@ -150,7 +155,12 @@ def evaluate(
     if isinstance(reference, Recorded):
         _check_recorded(reference, resolved, ids)
     sizes = Sizes.of(windows, max_slots, max_step_tokens, page_size)
-    scores = score_windows(tuple(readers), ids, windows, sizes, backend)
+    key = {
+        "protocol": asdict(resolved), "text": digest_of(ids), "KV format": kv_cache, "backend": backend,
+        "models": [fingerprint(r.model, r.states) for r in readers] if resume else [],
+    }  # fmt: skip
+    progress = open_progress(resume, key) if resume else ()
+    scores = score_windows(tuple(readers), ids, windows, sizes, backend, *progress)
     if resolved.joined:
         return Evaluation(resolved, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
     groups: list[list[Scores]] = [[] for _ in ids]

@@ -6,9 +6,10 @@ and nothing of the model that they are compared with.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -150,6 +151,10 @@ class Reader:
     kv_cache: str | None = None
     states: tuple[np.ndarray, ...] | None = None
 
+    def of(self, windows: Sequence[int]) -> "Reader":
+        """The same of these windows alone, in this order."""
+        return self if self.states is None else replace(self, states=tuple(self.states[i] for i in windows))
+
     def begin(self, sizes: Sizes) -> Cache:
         """An empty cache; none where everything is known."""
         if self.states is not None:
@@ -174,29 +179,57 @@ class Reader:
 
 
 def score_windows(
-    readers: tuple[Reader, ...], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes, backend: str | None
+    readers: tuple[Reader, ...],
+    ids: Sequence[np.ndarray],
+    windows: Sequence[Window],
+    sizes: Sizes,
+    backend: str | None,
+    known: Mapping[int, Scores] = MappingProxyType({}),
+    scored: Callable[[int, Scores], None] = lambda window, scores: None,
 ) -> list[Scores]:
-    """Of each window's scored tokens, by one model, or by it and its reference."""
+    """Of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number, are
+    taken as they are; of each other one `scored` is told when it is done."""
     heads, configs = tuple(r.head for r in readers), tuple(r.model.config for r in readers)
 
     def score(states: tuple[jax.Array, ...], targets: np.ndarray) -> dict[str, jax.Array]:
         return score_rows(heads, states, jnp.asarray(targets), configs=configs, backend=backend)
 
-    pieces = _run(readers, score, ids, windows, sizes, backend, "scoring")
-    return [_scored(window, found) for window, found in zip(windows, pieces, strict=True)]
+    numbers = [i for i in range(len(windows)) if i not in known]
+    made = dict(known)
+
+    def finish(i: int, pieces: list[Scores]) -> None:
+        made[numbers[i]] = _scored(windows[numbers[i]], pieces)
+        scored(numbers[i], made[numbers[i]])
+
+    _run(
+        tuple(r.of(numbers) for r in readers),
+        score,
+        ids,
+        [windows[i] for i in numbers],
+        sizes,
+        backend,
+        "scoring",
+        finish,
+    )
+    return [made[i] for i in range(len(windows))]
 
 
 def read_states(
     reader: Reader, ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes, backend: str | None
 ) -> tuple[np.ndarray, ...]:
     """The hidden states of each window's inputs [inputs, E], on the host."""
-    pieces = _run((reader,), lambda states, _: {"x": states[0]}, ids, windows, sizes, backend, "reading")
-    return tuple(np.concatenate([piece["x"] for piece in found]) for found in pieces)
+    found: dict[int, np.ndarray] = {}
+
+    def finish(i: int, pieces: list[Scores]) -> None:
+        found[i] = np.concatenate([piece["x"] for piece in pieces])
+
+    _run((reader,), lambda states, _: {"x": states[0]}, ids, windows, sizes, backend, "reading", finish)
+    return tuple(found[i] for i in range(len(windows)))
 
 
-def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: str) -> list[list[Scores]]:
-    """make(states, targets) of every step, cut into the windows' chunks. The next step is dispatched before the
-    results of one are read."""
+def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: str, finish) -> None:
+    """make(states, targets) of every step, cut into the windows' chunks; finish(window, pieces) of each window that has
+    all of its own. The next step is dispatched before the results of one are read."""
     caches = [reader.begin(sizes) for reader in readers]
     pieces: list[list[Scores]] = [[] for _ in windows]
 
@@ -207,6 +240,9 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
             pieces[chunk.window].append({key: x[at : at + n] for key, x in host.items()})
             at += n
             bar.update(n)
+            if chunk.stop == windows[chunk.window].inputs:
+                finish(chunk.window, pieces[chunk.window])
+                pieces[chunk.window] = []
 
     in_flight: tuple[list[Chunk], dict[str, Any]] | None = None
     total = sum(window.inputs for window in windows)
@@ -224,7 +260,6 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
             in_flight = chunks, out
         if in_flight is not None:
             take(*in_flight)
-    return pieces
 
 
 def _scored(window: Window, pieces: list[Scores]) -> Scores:

@@ -1,0 +1,101 @@
+"""What an interrupted evaluation goes on from: a file of the windows that are scored, one a line, as they come.
+
+The first line says which evaluation it is: protocol, tokens, models, formats. Arrays stand in base64, so that they are
+read as they were written. A line that was cut off while it was written counts for nothing.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.errors import EvaluationError
+from jllm.pretrained import Model
+
+Scores = dict[str, np.ndarray]
+Key = dict[str, Any]
+
+SAMPLE = 256  # values of each weight that tell models apart
+
+
+def open_progress(path: str | Path, key: Key) -> tuple[dict[int, Scores], Callable[[int, Scores], None]]:
+    """The windows that the file holds, by number, and a function that adds one; the file begins here where there is
+    none. Raises EvaluationError for a file of another evaluation or of no evaluation at all."""
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be read: {error.strerror}") from None
+    whole = [line for line in lines if line.endswith(b"\n")]
+    if whole:
+        _check_key(path, _parse(path, whole[0]), key)
+    found = dict(_window(path, line) for line in whole[1:])
+    try:
+        with path.open("wb") as file:
+            file.writelines(whole or [json.dumps(key).encode() + b"\n"])
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def add(window: int, scores: Scores) -> None:
+        with path.open("ab") as file:
+            file.write(json.dumps({"window": window, "scores": _packed(scores)}).encode() + b"\n")
+
+    return found, add
+
+
+def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str:
+    """Tells models apart: by config and some values of each weight, and of what a recorded reference made."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // SAMPLE)]).tobytes())
+    for state in states or ():
+        digest.update(state.reshape(-1)[:: max(1, state.size // SAMPLE)].tobytes())
+    return digest.hexdigest()
+
+
+def digest_of(ids: Sequence[np.ndarray]) -> str:
+    """Of token ids by text."""
+    digest = hashlib.sha256()
+    for tokens in ids:
+        digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def _check_key(path: Path, found: Any, key: Key) -> None:
+    if not isinstance(found, dict) or found.keys() != key.keys():
+        raise EvaluationError(f"{path}: is not the progress of an evaluation; name a file that does not exist yet")
+    if different := [name for name in key if found[name] != key[name]]:
+        raise EvaluationError(
+            f"{path}: is the progress of another evaluation, of other {' and '.join(different)}; name another file"
+        )
+
+
+def _parse(path: Path, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise EvaluationError(
+            f"{path}: is not the progress of an evaluation; name a file that does not exist yet"
+        ) from None
+
+
+def _window(path: Path, line: bytes) -> tuple[int, Scores]:
+    entry = _parse(path, line)
+    try:
+        return int(entry["window"]), {name: _unpacked(*value) for name, value in entry["scores"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise EvaluationError(f"{path}: is damaged; delete it to begin again") from None
+
+
+def _packed(scores: Scores) -> dict[str, tuple[str, str]]:
+    return {name: (str(x.dtype), base64.b64encode(x.tobytes()).decode()) for name, x in scores.items()}
+
+
+def _unpacked(dtype: str, data: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(data, validate=True), np.dtype(dtype))
