@@ -155,11 +155,7 @@ def evaluate(
     if isinstance(reference, Recorded):
         _check_recorded(reference, resolved, ids)
     sizes = Sizes.of(windows, max_slots, max_step_tokens, page_size)
-    key = {
-        "protocol": asdict(resolved), "text": digest_of(ids), "KV format": kv_cache, "backend": backend,
-        "models": [fingerprint(r.model, r.states) for r in readers] if resume else [],
-    }  # fmt: skip
-    progress = open_progress(resume, key) if resume else ()
+    progress = () if resume is None else open_progress(resume, _key(resolved, ids, readers, kv_cache, backend))
     scores = score_windows(tuple(readers), ids, windows, sizes, backend, *progress)
     if resolved.joined:
         return Evaluation(resolved, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
@@ -187,6 +183,16 @@ def record(
     states = read_states(Reader(model), ids, windows, sizes, backend)
     bare = replace(model, params=replace(model.params, layers=()))
     return Recorded(bare, resolved, tuple(ids), states)
+
+
+def _key(
+    protocol: Protocol, ids: list[np.ndarray], readers: list[Reader], kv_cache: str | None, backend: str | None
+) -> dict[str, Any]:
+    """What two evaluations must share for one to go on from the other's progress."""
+    models = [fingerprint(reader.model, reader.states) for reader in readers]
+    return {
+        "protocol": asdict(protocol), "text": digest_of(ids), "KV format": kv_cache, "backend": backend, "models": models
+    }  # fmt: skip
 
 
 def _check_options(slots: int, tokens: int, page_size: int, kv_cache: str | None, backend: str | None) -> None:
