@@ -190,9 +190,8 @@ def _key(
 ) -> dict[str, Any]:
     """What two evaluations must share for one to go on from the other's progress."""
     models = [fingerprint(reader.model, reader.states) for reader in readers]
-    return {
-        "protocol": asdict(protocol), "text": digest_of(ids), "KV format": kv_cache, "backend": backend, "models": models
-    }  # fmt: skip
+    how = {"protocol": asdict(protocol), "KV format": kv_cache, "backend": backend}
+    return how | {"text": digest_of(ids), "models": models}
 
 
 def _check_options(slots: int, tokens: int, page_size: int, kv_cache: str | None, backend: str | None) -> None:
