@@ -49,7 +49,7 @@ def proposals(text: str) -> list[dict[str, int | str]]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     free=st.integers(1 << 20, 12 * GIB),
@@ -89,7 +89,7 @@ def test_the_largest_number_of_pages_that_fits_is_named():
     assert "kv_cache=int4-g32" not in refused({"max_slots": 64, "num_pages": 40_000}, "llama-2-7b", 2 * GIB)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     free=st.integers(1 << 20, 40 * GIB),
