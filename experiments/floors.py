@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from experiments.decode_step import HBM
 from jllm.config import LlamaConfig
 from jllm.engine.plan import Limits, Plan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
+from jllm.fit import tree_bytes
 from jllm.params import Params
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -80,11 +79,6 @@ def make_floor(
 def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
     activations = weight.format.activations if isinstance(weight, QuantizedWeight) else None
     return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, peaks[activations])
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or of their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True)

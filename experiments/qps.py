@@ -35,7 +35,7 @@ import numpy as np
 
 from experiments.arguments import positive
 from experiments.decode_step import HBM
-from experiments.floors import make_floor, tree_bytes, workload_seconds
+from experiments.floors import make_floor, workload_seconds
 from experiments.result_file import ResultFile
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -46,6 +46,7 @@ from jllm.engine.metrics import nearest_rank
 from jllm.engine.options import KV_POLICIES, POLICIES
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize

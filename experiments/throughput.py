@@ -31,13 +31,14 @@ import numpy as np
 
 from experiments.arguments import positive
 from experiments.decode_step import HBM, filled_slots
-from experiments.floors import make_floor, tree_bytes
+from experiments.floors import make_floor
 from experiments.result_file import ResultFile
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, JllmError
+from jllm.fit import free_memory, tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
@@ -273,10 +274,8 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
 
 def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace) -> float:
     """Pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it has."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return math.inf
-    return (stats["bytes_limit"] - stats["bytes_in_use"] - STEP_BYTES) // page_bytes(config, params, args)
+    free = free_memory()
+    return math.inf if free is None else (free - STEP_BYTES) // page_bytes(config, params, args)
 
 
 def page_bytes(config: LlamaConfig, params: Params, args: argparse.Namespace) -> int:

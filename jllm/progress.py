@@ -16,8 +16,8 @@ import numpy as np
 
 from jllm.errors import EvaluationError
 from jllm.pretrained import Model
+from jllm.scoring import Scores
 
-Scores = dict[str, np.ndarray]
 Key = dict[str, Any]
 
 SAMPLE = 256  # values of each weight that tell models apart
@@ -31,13 +31,16 @@ def open_progress(path: str | Path, key: Key) -> tuple[dict[int, Scores], Callab
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read: {error.strerror}") from None
+    first = json.dumps(key).encode() + b"\n"
     whole = [line for line in lines if line.endswith(b"\n")]
-    if whole:
-        _check_key(path, _parse(path, whole[0]), key)
+    if whole or not first.startswith(b"".join(lines)):
+        _check_key(path, _parse(path, lines[0]), key)
     found = dict(_window(path, line) for line in whole[1:])
     try:
-        with path.open("wb") as file:
-            file.writelines(whole or [json.dumps(key).encode() + b"\n"])
+        with path.open("ab") as file:
+            file.truncate(sum(map(len, whole)))
+            if not whole:
+                file.write(first)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be written: {error.strerror}") from None
 

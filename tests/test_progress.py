@@ -76,7 +76,7 @@ def test_a_line_that_was_cut_off_is_scored_again(model, tmp_path):
     file = tmp_path / "progress.jsonl"
     whole = evaluate(model, texts(), "document", resume=file, **OPTIONS)
     written = file.read_bytes()
-    for cut in (1, 40, len(written.splitlines(keepends=True)[-1]) - 1):
+    for cut in (1, 40, len(written.splitlines(keepends=True)[-1]) - 1, len(written) - 20, len(written)):
         file.write_bytes(written[:-cut])
         assert close(evaluate(model, texts(), "document", resume=file, **OPTIONS), whole)
         assert len(file.read_bytes().splitlines()) == len(written.splitlines())
@@ -114,6 +114,8 @@ def test_another_evaluation_is_refused(model, tmp_path, change, says):
         ("once upon a time\n", "is not the progress of an evaluation"),
         ('{"window": 1}\n', "is not the progress of an evaluation"),
         ("[1, 2]\n", "is not the progress of an evaluation"),
+        ("a line without an end", "is not the progress of an evaluation"),
+        ("{}", "is not the progress of an evaluation"),
     ],
 )
 def test_another_kind_of_file_is_refused(model, tmp_path, text, says):

@@ -23,8 +23,9 @@ import numpy as np
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.cost_model import CostModel, model_shapes
 from experiments.devices import DeviceSheet, device_sheets
-from experiments.floors import Work, make_floor, tree_bytes
+from experiments.floors import Work, make_floor
 from experiments.qps import token_bytes
+from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 
 MODELS = ("llama-2-7b", "llama-3-8b")

@@ -12,8 +12,8 @@ from typing import Any
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.cost_model import model_shapes
 from experiments.devices import DeviceSheet, device_sheets
-from experiments.floors import tree_bytes
 from experiments.qps import token_bytes
+from jllm.fit import tree_bytes
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b")
 LARGE = "176B"  # parameters; as BLOOM

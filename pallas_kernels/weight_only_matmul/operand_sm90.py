@@ -83,15 +83,7 @@ def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int,
     if tile.format.packed:
         codes = unpack4(codes, signed=tile.format.codes == "int4")
     codes = codes[:, first_column : first_column + COLUMNS]
-    if tile.format.codes == "nf4":
-        values = jnp.zeros(codes.shape, jnp.float32)
-        for i, value in enumerate(NF4):
-            values = jnp.where(codes == i, value, values)
-        values = values.astype(tile.dtype)
-    elif tile.format.codes == "fp8":
-        values = codes.astype(jnp.float32).astype(tile.dtype)
-    else:
-        values = codes.astype(tile.dtype)
+    values = plain_values(codes, tile.format, tile.dtype)
 
     def spread(name: str) -> jax.Array:
         x = refs[name][...].astype(tile.dtype)
@@ -104,6 +96,16 @@ def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int,
     if "zeros" in refs:
         values = values - spread("zeros")
     return values * spread("scales") if tile.format.group is not None else values
+
+
+def plain_values(codes: jax.Array, fmt: WeightFormat, dtype: jnp.dtype) -> jax.Array:
+    """The numbers that codes, one an element, stand for before zero points and scales: for the interpreter."""
+    values = codes.astype(jnp.float32)
+    if fmt.codes == "nf4":
+        values = jnp.zeros(codes.shape, jnp.float32)
+        for i, value in enumerate(NF4):
+            values = jnp.where(codes == i, value, values)
+    return values.astype(dtype)
 
 
 class Codes:

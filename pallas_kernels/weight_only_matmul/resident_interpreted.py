@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized_weights import NF4, unpack4
-from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS
+from pallas_kernels.quantized_weights import unpack4
+from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, plain_values
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 from pallas_kernels.weight_only_matmul.resident_sizes import ROW_ORDER, TILE, Sizes
 from pallas_kernels.weight_only_matmul.stream_sm90 import CHUNK
@@ -47,13 +47,7 @@ def stage(
     codes = read["w"][...]
     if fmt.packed:
         codes = unpack4(codes, signed=fmt.codes == "int4")
-    if fmt.codes == "nf4":
-        values = jnp.zeros(codes.shape, jnp.float32)
-        for i, value in enumerate(NF4):
-            values = jnp.where(codes == i, value, values)
-    else:
-        values = codes.astype(jnp.float32)
-    values = values.astype(plan.dtype)
+    values = plain_values(codes, fmt, plan.dtype)
 
     def spread(name: str) -> jax.Array:  # [16, columns]
         if not plan.by_group:

@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.quantized_weights import NF4, QuantizedWeight, group_scales, unpack4
+from pallas_kernels.quantized_weights import QuantizedWeight, group_scales, unpack4
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
-from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_table
+from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_table, plain_values
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
 CHUNK = 128  # columns that a warp multiplies at a time
@@ -342,13 +342,7 @@ def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warp
     codes = sources["w"][rows, :]
     if fmt.packed:
         codes = unpack4(codes, signed=fmt.codes == "int4")
-    if fmt.codes == "nf4":
-        values = jnp.zeros(codes.shape, jnp.float32)
-        for i, value in enumerate(NF4):
-            values = jnp.where(codes == i, value, values)
-    else:
-        values = codes.astype(jnp.float32)
-    values = values.astype(plan.dtype)
+    values = plain_values(codes, fmt, plan.dtype)
 
     def spread(name: str) -> jax.Array:  # [rows, K]
         if fmt.group is None:

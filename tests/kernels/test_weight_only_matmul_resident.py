@@ -22,8 +22,9 @@ from tests.kernels.helpers import same_bits
 from tests.kernels.test_weight_only_matmul_mosaic import (
     FORMATS,
     TOLERANCE,
+    check_company,
+    check_interpreted,
     every_code,
-    interpreted,
     lower,
     row_error,
     shapes,
@@ -174,19 +175,11 @@ INTERPRETED = [
 
 @pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
 def test_interpreted(case, config):
-    inputs = case.inputs()
-    out = interpreted(*inputs, case, config)
-    assert out.dtype == (case.out_dtype or case.dtype)
-    assert row_error(out, reference.weight_only_matmul(*inputs)) < TOLERANCE[case.dtype]
+    check_interpreted(case, config)
 
 
 def test_parts_are_added_in_their_order():
-    """The same bits whatever rows of x come along, and as often as they are asked for."""
-    case = Case((8,), 64, 1280, "w4a16-g128")
-    x, w, _, _ = case.inputs()
-    whole = interpreted(x, w, None, None, case, SMALL)
-    assert same_bits(interpreted(x, w, None, None, case, SMALL), whole)
-    assert same_bits(interpreted(x[3:5], w, None, None, case, SMALL), whole[3:5])
+    check_company(Case((8,), 64, 1280, "w4a16-g128"), SMALL)
 
 
 @pytest.mark.parametrize("name", FORMATS)
