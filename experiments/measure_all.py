@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-PYTEST = "-m pytest -o addopts= -q -m gpu --tb=short"
-QUANT_STAGES = "decode:bf16:1,64,128,512 decode:bf16:16,256 prefill:bf16:128,512 decode:int8-g8:1,64,256,512"
+PYTEST = "-m pytest -o addopts= -v -n 12 --dist worksteal -m gpu --tb=short"
+QUANT_STAGES = "decode:bf16:1,64,512 prefill:bf16:64,128,512 decode:bf16:16,128,256 prefill:bf16:1,16,256"
 
 LEAST = 10  # seconds: with fewer left, nothing is begun
 
@@ -38,41 +38,37 @@ class Command:
 
 
 COMMANDS = (
-    Command("tests-model", f"{PYTEST} tests/test_gpu.py tests/quant/test_gpu.py", 150, timed=False),
-    Command("tests-decode", f"{PYTEST} tests/kernels/test_decode_attention_mosaic.py", 150, timed=False),
-    Command("tests-prefill", f"{PYTEST} tests/kernels/test_prefill_attention_mosaic.py", 150, timed=False),
-    Command("tests-cache", f"{PYTEST} tests/kernels/test_cache_update_mosaic.py", 150, timed=False),
     Command(
-        "tests-products",
-        f"{PYTEST} tests/kernels/test_gemm_skinny.py tests/kernels/test_gemm_tall.py"
-        " tests/kernels/test_matmul_mosaic.py tests/kernels/test_scaled_matmul_mosaic.py tests/kernels/test_swiglu.py",
-        150,
+        "tests-attention",
+        f"{PYTEST} tests/kernels/test_decode_attention_mosaic.py tests/kernels/test_prefill_attention_mosaic.py"
+        " tests/kernels/test_cache_update_mosaic.py tests/test_gpu.py",
+        240,
         timed=False,
     ),
     Command(
-        "tests-weight-only",
-        f"{PYTEST} tests/kernels/test_weight_only_matmul_resident.py tests/kernels/test_weight_only_matmul_stream.py"
-        " tests/kernels/test_weight_only_matmul_mosaic.py",
-        150,
-        timed=False,
-    ),
-    Command(
-        "tests-rows",
-        f"{PYTEST} tests/kernels/test_norm_quant_mosaic.py tests/kernels/test_silu_mul_quant_mosaic.py"
-        " tests/kernels/test_sample_mosaic.py",
-        150,
+        "tests-others",
+        f"{PYTEST} tests --ignore-glob '*attention_mosaic.py' --ignore tests/test_gpu.py"
+        " --ignore tests/kernels/test_cache_update_mosaic.py",
+        240,
         timed=False,
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
     Command(
-        "decode_attention",
-        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed --results {results}",
-        90,
+        "quant_steps",
+        "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
+        f" --stages {QUANT_STAGES} --results {{results}}",
+        280,
     ),
     Command(
         "decode_formats",
         "-m pallas_kernels.decode_attention.bench --parts formats --label formats --results {results}",
         90,
+    ),
+    Command(
+        "weight_only_resident",
+        "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 --formats w4a16-g128 nf4:1 w8a16 fp8-weight:1"
+        " --tune w4a16-g128 nf4 w8a16 fp8-weight --label resident --results {results}",
+        70,
     ),
     Command(
         "decode_one_arrival",
@@ -93,28 +89,21 @@ COMMANDS = (
         60,
     ),
     Command(
+        "decode_attention",
+        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed --results {results}",
+        90,
+    ),
+    Command(
         "decode_by_warpgroups",
         "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --by-warpgroups --label by-warpgroups"
         " --results {results}",
         60,
     ),
     Command(
-        "weight_only_resident",
-        "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 --formats w4a16-g128 nf4:1 w8a16 fp8-weight:1"
-        " --tune w4a16-g128 nf4 w8a16 fp8-weight --label resident --results {results}",
-        70,
-    ),
-    Command(
         "weight_only_matmul",
         "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 64 512"
         " --formats w4a16-g128 nf4 w8a16 fp8-weight --results {results}",
         70,
-    ),
-    Command(
-        "quant_steps",
-        "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
-        f" --stages {QUANT_STAGES} --results {{results}}",
-        150,
     ),
     Command(
         "swiglu", "-m pallas_kernels.swiglu.bench --rows 1 16 64 128 256 --widths 11008 --tune --results {results}", 60
