@@ -1,10 +1,13 @@
-"""Where the time of one decode step goes, kernel by kernel, as the profiler saw it on the device.
+"""Where the time of one step goes, kernel by kernel, as the profiler saw it on the device.
 
     python -m experiments.step_profile --config configs/llama-2-7b.json --batch 1 64 256
+    python -m experiments.step_profile --kind prefill --batch 128 512 --input 8
 
-Random weights, every slot at --context tokens of KV. Kernels of one name are added up and sorted into kinds: matmul,
-attention, cache (rotary embedding and the write), and the rest, which is everything between them. The gap is the time
-in which no kernel ran, from the first kernel of the profiled steps to the last.
+Random weights. Decoding: every slot at --context tokens of KV; prefill: a prompt of --input tokens for each slot, from
+the beginning. Kernels of one name are added up and sorted into kinds: matmul, attention, cache (rotary embedding and
+the write), norm and activation, sampling, and the rest, which is everything between them; XLA's names hide some
+products there. The gap is the time in which no kernel ran, from the first kernel of the profiled steps to the last.
+Rows whose kernel is "(all)" are the totals of a kind.
 """
 
 import argparse
@@ -12,7 +15,8 @@ import collections
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,9 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from experiments.decode_step import filled_slots
+from experiments.quant_steps import KINDS as STEP_KINDS
+from experiments.quant_steps import Case, pack
 from experiments.result_file import ResultFile
-from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
@@ -34,8 +39,9 @@ from pallas_kernels.measure import Event, timeline
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
     ("cache", r"cache_update"),
-    ("matmul", r"matmul|gemm|gemv|cutlass|cublas|nvjet|dot"),
+    ("matmul", r"matmul|swiglu|gemm|gemv|cutlass|cublas|nvjet|dot"),
     ("norm, activation", r"norm_quant|silu"),
+    ("sampling", r"sample"),
 )
 
 
@@ -47,13 +53,30 @@ def decode_steps(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
 ) -> Callable[[], jax.Array]:
     """A function that runs `steps` decode steps, each fed by the one before."""
-    pages_each = -(-(args.context + 16 * steps) // args.page_size)  # run is called a few times
+    return _steps(params, config, "decode", batch, args.context + 16 * steps, args, steps)  # it is called a few times
+
+
+def prefill_steps(
+    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
+) -> Callable[[], jax.Array]:
+    """A function that runs `steps` steps, each of which takes in the same prompts anew."""
+    return _steps(params, config, "prefill", batch, args.input + 1, args, steps)
+
+
+def _steps(
+    params: Params, config: LlamaConfig, kind: str, batch: int, tokens: int, args: argparse.Namespace, steps: int
+) -> Callable[[], jax.Array]:
+    """Slots have pages for so many tokens."""
+    decodes = kind == "decode"
+    pages_each = -(-tokens // args.page_size)
     formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
     state = State(
-        make_cache(config, batch * pages_each, args.page_size, formats), filled_slots(batch, pages_each, args.context)
+        make_cache(config, batch * pages_each, args.page_size, formats),
+        filled_slots(batch, pages_each, args.context if decodes else 0),
     )
-    layout = Layout(Rung(batch, 0, 0), deltas=8)
-    buffer = jax.device_put(pack_decode(layout, range(batch)))
+    case = Case("bf16", kind, batch, str(args.kv_cache))
+    prompt = 0 if decodes else args.input
+    layout, buffer = case.layout(prompt), jax.device_put(pack(case, prompt))
 
     def run() -> jax.Array:
         nonlocal state
@@ -80,12 +103,27 @@ def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
     yield {"kernel": "(none)", "kind": "gap", "us": round(idle, 2), "share": round(idle * steps / span, 4)}
 
 
+def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row a kind of kernel, the longest first, of a table's rows; the gap has its row there."""
+    sums: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for row in found:
+        if row["kind"] != "gap":
+            sums[row["kind"]].update({key: row[key] for key in ("calls", "us", "share")})
+    for kind, total in sorted(sums.items(), key=lambda item: -item[1]["us"]):
+        yield {
+            "kernel": "(all)", "kind": kind, "calls": round(total["calls"], 1), "us": round(total["us"], 2),
+            "share": round(total["share"], 4),
+        }  # fmt: skip
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a try")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="slots that decode")
-    parser.add_argument("--context", type=int, default=256, help="KV tokens of each slot at the start")
+    parser.add_argument("--kind", choices=STEP_KINDS, default="decode", help="of the step")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="slots, or prompts")
+    parser.add_argument("--context", type=int, default=256, help="decode: KV tokens of each slot at the start")
+    parser.add_argument("--input", type=int, default=8, help="prefill: tokens of each prompt")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--dtype", default="bfloat16")
@@ -98,13 +136,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = load_config(args.config)
     if args.layers:
-        config = LlamaConfig(**{**vars(config), "num_layers": args.layers})
+        config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
     params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
     for batch in tqdm(args.batch, delay=2):
-        run = decode_steps(params, config, batch, args, args.steps)
+        step: dict[str, Any] = {"model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype}
+        if args.kind == "decode":
+            run = decode_steps(params, config, batch, args, args.steps)
+            step |= {"step": "decode", "context": args.context}
+        else:
+            run = prefill_steps(params, config, batch, args, args.steps)
+            step |= {"step": "prefill", "input": args.input}
         jax.block_until_ready(run())
-        for row in table(timeline(run), args.steps):
-            yield {"model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype, **row}
+        found = list(table(timeline(run), args.steps))
+        for row in (*found, *totals(found)):
+            yield step | row
 
 
 def main(argv: list[str] | None = None) -> int:

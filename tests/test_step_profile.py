@@ -1,9 +1,16 @@
-"""The table of a step's kernels, from events made by hand."""
+"""The table of a step's kernels, from events made by hand, and the steps that are profiled."""
 
+import json
+
+import jax
+import numpy as np
 import pytest
 
-from experiments.step_profile import kind_of, table
+from experiments import step_profile
+from experiments.step_profile import decode_steps, kind_of, parse_args, prefill_steps, table, totals
 from pallas_kernels.measure import Event
+from tests.test_decode_step import TOY
+from tests.tiny import tiny_model
 
 
 def test_rows_add_up_to_the_span():
@@ -31,8 +38,60 @@ def test_rows_add_up_to_the_span():
         ("cache_update_kernel", "cache"),
         ("merge_splits", "attention"),
         ("norm_quant_1", "norm, activation"),
+        ("gemm_skinny_mosaic_gpu_kernel", "matmul"),
+        ("swiglu_mosaic_gpu_kernel", "matmul"),
+        ("weight_only_matmul_mosaic_gpu_kernel", "matmul"),
+        ("silu_mul_quant_mosaic_gpu_kernel", "norm, activation"),
+        ("prefill_attention_mosaic_gpu_kernel", "attention"),
+        ("sample_mosaic_gpu_kernel", "sampling"),
         ("loop_multiply_fusion", "rest"),
     ],
 )
 def test_kinds(name, kind):
     assert kind_of(name) == kind
+
+
+def test_totals_are_of_each_kind_but_the_gap():
+    events = [
+        Event("gemm_tall_1", 0.0, 6.0),
+        Event("nvjet_2", 6.0, 3.0),
+        Event("sample", 10.0, 1.0),
+        Event("gemm_tall_3", 11.0, 5.0),
+    ]
+    found = list(totals(table(events, steps=2)))
+    assert [(row["kernel"], row["kind"], row["calls"], row["us"]) for row in found] == [
+        ("(all)", "matmul", 1.5, 7.0),
+        ("(all)", "sampling", 0.5, 0.5),
+    ]
+    assert [row["share"] for row in found] == pytest.approx([14 / 16, 1 / 16])
+
+
+def test_every_slot_of_a_profiled_step_makes_a_token():
+    model = tiny_model()
+    args = parse_args(["--context", "20", "--input", "5"])
+    decoding = decode_steps(model.params, model.config, 3, args, 2)
+    prompts = prefill_steps(model.params, model.config, 3, args, 2)
+    assert (np.asarray(decoding()) >= 0).all()
+    first = np.asarray(prompts())
+    assert (first >= 0).all()
+    np.testing.assert_array_equal(prompts(), first)  # the same prompts again
+
+
+@pytest.mark.parametrize(("kind", "length"), [("decode", ("context", 20)), ("prefill", ("input", 5))])
+def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
+    def timeline(run):
+        jax.block_until_ready(run())
+        return [Event("gemm_tall", 0.0, 3.0), Event("sample", 4.0, 1.0)]
+
+    monkeypatch.setattr(step_profile, "timeline", timeline)
+    config = tmp_path / "toy.json"
+    config.write_text(json.dumps(TOY))
+    options = ["--config", str(config), "--layers", "1", "--kind", kind, "--batch", "2", "--dtype", "float32"]
+    options += ["--context", "20", "--input", "5", "--steps", "1", "--results", str(tmp_path)]
+    assert step_profile.main(options) == 0
+    (file,) = tmp_path.glob("step_profile-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["kernel"], row["kind"]) for row in rows] == [
+        ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"), ("(all)", "matmul"), ("(all)", "sampling"),
+    ]  # fmt: skip
+    assert all((row["step"], row["batch"], row[length[0]]) == (kind, 2, length[1]) for row in rows)
