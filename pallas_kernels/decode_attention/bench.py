@@ -1,14 +1,15 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
-        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--single-tokens]
-        [--consecutive] [--pages-apart] [--one-arrival] [--stages 8]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive] [--join-pages]
+        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
 The ceiling is the best rate of the run, cuDNN's included.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -148,15 +149,18 @@ def cudnn(case: Case) -> Run:
 
 
 def runs(
-    parts: list[str], heads: list[str], formats: list[str], **changes: Any
+    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], **changes: Any
 ) -> Iterator[tuple[Case, str, str | int, Run]]:
-    """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA."""
+    """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA. `cells` (rows, length) are asked
+    for besides what the parts have."""
     cases: dict[Case, str | int] = {}
+    for one in {(case.heads, case.k_format): case for case in BENCH_CASES}.values():
+        cases |= {replace(one, lengths=(length,) * rows): length for rows, length in cells}
     if "bf16" in parts:
         cases |= {case: case.lengths[0] for case in BENCH_CASES if case.k_format == "bf16"}
     if "formats" in parts:
-        cells = ((len(case.lengths), case.lengths[0]) for case in BENCH_CASES)
-        cases |= {case: cell[1] for case, cell in zip(BENCH_CASES, cells) if cell in SHORT_CELLS}
+        sizes = ((len(case.lengths), case.lengths[0]) for case in BENCH_CASES)
+        cases |= {case: size[1] for case, size in zip(BENCH_CASES, sizes) if size in SHORT_CELLS}
     if "skewed" in parts:
         cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
     asked = [case for case in cases if "{}/{}".format(*case.heads) in heads and case.k_format in formats]
@@ -172,12 +176,14 @@ def runs(
                 yield case, "xla", length, paged(case, "xla")
 
 
-def table(parts: list[str], heads: list[str], formats: list[str], **changes: Any) -> Iterator[dict[str, Any]]:
+def table(
+    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], **changes: Any
+) -> Iterator[dict[str, Any]]:
     """One row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
         found: list[tuple[Case, str, str | int, Future[Run]]] = [
             (case, who, length, pool.submit(run.compiled))
-            for case, who, length, run in runs(parts, heads, formats, **changes)
+            for case, who, length, run in runs(parts, heads, formats, cells, **changes)
         ]
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     for case, who, length, future in found:
@@ -227,25 +233,36 @@ def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return bars(rows)
 
 
+def parse_cell(text: str) -> tuple[int, int]:
+    """128x136 -> (128, 136). Raises argparse's error for another form."""
+    rows, _, length = text.partition("x")
+    if not (rows.isdigit() and length.isdigit() and int(rows) and int(length)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxLENGTH, such as 128x136")
+    return int(rows), int(length)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parts = ["bf16", "formats", "skewed"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts, help="(--parts alone: none of them)")
+    parser.add_argument(
+        "--cells", type=parse_cell, nargs="+", default=[], metavar="ROWSxLENGTH", help="besides, in all formats"
+    )
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
-    parser.add_argument("--pair-tokens", action="store_true", help="tokens of 64 bytes are copied two a row")
+    parser.add_argument("--computing", type=int, choices=[1, 2], default=2, help="warpgroups of 64 tokens of a tile")
+    parser.add_argument("--per-sm", type=int, default=1, help="workers that share a multiprocessor")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     parser.add_argument("--join-pages", action="store_true", help="one copy for several pages of consecutive numbers")
-    parser.add_argument("--one-arrival", action="store_true", help="of a copying warp for all that it has of a tile")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
     changes = {
-        "by_warps": not args.by_warpgroups, "pair_tokens": args.pair_tokens, "join_pages": args.join_pages,
-        "one_arrival": args.one_arrival, "stages": args.stages, "consecutive": args.consecutive,
+        "by_warps": not args.by_warpgroups, "join_pages": args.join_pages, "stages": args.stages,
+        "computing": args.computing, "per_sm": args.per_sm, "consecutive": args.consecutive,
     }  # fmt: skip
-    rows = table(args.parts, args.heads, args.formats, **changes)
+    rows = table(args.parts, args.heads, args.formats, args.cells, **changes)
     return record("decode_attention", args, argv, rows, summarize)
 
 

@@ -136,7 +136,8 @@ def compute_item(
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
         tokens = j * tile + warpgroup * ROWS  # the first of this warpgroup's
         plgpu.barrier_wait(full.at[slot])
-        summed = attend(log2_scale, tokens, (slot, warpgroup), carry, **others)
+        seen = jnp.logical_and(tokens < item.high, tokens + ROWS > item.low)
+        summed = lax.cond(seen, lambda: attend(log2_scale, tokens, (slot, warpgroup), carry, **others), lambda: carry)
         plgpu.barrier_arrive(free.at[slot])
         return summed
 
@@ -251,10 +252,8 @@ def _by_warps(
     """The same, each warp with 16 of the tokens."""
     operands, zero, warps = [], jnp.minimum(item.high, 0), _warps(shape)
     for name, stored, load in (("k", shape.k, warps.load_k), ("v", shape.v, warps.load_v)):
-        scales, shift = None, jnp.int32(0)
-        if stored.groups:
-            scales, shift = others[f"{name}_scales"].at[at], _scale_shift(shape, item, tokens, stored)
-        operands.append(load(stored, others[name].at[at], scales, shift))
+        scales = others[f"{name}_scales"].at[at] if stored.groups else None
+        operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
     logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
     top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -270,7 +269,7 @@ def _by_warps(
 
 def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
     row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
-    token = warps_sm90.token_of_row(shape.k, row) + tokens
+    token = row + tokens
     return jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
 
 

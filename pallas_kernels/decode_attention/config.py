@@ -21,10 +21,7 @@ class Config:
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
     by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
-    # These three no device has run yet, so they are asked for by name:
-    pair_tokens: bool = False  # by warps, where tokens take 64 bytes: rows of two, which copies and banks like
-    join_pages: bool = False  # one copy brings several pages that have consecutive numbers
-    one_arrival: bool = False  # of each copying warp for all that it copies of a tile, not for each copy
+    join_pages: bool = False  # one TMA copy brings several pages that have consecutive numbers
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

@@ -9,24 +9,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.arrivals_sm90 import copy_without_arrival
+from pallas_kernels.decode_attention.config import ROWS
+from pallas_kernels.decode_attention.lanes_sm90 import arrive_with_copies, copy_rows
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, tile_range
 
 Parts = list[tuple[int, str]]
+WARPS = 4
 
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
     """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up.
 
-    Where parts are pages, a warp has consecutive ones of K or of V: of a warpgroup's tokens, or of half of them."""
-    computing, parts = shape.config.computing, shape.k.parts
-    if parts == 1:
-        every = [(i, name) for i in range(computing) for name in names]
-        return [every[w::4] for w in range(4) if every[w::4]]
-    size = parts * computing // 2
-    starts = range(0, parts * computing, size)
+    By TMA a warp has consecutive pages of K or of V: of a warpgroup's tokens, or of half of them. By lanes it has all
+    of a page, so that few numbers of pages are read."""
+    count = shape.k.parts * shape.config.computing
+    every = [(i, name) for i in range(count) for name in names]
+    if shape.by_lanes and count >= WARPS:
+        return [[part for part in every if part[0] % WARPS == w] for w in range(WARPS)]
+    if shape.by_lanes or shape.k.parts == 1:
+        return [every[w::WARPS] for w in range(WARPS) if every[w::WARPS]]
+    starts = range(0, count, count // 2)
     return [
-        [(i, name) for name in names if name[0] == of for i in range(start, start + size)]
+        [(i, name) for name in names if name[0] == of for i in range(start, start + count // 2)]
         for of in ("k", "v")
         for start in starts
     ]
@@ -73,11 +77,6 @@ def copy_item(
     first_page, last_page = item.low // page_size, (item.high - 1) // page_size
     first_tile, end_tile = tile_range(shape, item)
     numbers, joined = sorted({i for i, _ in parts}), shape.k.joined
-    bring = copy_without_arrival if shape.one_arrival else plgpu.copy_gmem_to_smem
-
-    def arrive(barrier: Any) -> None:
-        if shape.one_arrival:
-            plgpu.barrier_arrive(barrier)
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
@@ -106,28 +105,49 @@ def copy_item(
             into = targets[name]
             if count > 1:
                 page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
-            bring(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
+            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
+
+        def place(i: int) -> tuple[jax.Array, Any]:
+            """Whether part i has tokens to read, and where in its page they begin."""
+            token = j * tile + i * size
+            there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
+            return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
+
+        def by_lanes() -> None:
+            for i in numbers:
+                there, offset = place(i)
+
+                @pl.when(there)
+                def _copy(i: int = i, offset: jax.Array = offset) -> None:
+                    token = kv_head * page_size + offset
+                    for name in (name for number, name in parts if number == i):
+                        stored = shape.k if name.startswith("k") else shape.v
+                        bytes_ = stored.token_bytes(name)
+                        copy_rows(
+                            sources[name], targets[name], pages[numbers.index(i)], token * bytes_,
+                            (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
+                            page_bytes=shape.kv_heads * page_size * bytes_, size=size * bytes_,
+                            row=bytes_ if name in ("k", "v") else None,
+                        )  # fmt: skip
 
         def one_by_one() -> None:
             for i, name in parts:
-                token = j * tile + i * size
-                there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
-                offset = lax.rem(token, jnp.int32(page_size)) if page_size > size else 0
+                there, offset = place(i)
 
                 @pl.when(there)
                 def _copy(i: int = i, name: str = name, offset: Any = offset) -> None:
                     copy(name, pages[numbers.index(i)], i, offset)
 
-                if shape.one_arrival:
-                    continue
-
                 @pl.when(jnp.logical_not(there))
                 def _skip() -> None:  # what the tile holds there is masked
                     plgpu.barrier_arrive(full.at[slot])
 
+        if shape.by_lanes:
+            by_lanes()
+            arrive_with_copies(full.at[slot])
+            return coming
         if joined == 1:
             one_by_one()
-            arrive(full.at[slot])
             return coming
         # Also says that all are there: of pages that aren't, `entries` repeats a neighbour.
         consecutive = reduce(jnp.logical_and, [page == pages[0] + i for i, page in enumerate(pages)][1:])
@@ -140,11 +160,10 @@ def copy_item(
                         copy(name, pages[0] + number, i, 0)
                     continue
                 copy(name, pages[0], numbers[0], 0, joined)
-                for _ in () if shape.one_arrival else numbers[1:]:  # as many arrivals as copies one by one
+                for _ in numbers[1:]:  # as many arrivals as copies one by one
                     plgpu.barrier_arrive(full.at[slot])
 
         pl.when(jnp.logical_not(consecutive))(one_by_one)
-        arrive(full.at[slot])
         return coming
 
     lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))

@@ -83,10 +83,8 @@ def shape_of(
     narrow = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
     by_warps = config.by_warps and narrow and fits
-    pair = config.pair_tokens and by_warps and page_size >= 16 and not interpreted
-    pair = pair and all(part.values.shape[-1] == 64 for part in (pages.k, pages.v))
     k, v = (
-        storage(part, q.dtype, head_dim, config, through_registers, by_warps, 2 if pair else 1, interpreted)
+        storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
     splits, slots = max_slots(num_rows, max_tokens, kv_heads * chunks, window, config)
@@ -111,7 +109,7 @@ def shape_of(
 def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """A worker's buffers and barriers, by name; copies of each of `names` fill a tile."""
     copying = [len(parts) for parts in parts_by_warp(shape, names)]
-    arrivals = len(copying) if shape.one_arrival else sum(copying)
+    arrivals = len(copying) if shape.by_lanes else sum(copying)
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
     each = config.computing
     other: dict[str, Any] = {"other_full": plgpu.Barrier(), "other_free": plgpu.Barrier()}

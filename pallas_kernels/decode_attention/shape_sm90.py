@@ -48,9 +48,9 @@ class Shape:
         return self.k.by_warps
 
     @property
-    def one_arrival(self) -> bool:
-        """Whether a copying warp arrives once a tile; the interpreter can't."""
-        return self.config.one_arrival and not self.k.interpreted
+    def by_lanes(self) -> bool:
+        """Whether lanes copy, and a copying warp arrives once a tile; else TMA, and each copy arrives."""
+        return self.k.by_lanes
 
     @property
     def sums(self) -> int:

@@ -42,7 +42,6 @@ class Storage:
     computing: int  # warpgroups
     through_registers: bool  # to wgmma, if it can
     by_warps: bool  # or to mma, each warp its own tokens
-    together: int  # tokens of a row of the tiles
     joined: int  # parts that one copy brings where their pages have consecutive numbers
     interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
@@ -66,19 +65,26 @@ class Storage:
         """Stored elements a token."""
         return self.head_dim // 2 if self.format.dtype == "int4" else self.head_dim
 
+    def token_bytes(self, name: str) -> int:
+        """Of a token's values, or of its scales, as `name` says."""
+        return 2 * self.groups if name.endswith("scales") else self.row * self.format.storage_dtype.itemsize
+
+    @property
+    def by_lanes(self) -> bool:
+        """Whether lanes copy, not TMA: the interpreter's can't."""
+        return self.by_warps and not self.interpreted
+
     def rows(self, values: jax.Array) -> jax.Array:
         """The pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the other's."""
-        return values.reshape(values.shape[0], -1, self.row * self.together)
+        return values.reshape(values.shape[0], -1, self.row)
 
     def value_slice(self, kv_head: jax.Array, offset: Any) -> Any:
         """What to copy of a page, for tokens from `offset` of it on."""
-        rows = self.page_size // self.together
-        return pl.ds(kv_head * rows + offset // self.together, self.tokens // self.together)
+        return pl.ds(kv_head * self.page_size + offset, self.tokens)
 
     def value_part(self, i: int) -> Any:
         """Where part i's values are copied to, in a slot."""
-        rows = self.tokens // self.together
-        return pl.ds(i * rows, rows)
+        return pl.ds(i * self.tokens, self.tokens)
 
     @property
     def groups(self) -> int:
@@ -118,7 +124,7 @@ class Storage:
     def scales(self) -> int:
         """Copied with each part: its own, and where those are few, some of its neighbours'."""
         own = self.tokens * self.groups
-        return own if self.by_token or not own else max(own, _SCALES)
+        return own if self.by_token or self.by_lanes or not own else max(own, _SCALES)
 
     @property
     def packed(self) -> bool:
@@ -127,7 +133,7 @@ class Storage:
 
     def scale_rows(self, scales: jax.Array) -> jax.Array:
         """The pool of scales [N, K, P * G] such that a part's copy is one slice of a page."""
-        if self.by_token:
+        if self.by_token or self.by_lanes:
             return scales.reshape(scales.shape[0], -1, self.groups)
         if self.packed:
             return scales.reshape(scales.shape[0], -1, _SCALES)
@@ -153,16 +159,15 @@ class Storage:
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
-        row = self.row * self.together
-        buffers = {name: swizzled((*every, ROWS // self.together, row), self.format.storage_dtype)}
+        buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
         if self.joined > 1 and not self.interpreted:  # the same bytes, as several pages are copied
-            pages = swizzled((*every, self.parts, self.tokens // self.together, row), self.format.storage_dtype)
+            pages = swizzled((*every, self.parts, self.tokens, self.row), self.format.storage_dtype)
             buffers[name] = plgpu.RefUnion(buffers[name], pages)
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
-            if self.by_token:
+            if self.by_token and not self.by_lanes:
                 shape = (ROWS, self.groups) if self.interpreted else (self.parts, self.tokens, self.groups)
-            elif self.packed:
+            elif self.packed and not self.by_lanes:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
             if not (self.packed or self.by_warps):
@@ -236,8 +241,7 @@ class Storage:
 
 
 def storage(
-    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, together: int,
-    interpreted: bool,
+    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, interpreted: bool,
 ) -> Storage:  # fmt: skip
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
@@ -245,7 +249,8 @@ def storage(
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
     shared = 2 // config.computing  # warps share the copies of a warpgroup's K, or V
-    joined = max(1, ROWS // page_size // shared) if config.join_pages else 1
+    by_lanes = by_warps and not interpreted
+    joined = max(1, ROWS // page_size // shared) if config.join_pages and not by_lanes else 1
     return Storage(
         format=pages.format,
         dtype=jnp.dtype(dtype),
@@ -255,7 +260,6 @@ def storage(
         computing=config.computing,
         through_registers=through_registers,
         by_warps=by_warps,
-        together=together,
         joined=joined,
         interpreted=interpreted,
         repeat=config.dequantize,

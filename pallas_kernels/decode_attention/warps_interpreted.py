@@ -14,8 +14,8 @@ def load_queries(stored: Storage, queries: Any) -> jax.Array:
     return queries[...]
 
 
-def load_k(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> jax.Array:
-    return stored.read(values, scales, None, shift)
+def load_k(stored: Storage, values: Any, scales: Any) -> jax.Array:
+    return stored.read(values, scales, None, jnp.int32(0))
 
 
 load_v = load_k

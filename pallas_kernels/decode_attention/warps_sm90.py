@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -27,7 +26,7 @@ from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul,
 WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
 BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
 Registers = list[ir.Value]  # of 4 bytes: two float16
-Stored = tuple[jax.Array, Any, jax.Array]  # a warpgroup's tokens in registers, their scales and where they begin
+Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where their scales are (None: none)
 
 
 def lane_dims(stored: Storage, lanes: int) -> int:
@@ -36,20 +35,14 @@ def lane_dims(stored: Storage, lanes: int) -> int:
 
 
 def k_layout(stored: Storage) -> Any:
-    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16. Of rows of two tokens: of both in
-    row g."""
-    if stored.together == 2:
-        return plgpu.Layout.TILED(plgpu.Tiling(((32, 128), (8, 128), (64,), (16,))), (-6,), (-4, -2), -1)
+    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16."""
     chunk = _chunk(stored, 4)
     width = 4 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (chunk,))), (-7,), (-3, -2), -1)
 
 
 def v_layout(stored: Storage) -> Any:
-    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g. Of rows of two tokens: first tokens of rows 2t and
-    2t + 1, and then second ones."""
-    if stored.together == 2:
-        return plgpu.Layout.TILED(plgpu.Tiling(((32, 128), (8, 128), (2, 64), (8,))), (-7,), (-2, -5), -1)
+    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g."""
     chunk = _chunk(stored, 8)
     width = 8 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (2, chunk))), (-8,), (-3, -4), -1)
@@ -126,48 +119,34 @@ def load_queries(stored: Storage, queries: Any) -> jax.Array:
     return order(array)
 
 
-def load_k(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Stored:
-    """Rows [64, ..] of K in shared memory, and where their scales are (None: none): `shift` is scale_slice's."""
-    return plgpu.load(values, layout=k_layout(stored), optimized=False), scales, shift
+def load_k(stored: Storage, values: Any, scales: Any) -> Stored:
+    """Rows [64, ..] of K in shared memory, and where their scales are."""
+    return plgpu.load(values, layout=k_layout(stored), optimized=False), scales
 
 
-def token_of_row(stored: Storage, row: jax.Array) -> jax.Array:
-    """Which of a warpgroup's tokens a row of the logits is, i32 of any shape."""
-    if stored.together == 1:
-        return row
-    second = lax.shift_right_logical(row, jnp.int32(3)) & jnp.int32(1)
-    return row + (row & jnp.int32(7)) - second * jnp.int32(7)
-
-
-def load_v(stored: Storage, values: Any, scales: Any, shift: jax.Array) -> Stored:
+def load_v(stored: Storage, values: Any, scales: Any) -> Stored:
     """The same of V."""
-    return plgpu.load(values, layout=v_layout(stored), optimized=False), scales, shift
+    return plgpu.load(values, layout=v_layout(stored), optimized=False), scales
 
 
 def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> jax.Array:
     """K [64, D] times what load_queries made -> [64, columns]. `zero` is one that the compiler cannot know: constants
     that it knows, it loads again for each instruction."""
-    values, scales, shift = k
+    values, scales = k
     columns, dims = queries.shape[0], lane_dims(stored, 4)
     refs = () if scales is None else (scales,)
     splat = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(k_layout(stored), q_layout(stored), splat, splat, *(plgpu.RefType(),) * len(refs)),
+        arg_types=(k_layout(stored), q_layout(stored), splat, *(plgpu.RefType(),) * len(refs)),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=WGMMA),
     )
-    def dot(_: Any, values: Any, queries: Any, shift: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
+    def dot(_: Any, values: Any, queries: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         convert = partial(_converted, stored, zero.registers.item())
-        first = add(mul(warp, 16), mul(div(lane, 4), stored.together))
+        first = add(mul(warp, 16), div(lane, 4))
         rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
-        of_scales = [
-            _scales(
-                stored, x, shift.registers.item(), add(first, i if stored.together == 2 else 8 * i), rem(lane, 4), 4
-            )
-            for x in scales
-            for i in (0, 1)
-        ]
+        of_scales = [_scales(stored, x, add(first, 8 * i), rem(lane, 4), 4) for x in scales for i in (0, 1)]
         b = queries.registers.reshape(columns // 8, len(rows), dims // 8)
         sums = [[[_zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
         step = 0
@@ -192,7 +171,7 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
             totals = [[arith.mulf(x, factors[i // 2]) for i, x in enumerate(each)] for each in totals]
         return _array(_pairs(totals), WGMMA, (64, columns))
 
-    return dot(values, queries, shift, zero, *refs)
+    return dot(values, queries, zero, *refs)
 
 
 def dot_v(
@@ -201,21 +180,20 @@ def dot_v(
 ) -> jax.Array:  # fmt: skip
     """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times V [64, D].
     Tokens before bounds[0], and from bounds[1] on, count as zero, whatever they hold."""
-    values, scales, shift = v
+    values, scales = v
     columns, pieces, splat = weights.shape[1], lane_dims(stored, 8) // 2, plgpu.Layout.WG_SPLAT(())
     refs = () if scales is None else (scales,)
 
     @plgpu.inline_mgpu(
-        arg_types=(v_layout(stored), WGMMA, WGMMA, BY_WARP, *(splat,) * 4, *(plgpu.RefType(),) * len(refs)),
+        arg_types=(v_layout(stored), WGMMA, WGMMA, BY_WARP, *(splat,) * 3, *(plgpu.RefType(),) * len(refs)),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
     )
     def dot(
-        _: Any, values: Any, weights: Any, acc: Any, factor: Any, shift: Any, zero: Any, low: Any, high: Any,
-        *scales: ir.Value,
+        _: Any, values: Any, weights: Any, acc: Any, factor: Any, zero: Any, low: Any, high: Any, *scales: ir.Value,
     ) -> mgpu.FragmentedArray:  # fmt: skip
         warp, lane = warp_and_lane()
-        first = add(mul(warp, 16), mul(rem(lane, 4), 2 * stored.together))
-        tokens = [add(first, i) for i in ((0, 2, 1, 3) if stored.together == 2 else (0, 1, 8, 9))]
+        first = add(mul(warp, 16), mul(rem(lane, 4), 2))
+        tokens = [add(first, i) for i in (0, 1, 8, 9)]
         low, high = low.registers.item(), high.registers.item()
         seen = [
             arith.andi(
@@ -225,14 +203,14 @@ def dot_v(
         ]  # fmt: skip
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
         convert = partial(_converted, stored, zero.registers.item())
-        of_scales = [_scales(stored, x, shift.registers.item(), token, piece, 8) for x in scales for token in tokens]
+        of_scales = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
         pairs = weights.registers.reshape(columns // 8, 2)
         if stored.by_factor:
-            own = add(mul(warp, 16), mul(div(lane, 4), stored.together))
-            rows_of = [add(own, i if stored.together == 2 else 8 * i) for i in (0, 1)]  # the tokens of weights
+            own = add(mul(warp, 16), div(lane, 4))
+            rows_of = [add(own, 8 * i) for i in (0, 1)]  # the tokens of weights
             factors = []
             for token in rows_of:
-                found = _scales(stored, scales[0], shift.registers.item(), token, piece, 8)(0, 0)
+                found = _scales(stored, scales[0], token, piece, 8)(0, 0)
                 there = arith.andi(
                     arith.cmpi(arith.CmpIPredicate.sge, token, low), arith.cmpi(arith.CmpIPredicate.slt, token, high)
                 )
@@ -264,7 +242,7 @@ def dot_v(
                         c[row][n] = _mma(fragment, operand, c[row][n])
         return _array(_pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
 
-    return dot(values, weights, acc, factor, shift, zero, *bounds, *refs)
+    return dot(values, weights, acc, factor, zero, *bounds, *refs)
 
 
 def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
@@ -318,14 +296,13 @@ def _nibbles(stored: Storage) -> int:
 
 
 def _scales(
-    stored: Storage, scales: ir.Value, shift: ir.Value, token: ir.Value, share: ir.Value, lanes: int
+    stored: Storage, scales: ir.Value, token: ir.Value, share: ir.Value, lanes: int
 ) -> Callable[[int, int], ir.Value]:
     """The float16 scale of a token's dims that word `i` of the lane's piece in `block` holds."""
     f16, group, groups = ir.F16Type.get(), stored.format.group or 0, stored.groups
     dims = lane_dims(stored, lanes)
     pointer, several = mgpu.utils.memref_ptr(scales), max(1, dims // group)
-    part = mul(div(token, stored.tokens), stored.scales)
-    base = add(add(part, shift), mul(rem(token, stored.tokens), groups))
+    base = mul(token, groups)
     found: dict[int, ir.Value] = {}
 
     def scale(block: int, i: int) -> ir.Value:

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
 
 import dataclasses
+import operator
 from functools import partial
 from itertools import product
 
@@ -14,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_sm90, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.decode_attention.config import Config, check_proven, check_supported, choose_config
+from pallas_kernels.decode_attention.lanes_sm90 import CHUNK, swizzle_of, swizzled_place
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks, row_splits
 from pallas_kernels.hopper import SHARED_MEMORY
@@ -321,18 +323,32 @@ def test_lowers_with_copies_of_several_pages(page_size):
     assert "mosaic_gpu" in lower(case)
 
 
-@pytest.mark.parametrize(
-    ("kv", "page_size", "head_dim"),
-    [("bf16", 16, 128), ("int4-g32", 8, 64), ("int4-g32", 16, 128), ("int8-g8", 128, 256)],
-)
-@pytest.mark.parametrize("one_arrival", [False, True])
-def test_lowers_with_what_is_asked_for_by_name(kv, page_size, head_dim, one_arrival):
+@pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g64", "int4-g32"])
+@pytest.mark.parametrize(("page_size", "head_dim"), [(8, 64), (16, 128), (128, 256)])
+def test_lanes_copy_narrow_formats(kv, page_size, head_dim):
+    """K and V, and their scales; TMA brings the queries alone."""
     case = small(lengths=(300,), page_size=page_size, head_dim=head_dim, k_format=kv, v_format=kv)
-    named = {"join_pages": True, "pair_tokens": True, "one_arrival": one_arrival}
-    config = dataclasses.replace(choose_config(head_dim, 2), **named)
-    f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
-    text = f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mbarrier.expect_tx" in text) == one_arrival
+    text = lower(case)
+    assert "nvvm.cp.async.shared.global" in text
+    assert "nvvm.cp.async.mbarrier.arrive" in text
+
+
+@pytest.mark.parametrize(("row", "width"), [(32, 32), (64, 64), (128, 128), (256, 128), (64 * 3, 64)])
+def test_lanes_put_chunks_where_tma_would(row, width):
+    """Rows in tiles of 8, `width` bytes wide; bits 4 and up of an address xored with bits 7 and up: of as many bits
+    as a width has chunks."""
+
+    class Numbers:
+        add, mul, div, rem, xor = operator.add, operator.mul, operator.floordiv, operator.mod, operator.xor
+
+    data = np.arange(64 * row // CHUNK).reshape(8, 8, row // width, width // CHUNK)
+    tiles = data.transpose(0, 2, 1, 3).reshape(-1)  # by address, before swizzling
+    address = np.arange(tiles.size) * CHUNK
+    memory = np.zeros_like(tiles)
+    memory[(address ^ (address >> 3 & width - CHUNK)) // CHUNK] = tiles
+    assert swizzle_of(row) == width
+    for chunk in range(tiles.size):
+        assert memory[swizzled_place(chunk, row, Numbers) // CHUNK] == chunk
 
 
 @pytest.mark.parametrize("by_warps", [True, False])
@@ -439,14 +455,13 @@ def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_for
         return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
 
     apart = partial(run, config=config)
-    for one_arrival in (False, True):
-        joined = dataclasses.replace(config, join_pages=True, one_arrival=one_arrival)
-        check_runs(case, partial(run, config=joined), apart)
+    joined = dataclasses.replace(config, join_pages=True)
+    check_runs(case, partial(run, config=joined), apart)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "changes", [{"by_warps": False}, {"pair_tokens": True}, {"computing": 1, "sms": 3}, {"one_arrival": True}], ids=str
+    "changes", [{"by_warps": False}, {"computing": 1, "sms": 3}, {"computing": 1, "per_sm": 2}], ids=str
 )
 @pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g128", "int4-g32"])
 def test_other_configurations_on_the_device(kv, changes):
