@@ -1,11 +1,12 @@
 """What each weight format makes of a whole step's time: LLaMA-7B, decoding and prefilling, by batch, in one run.
 
     python -m experiments.quant_steps --stages decode:bf16:1,16,64,128,256,512 prefill:bf16:128,512
+    python -m experiments.quant_steps --stages decode:int8-g8:1,64,512:bf16,w8a8-talk
 
 Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
-KV format, batches) is compiled for all schemes before its first step is timed. Decoding: every slot at --context tokens
-of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of --repeats.
-Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py, at --bandwidth.
+KV format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding: every slot at
+--context tokens of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of
+--repeats. Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py, at --bandwidth.
 
 What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
 itself. Files are read through rows_of(path). --draw FILE.json draws a run's crossover as SVG beside it.
@@ -63,6 +64,21 @@ class Case:
     def layout(self, prompt: int) -> Layout:
         rung = Rung(self.batch, 0, 0) if self.kind == "decode" else Rung(0, self.batch * prompt, self.batch)
         return Layout(rung, deltas=8)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps that are compiled together, by every scheme where it names none."""
+
+    kind: str
+    kv: str
+    batches: tuple[int, ...]
+    schemes: tuple[str, ...] = ()
+
+    def cases(self, schemes: list[str]) -> list[Case]:
+        """Plain weights first, since others are held against them."""
+        names = sorted(dict.fromkeys(self.schemes or schemes), key=lambda name: name != "bf16")
+        return [Case(name, self.kind, batch, self.kv) for name in names for batch in self.batches]
 
 
 def pack(case: Case, prompt: int) -> np.ndarray:
@@ -130,17 +146,18 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
         print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
-    with ThreadPoolExecutor(len(args.schemes)) as pool:  # most of the time goes into compiling
-        models = dict(zip(args.schemes, pool.map(lambda scheme: quantize(params, scheme), args.schemes)))
+    schemes = list(dict.fromkeys(case.scheme for stage in args.stages for case in stage.cases(args.schemes)))
+    with ThreadPoolExecutor(len(schemes)) as pool:  # most of the time goes into compiling
+        models = dict(zip(schemes, pool.map(lambda scheme: quantize(params, scheme), schemes)))
     jax.block_until_ready(models)
     note("quantized")
-    for kind, kv, batches in args.stages:
+    for stage in args.stages:
         if args.seconds is not None and time.perf_counter() - start > args.seconds:
-            yield {"kind": kind, "kv": kv, "error": f"no time left after {args.seconds} s"}
+            yield {"kind": stage.kind, "kv": stage.kv, "error": f"no time left after {args.seconds} s"}
             continue
-        cases = [Case(scheme, kind, batch, kv) for scheme in args.schemes for batch in batches]
+        cases = stage.cases(args.schemes)
         steps = Steps(config, models, cases, args)
-        note(f"compiled {kind} {kv}")
+        note(f"compiled {stage.kind} {stage.kv}")
         base: dict[int, float] = {}
         for case in cases:
             try:
@@ -153,7 +170,7 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
                 base[case.batch] = seconds
             yield row(case, models[case.scheme], config, state, seconds, base.get(case.batch), args)
             del state
-        note(f"measured {kind} {kv}")
+        note(f"measured {stage.kind} {stage.kv}")
 
 
 def row(
@@ -264,22 +281,30 @@ def draw_file(path: Path) -> int:
     return 2
 
 
-def parse_stage(text: str) -> tuple[str, str, tuple[int, ...]]:
-    """decode:bf16:1,16 -> ("decode", "bf16", (1, 16)). Raises argparse's error for another form."""
-    kind, kv, batches = (text.split(":") + ["", ""])[:3]
-    if kind not in KINDS or not kv or not all(batch.isdigit() for batch in batches.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a stage such as decode:bf16:1,16,64")
-    return kind, kv, tuple(int(batch) for batch in batches.split(","))
+def parse_stage(text: str) -> Stage:
+    """decode:bf16:1,16 or decode:bf16:1,16:w8a8-all,nf4. Raises argparse's error for another form."""
+    kind, kv, batches, *schemes = text.split(":") + [""] * (2 - text.count(":"))
+    names = tuple(schemes[0].split(",")) if schemes else ()
+    known = kind in KINDS and kv and len(schemes) < 2 and all(names)
+    if not known or not all(batch.isdigit() for batch in batches.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a stage such as decode:bf16:1,16,64 or prefill:bf16:128:bf16,nf4"
+        )
+    return Stage(kind, kv, tuple(int(batch) for batch in batches.split(",")), names)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a try")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of the stages that name none")
     stages = [f"{kind}:{kv}:{','.join(map(str, BATCHES))}" for kv in ("bf16", "int8-g8") for kind in KINDS]
     parser.add_argument(
-        "--stages", type=parse_stage, nargs="+", metavar="KIND:KV:BATCHES", default=[parse_stage(s) for s in stages]
+        "--stages",
+        type=parse_stage,
+        nargs="+",
+        metavar="KIND:KV:BATCHES[:SCHEMES]",
+        default=[parse_stage(s) for s in stages],
     )
     parser.add_argument("--seconds", type=float, help="begin no stage after so long")
     parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.floors import make_floor
-from experiments.quant_steps import bars, main, parse_stage, rows_of, speedups
+from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_of, speedups
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
 from jllm.quant.quantize import quantize
@@ -50,8 +50,16 @@ def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
 
 
 def test_stages():
-    assert parse_stage("decode:int8-g8:1,16") == ("decode", "int8-g8", (1, 16))
-    for wrong in ("decode", "decode:bf16", "draft:bf16:1", "decode:bf16:1,x", "decode::1"):
+    assert parse_stage("decode:int8-g8:1,16") == Stage("decode", "int8-g8", (1, 16))
+    named = parse_stage("decode:int8-g8:1,16:nf4,bf16")
+    assert named == Stage("decode", "int8-g8", (1, 16), ("nf4", "bf16"))
+    expected = [Case(scheme, "decode", batch, "int8-g8") for scheme in ("bf16", "nf4") for batch in (1, 16)]
+    assert named.cases(["w8a8-all"]) == expected  # bf16 first: others are held against it
+    assert parse_stage("decode:int8-g8:16").cases(["nf4"]) == expected[-1:]
+    for wrong in (
+        "decode", "decode:bf16", "draft:bf16:1", "decode:bf16:1,x", "decode::1", "decode:bf16:1:", "decode:bf16:1:a,,b",
+        "decode:bf16:1:a:b",
+    ):  # fmt: skip
         with pytest.raises(argparse.ArgumentTypeError):
             parse_stage(wrong)
 
@@ -60,7 +68,7 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     config = replace(CONFIG, num_layers=1, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--results", str(tmp_path), "--json"]
-    flags += ["--schemes", "w8a8-all", "--stages", "prefill:bf16:2"]  # claim C8's toy run decodes, and has two schemes
+    flags += ["--schemes", "nowhere", "--stages", "prefill:bf16:2:w8a8-all"]  # claim C8's decodes, and has two schemes
     assert main([*flags, "--steps", "2", "--repeats", "1"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["complete"]
