@@ -20,6 +20,7 @@ The floor adds up each step of the merge schedule (all at once, the same slots a
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -45,6 +46,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
 from jllm.engine.options import KV_POLICIES, POLICIES
 from jllm.engine.request import SamplingParams
+from jllm.engine.room import SHARE
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.fit import tree_bytes
 from jllm.params import Params
@@ -60,6 +62,7 @@ PERCENTILES = (50, 90, 99)
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
+MEMORY_SHARE = 0.9  # of a GPU's memory, for weights, pages and steps
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,13 @@ class HostOnly(Device):
 
     def compile_ahead(self, variant) -> int:
         return 0
+
+
+def claim_memory() -> None:
+    """Lets JAX have MEMORY_SHARE of a GPU, unless the environment says otherwise: its own three quarters leave the
+    workload fewer pages than slots. Before JAX first looks at its devices."""
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
 
 
 def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
@@ -177,7 +187,7 @@ def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cu
         row[f"e2e_ms_p{p}"] = 1e3 * percentile([s.total for s in counted], p)
     good = sum(s.good for s in counted)
     row |= {"good_share": good / len(counted), "goodput": good / len(counted) * row["qps"]}
-    names = ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "compiled_steps")
+    names = ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps")
     return row | {name: metrics[name] for name in names}
 
 
@@ -230,7 +240,7 @@ def make_engine(model: Model, args: argparse.Namespace) -> Engine:
     if not args.host_only:
         return Engine(model, **options)
     if options["num_pages"] is None:  # those that an H200 has room for
-        free = 0.9 * (DEVICE_BYTES - tree_bytes(model.params))
+        free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
         options["num_pages"] = max(args.slots, int(free / (args.page_size * token_bytes(model, args.kv_cache))))
     return Engine(model, device=HostOnly, **options)
 
@@ -366,6 +376,7 @@ def name_of(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.qps", *(sys.argv[1:] if argv is None else argv)]
+    claim_memory()
     try:
         requests = read_workload(args.workload, args.requests, args.rate, args.seed)
         if not 0 <= args.cut < len(requests):

@@ -1,15 +1,18 @@
 """Requests a second: figures of hand-made runs, the schedule's slack, and a run at toy size."""
 
 import json
+import os
 from typing import Any
 
 import pytest
 
 from experiments.floors import schedule
 from experiments.qps import (
+    MEMORY_SHARE,
     WORKLOAD,
     Request,
     Served,
+    claim_memory,
     half_interval,
     main,
     parse_args,
@@ -26,7 +29,7 @@ from tests.test_throughput import TINY
 from tests.tiny import tiny_model
 
 METRICS: dict[str, Any] = dict.fromkeys(
-    ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "compiled_steps"), 0
+    ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps"), 0
 )
 METRICS |= {"inter_token_s": {"p50": 0.01, "p90": 0.02, "p99": 0.03}}
 
@@ -133,6 +136,29 @@ def test_the_whole_workload_without_a_device(tmp_path, capsys):
     assert last["slack"] < 0.03
     assert last["floor_s"] == pytest.approx(23.8, rel=0.01)
     assert {bar["name"].split(", ")[-1] for bar in document["bars"]} >= {"ladder slack"}
+
+
+def test_a_pool_that_the_workload_fills_wastes_few_rows(tmp_path, capsys):
+    """Prompts that wait for pages, not for slots, begin no step that they can't fill. The pool is an H200's where JAX
+    takes three quarters of its memory; the ladder is for batches that slots bound, hence more than 3 %."""
+    command = ["--host-only", "--repeats", "1", "--warmup", "0", "--pages", "10324", "--results", str(tmp_path)]
+    assert main([*command, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][-1]
+    assert row["slack"] < 0.06
+    assert row["preemptions"] == 0
+
+
+@pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_memory_is_claimed_unless_somebody_did(monkeypatch, name):
+    for each in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(each, "")  # restored after the test, whatever claim_memory does
+        monkeypatch.delenv(each)
+    claim_memory()
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(MEMORY_SHARE)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv(name, "0.3")
+    claim_memory()  # JAX refuses both at once
+    assert {k: v for k, v in os.environ.items() if k.endswith("CLIENT_MEM_FRACTION")} == {name: "0.3"}
 
 
 def test_a_run_at_toy_size(tmp_path, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, find
+from experiments.qps import claim_memory
 from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
 
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         for path in args.draw:
             try_to_draw(json.loads(path.read_text(encoding="utf-8")), path)
         claims = [find(name) for name in dict.fromkeys(args.claims)]
+        if any(claim.serves for claim in claims):
+            claim_memory()
         for claim in claims:
             check_device(claim)
         documents = [test(claim, args, command) for claim in claims]

@@ -24,4 +24,6 @@ def draw(figure: Any, rows: list[Row]) -> None:
     draw_qps(figure.subplots(), rows)
 
 
-CLAIM = Claim(id="C1", stated="QPS +100 % (elsewhere +100 to +200 %)", measure=measure, judge=judge, draw=draw)
+CLAIM = Claim(
+    id="C1", stated="QPS +100 % (elsewhere +100 to +200 %)", measure=measure, judge=judge, draw=draw, serves=True
+)

@@ -98,4 +98,4 @@ def draw(figure: Any, rows: list[Row]) -> None:
     draw_qps(right, rows)
 
 
-CLAIM = Claim(id="C11", stated=">= 50 %", measure=measure, judge=judge, draw=draw)
+CLAIM = Claim(id="C11", stated=">= 50 %", measure=measure, judge=judge, draw=draw, serves=True)

@@ -59,5 +59,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C23", stated="first token within 2 to 3 s, at most 50 ms a token", measure=measure, judge=judge, draw=draw
+    id="C23",
+    stated="first token within 2 to 3 s, at most 50 ms a token",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
 )

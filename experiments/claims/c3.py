@@ -24,5 +24,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C3", stated="QPS +5 to +10 % (elsewhere +10 to +20, +30 to +50 %)", measure=measure, judge=judge, draw=draw
+    id="C3",
+    stated="QPS +5 to +10 % (elsewhere +10 to +20, +30 to +50 %)",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
 )

@@ -38,6 +38,7 @@ class Claim:
     judge: Callable[[list[Row]], Verdict]
     draw: Callable[[Any, list[Row]], None]
     hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
+    serves: bool = False  # whether it fills a GPU's memory with an engine's pages
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
 
 

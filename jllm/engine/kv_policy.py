@@ -12,7 +12,7 @@ A sequence may come to admission with pages that it shares with others (PagePool
 seq.pages, whose tokens count as computed: a policy takes what is missing behind them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from functools import partial
 from typing import Protocol
@@ -37,6 +37,10 @@ class Policy(Protocol):
         """Takes the pages that seq begins with. False, and nothing is taken, when it must wait: then for a running one
         to end; with none running, seq gets what it needs. What was admitted isn't the reason for a preemption in the
         very next step."""
+
+    def admissible(self, waiting: Iterable[Sequence], running: List[Sequence], tokens: int) -> tuple[int, bool]:
+        """About how many tokens of those that wait, in order, could be admitted now, until there are so many; and
+        whether it is for want of pages that there are fewer. Takes nothing."""
 
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         """Takes `pages` more pages for the next tokens of seq, as far as they are available, and more on top if it
@@ -91,6 +95,25 @@ class OnDemand:
         enough = [cost for cost in costs if self._frees(cost[2]) >= pages]
         return min(enough)[2] if enough else max(others, key=self._frees)
 
+    def admissible(self, waiting: Iterable[Sequence], running: List[Sequence], tokens: int) -> tuple[int, bool]:
+        found, left = 0, self.pool.num_available - self._keep(running)
+        for seq in waiting:
+            if found >= tokens:
+                break
+            left -= self._begins(seq, running)
+            if left < 0:
+                return found, True
+            found, left = found + seq.length, left - 1
+        return found, False
+
+    def _keep(self, running: List[Sequence]) -> int:
+        """Pages that stay available to those that run when one more is admitted."""
+        return 0
+
+    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
+        """Pages that admission asks for, those included that seq shares."""
+        return self._first(seq)
+
     def _frees(self, seq: Sequence) -> int:
         return sum(map(self.pool.frees, seq.pages))
 
@@ -144,10 +167,12 @@ class Paged(OnDemand):
         self.watermark = watermark
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        keep = len(running) + int(self.watermark * self.pool.num_pages) if running else 0
-        if self._first(seq) - len(seq.pages) + keep > self.pool.num_available:
+        if self._first(seq) - len(seq.pages) + self._keep(running) > self.pool.num_available:
             return False
         return self.predictor is None or not running or self._holds(seq, running)
+
+    def _keep(self, running: List[Sequence]) -> int:
+        return len(running) + int(self.watermark * self.pool.num_pages) if running else 0
 
     def _holds(self, seq: Sequence, running: List[Sequence]) -> bool:
         """Asked often, hence written for speed. Pages that a sequence found (cached) count on neither side: others hold
@@ -172,9 +197,12 @@ class Reserve(OnDemand):
     """Pages for max_length at admission, anywhere in the pool."""
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        pages = self.pool.allocate(self.pool.pages_for(seq.max_length - 1) - len(seq.pages))
+        pages = self.pool.allocate(self._begins(seq, running) - len(seq.pages))
         seq.pages += pages or []
         return pages is not None
+
+    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
+        return self.pool.pages_for(seq.max_length - 1)
 
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         raise AssertionError(f"request {seq.request_id} outgrew what was reserved for max_length = {seq.max_length}")
@@ -195,15 +223,20 @@ class Extent(OnDemand):
         self.overflow = overflow
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        size = self.pool.page_size
-        # Those that may need a page in the next step, after this one's decode.
-        tight = sum(len(s.pages) * size - s.computed <= 1 for s in running)
-        pages = max(self.pool.pages_for(self._expect(seq, running)), self._first(seq)) - len(seq.pages)
-        if pages + tight > self.pool.num_available and running:
+        pages = self._begins(seq, running) - len(seq.pages)
+        if running and pages + self._keep(running) > self.pool.num_available:
             return False
         run = self.pool.allocate_run(pages)
         seq.pages += run or []
         return run is not None
+
+    def _keep(self, running: List[Sequence]) -> int:
+        """Those that may need a page in the next step, after this one's decode."""
+        size = self.pool.page_size
+        return sum(len(s.pages) * size - s.computed <= 1 for s in running)
+
+    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
+        return max(self.pool.pages_for(self._expect(seq, running)), self._first(seq))
 
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         available = self.pool.num_available

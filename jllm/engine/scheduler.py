@@ -38,8 +38,9 @@ from jllm.errors import RequestError
 
 class Scheduler:
     """prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without waste. While at least half
-    of the slots decode, a step takes the largest of these that prompts can fill, or waits up to PATIENCE steps for
-    prompts that fill the smallest; otherwise, and without sizes, it takes what there is.
+    of the slots decode, or pages are too few for all prompts that wait and slots that are free, a step takes the
+    largest of these that prompts can fill, or waits up to PATIENCE steps for prompts that fill the smallest; otherwise,
+    and without sizes, it takes what there is.
 
     decode_sizes are numbers of rows that a step without prompts can compute. Where a few decodes too many would take it
     to the next, at most one in EXCESS, these sit out the step, in turn: fewer rows for nothing are worth the delay.
@@ -134,12 +135,11 @@ class Scheduler:
             return None
         decodes, short, prefills = room
         budget = min(self.limits.max_step_tokens - len(decodes), self.limits.max_prompt_tokens)
-        budget = self._fill(prefills, budget, len(decodes))
-        if not budget or not (prefills or (self.waiting and self.free_slots)):
-            decodes = self._trim(decodes)
         draft = Draft()
-        self._map(short, {*decodes, *prefills}, draft)
-        self._prefill(prefills, budget, draft)
+        self._map(short, draft)
+        self._prefill(prefills, self._fill(prefills, budget, len(decodes)), draft)
+        if not draft.chunks:
+            decodes = self._trim(decodes)
         if not decodes and draft.empty:
             if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
                 self.joining = 0
@@ -206,25 +206,21 @@ class Scheduler:
             self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
             self._preempt(self.policy.victim(self.running, missing))
 
-    def _map(self, short: list[Sequence], taking_part: set[Sequence], draft: Draft) -> None:
-        """A page for the next token of each that takes part."""
-        left = len(short)
-        for seq in short:
-            left -= 1
-            if seq in taking_part:
-                self._grow(seq, 1, draft, left)
+    def _map(self, short: list[Sequence], draft: Draft) -> None:
+        """A page for the next token of each, of those as well that may sit out this step."""
+        for left, seq in zip(range(len(short) - 1, -1, -1), short):
+            self._grow(seq, 1, draft, left)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
         """How many prompt tokens to take of at most budget, so that a step of so many decodes has little waste."""
-        if not self.prompt_sizes or 2 * decodes < self.limits.max_slots:
-            return budget
         ready = sum(s.prefill_end - s.computed for s in prefills)
-        for seq in islice(self.waiting, len(self.free_slots)):
-            if ready >= budget:
-                break
-            ready += seq.length
-        full = [n for n in self.prompt_sizes if n <= min(ready, budget)]
-        self.held = self.held + 1 if ready and not full else 0
+        if not self.prompt_sizes or not (ready or (self.waiting and self.free_slots)):
+            return budget
+        coming, short = self.policy.admissible(islice(self.waiting, len(self.free_slots)), self.running, budget - ready)
+        if not decodes or (2 * decodes < self.limits.max_slots and not short):
+            return budget
+        full = [n for n in self.prompt_sizes if n <= min(ready + coming, budget)]
+        self.held = 0 if full else self.held + 1
         if 0 < self.held <= self.PATIENCE:
             return 0
         self.held = 0

@@ -272,6 +272,31 @@ def test_a_few_decodes_too_many_sit_out_in_turn():
     assert all(len(step) == 16 for step in decodes(16, (8, 16, 32)))
 
 
+def test_prompts_that_pages_do_not_admit_fill_no_step():
+    """Six of twelve slots decode, with prompts for the others that the pool has no room for, but one at a time."""
+    scheduler = Scheduler(Limits(12, 44, 32, 12, 4, 16, 40), (16,))
+    fill(scheduler, [1] * 6)
+    assert prompt_tokens(scheduler) == 6
+    fill(scheduler, [11] * 3)  # of 10 pages left, 6 stay available and 3 are the first one's
+    held = [prompt_tokens(scheduler) for _ in range(3)]
+    assert held == [0, 0, 0], "a step began with prompts that only fill a part of it"
+    for seq in list(scheduler.running):
+        scheduler.finish(seq, "length")
+    fill(scheduler, [1] * 6)
+    assert prompt_tokens(scheduler) == 32, "nobody decodes: all that there is"
+
+
+@pytest.mark.parametrize(("pages", "rows"), [(40, 16), (200, 18)])
+def test_who_pages_do_not_admit_keeps_no_decodes_in_a_larger_step(pages, rows):
+    scheduler = Scheduler(Limits(20, 64, 64, 20, 4, pages, 80), (), (8, 16, 32))
+    fill(scheduler, [1] * 18)
+    prompt_tokens(scheduler)
+    fill(scheduler, [40])
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (len(plan.decodes), len(plan.chunks)) == (rows, int(rows > 16))
+
+
 @pytest.mark.parametrize("name", ["batching", "sampling", "host"])
 def test_an_unknown_policy_is_named(model, name):
     with pytest.raises(ConfigError, match=f"{name} must be .* or .*, not 'none'"):
