@@ -102,16 +102,6 @@ class StreamEmitter(Emitter):
     def below(self, a: ir.Value, b: int) -> ir.Value:
         return arith.cmpi(arith.CmpIPredicate.ult, a, self.c(b))
 
-    def less(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return arith.cmpi(arith.CmpIPredicate.ult, a, b)
-
-    def exclusive_or(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return arith.xori(a, b)
-
-    def divided(self, a: ir.Value, b: int) -> tuple[ir.Value, ir.Value]:
-        """The quotient and the rest."""
-        return arith.divui(a, self.c(b)), arith.remui(a, self.c(b))
-
     def stream(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
         """Four words that are read once."""
         return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4)
@@ -125,21 +115,6 @@ class StreamEmitter(Emitter):
         if name == "zeros":
             return self._global(name, offset, more, "ld.global.nc", "s8", 1)[0]
         return self._global(name, offset, more, "ld.global.nc", "u16", 1)[0]
-
-    def load_stored(self, name: str, offset: ir.Value, more: int) -> ir.Value:
-        """The same of shared memory."""
-        if name == "zeros":
-            return self.load(name, offset, 8, more)
-        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
-        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
-        return llvm.load(self.i16, pointer)
-
-    def load_words(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
-        """Four words of shared memory."""
-        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
-        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
-        found = llvm.load(ir.VectorType.get((4,), self.i32), pointer, alignment=16)
-        return [llvm.extractelement(found, self.c(i)) for i in range(4)]
 
     def _global(self, name: str, offset: ir.Value, more: int, load: str, kind: str, words: int) -> list[ir.Value]:
         place = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)

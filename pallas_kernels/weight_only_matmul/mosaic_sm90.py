@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
-from pallas_kernels.weight_only_matmul import resident_sm90, stream_sm90, xla
+from pallas_kernels.weight_only_matmul import stream_sm90, xla
 from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
@@ -42,8 +42,6 @@ def product(
     plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config, interpret is not None)
     if config.stream:
         return stream_sm90.product(plan, x, w, interpret)
-    if config.resident:
-        return resident_sm90.product(plan, x, w, interpret)
     if config.fold > 1 and (w.format.group or 1) > plan.step:
         raise NotImplementedError(
             f"{config} cuts groups of {w.format.group}: stages hold {plan.step} columns of a part"

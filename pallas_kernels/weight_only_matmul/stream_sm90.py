@@ -8,7 +8,6 @@ has to be filled before the first product.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -183,14 +182,11 @@ class Stream(Codes):
         ]
 
     def load_x(self, chunk: int) -> list[list[Any]]:
-        """Of each row of x pairs in the order in which codes are decoded."""
-        return [self.fetch_x(x, 2 * chunk * self.parts * CHUNK) for x in self.x]
-
-    def fetch_x(self, place: Any, first: int) -> list[Any]:
-        """Of a row of x the pairs that multiply() takes, of bytes 16 columns and then 16."""
+        """Of each row of x pairs in the order in which codes are decoded, of bytes 16 columns and then 16."""
+        first = 2 * chunk * self.parts * CHUNK
         places = (0, 16, 32, 48) if self.format.packed else (0, 16, CHUNK, CHUNK + 16)
-        pairs = [pair for more in places for pair in self.emit.fetch("x", place, first + more, 4)]
-        return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
+        rows = [[pair for more in places for pair in self.emit.fetch("x", x, first + more, 4)] for x in self.x]
+        return [self.by_bytes(pairs) for pairs in rows] if self.format.codes == "nf4" else rows
 
     def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
         """Of each row, of each run of columns of the thread's, the zero and the scale as they are stored."""
@@ -300,10 +296,10 @@ def _finish_on_device(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors
     add(tile, parts, out, *vectors.values())
 
 
-def add_parts(plan: Plan, emit: Any, tile: Any, row_of: Callable[[Any], Any] = lambda row: row) -> None:
-    """What one thread of a warpgroup does of that. row_of: which row of a tile a row of parts is."""
+def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
+    """What one thread of the first warpgroup does of that."""
     config, kept = plan.config, ROWS // plan.config.fold
-    thread, width = emit.bits_and(emit.thread(), THREADS - 1), plan.out_dtype.itemsize
+    thread, width = emit.thread(), plan.out_dtype.itemsize
     emit.advance("out", tile, config.rows * width)
     if "scales" in emit.names:
         emit.advance("scales", tile, config.rows * 4)
@@ -323,7 +319,6 @@ def add_parts(plan: Plan, emit: Any, tile: Any, row_of: Callable[[Any], Any] = l
             total = found[0]
             for part in found[1:]:
                 total = emit.plus(total, part)
-            row = row_of(row)
             if "scales" in emit.names:
                 total = emit.scaled(total, emit.load("scales", emit.times(row, 4), "f32"))
             at = emit.add(emit.times(token, plan.n * width), emit.times(row, width))

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.matmul.xla import matmul
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded
 
@@ -14,26 +15,29 @@ from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded
 def weight_only_matmul(
     x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py."""
-    return finish(product(x, w)[:, : w.shape[0]], bias, residual, out_dtype)
+    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. On a GPU the decoded weight is
+    rounded to x's dtype, and the product is that of any weight; a CPU has no fast products of 16 bits."""
+    return lax.platform_dependent(
+        x, w, bias, residual, cpu=partial(_widened, out_dtype=out_dtype), default=partial(_narrow, out_dtype=out_dtype)
+    )
 
 
-def product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """x [M, K'] times the padded weight transposed -> [M, N'], at least float32. On a GPU the decoded weight is rounded
-    to x's dtype; a CPU has no fast products of 16 bits."""
+def _narrow(
+    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
+) -> jax.Array:
+    decoded = lax.optimization_barrier(decode_padded(w, x.dtype)[: w.shape[0]])
+    return matmul(x, decoded, bias, residual, out_dtype)
+
+
+def _widened(
+    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
+) -> jax.Array:
     wide = compute_dtype(x.dtype)
-
-    def narrow(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-        return _dot(x, lax.optimization_barrier(decode_padded(w, x.dtype)), wide)
-
-    def widened(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-        return _dot(x.astype(wide), decode_padded(w, wide), wide)
-
-    return lax.platform_dependent(x, w, cpu=widened, default=narrow)
-
-
-def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=dtype)
+    contract = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(
+        x.astype(wide), decode_padded(w, wide), contract, precision="highest", preferred_element_type=wide
+    )
+    return finish(y[:, : w.shape[0]], bias, residual, out_dtype)
 
 
 def finish(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike) -> jax.Array:

@@ -81,6 +81,16 @@ def test_activations_of_the_format_are_ignored():
     assert same_bits(weight_only_matmul(x, w), weight_only_matmul(x, plain))
 
 
+@pytest.mark.parametrize(("residual", "sums"), [(False, "bf16"), (True, "f32")])
+def test_on_a_gpu_xla_multiplies_as_it_does_unquantized_weights(residual, sums):
+    """The product's own epilogue rounds its sums where nothing is to be added to them."""
+    x, w, _, addend = Case((48,), 64, 128, "w4a16-g64", residual=residual).inputs()
+    traced = jax.jit(lambda x, w, r: weight_only_matmul(x, w, residual=r, backend="xla")).trace(x, w, addend)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert product.strip().endswith(f"(tensor<48x128xbf16>, tensor<64x128xbf16>) -> tensor<48x64x{sums}>")
+
+
 def test_gradient_of_x():
     x, w, _, _ = Case((4,), 64, 128, "nf4", "float32").inputs()
     found = jax.grad(lambda x: weight_only_matmul(x, w, backend="xla").sum())(x)
@@ -118,7 +128,8 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("w4a16-g128", 512), ("w4a16-g32-zp", 512), ("nf4", 64), ("w8a16", 64), ("fp8-weight", 64)]
+    ("name", "most"),
+    [("w4a16-g128", 4096), ("w4a16-g32-zp", 4096), ("nf4", 4096), ("w8a16", 1024), ("fp8-weight", 1024)],
 )
 def test_the_kernel_is_chosen_where_it_is_the_faster_one(monkeypatch, name, most):
     """Unasked on a Hopper GPU: up to so many rows, of what the kernel takes."""

@@ -19,15 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
 from pallas_kernels.smem_sm90 import shared_bytes
-from pallas_kernels.weight_only_matmul import (
-    mosaic_sm90,
-    operand_sm90,
-    reference,
-    resident_sm90,
-    stream_sm90,
-    weight_only_matmul,
-    xla,
-)
+from pallas_kernels.weight_only_matmul import mosaic_sm90, operand_sm90, reference, stream_sm90, weight_only_matmul, xla
 from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
@@ -312,12 +304,10 @@ def test_every_choice_fits_shared_memory():
     for name in ("w4a16-g32", "w4a16-g128-zp", "nf4", "w8a16", "w8a16-g32-zp", "w8a16-g128", "uint8-zp", "fp8-weight"):
         fmt = parse_weight_format(name)
         names = "x", "w", "scales", *(["zeros"] if fmt.zero_point else []), *(["table"] if fmt.codes == "nf4" else [])
-        for m, (n, k) in product((1, 8, 16, 33, 64, 100, 512, 4096), ((32, 256), (4096, 11008), (22016, 4096))):
+        for m, (n, k) in product((1, 8, 16, 33, 64, 100, 256, 512, 4096), ((32, 256), (4096, 11008), (22016, 4096))):
             for config, out_dtype in product(candidates(m, n, k, fmt), ("bfloat16", "float32")):
                 plan = Plan(m, n, k, jnp.dtype("bfloat16"), jnp.dtype(out_dtype), fmt, config, False)
-                own = {"stream": stream_sm90.scratch, "resident": resident_sm90.scratch}
-                kind = next((name for name in own if getattr(config, name)), None)
-                scratch = own[kind](plan, names) if kind else plan.scratch(names)
+                scratch = stream_sm90.scratch(plan, names) if config.stream else plan.scratch(names)
                 assert shared_bytes(scratch) <= SHARED_MEMORY
 
 
