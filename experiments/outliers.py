@@ -8,13 +8,14 @@ doing: kl is the divergence from the unquantized model in nats a token, `kl_95` 
 documents. Part "strength": int8 activations with one scale for all tokens or one a token, with and without SmoothQuant,
 by how much larger than others the outlier channels are; `massive` is the first token's massive activation alone. Part
 "group": int4 weights alone, by how many share a scale. Part "channel": the largest activation of each input channel of
-one layer's QKV projection, sorted. One picture of all three lies beside the JSON.
+one layer's QKV projection, sorted. One picture of all three lies beside the JSON. A run that was interrupted goes on
+with the strength it was at.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from tqdm import tqdm
 
 import jllm
 from experiments.arguments import check_draws_only, positive
-from experiments.ptq_methods import read_tokens, rounded
-from experiments.result_file import ResultFile
+from experiments.ptq_methods import read_tokens, rounded, setup_of
+from experiments.result_file import ResultFile, rows_before
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import InputFileError, JllmError
 from jllm.evaluate import evaluate, record
@@ -51,7 +52,8 @@ def planted(model: Model, strength: float | str) -> Model:
     return plant(model, strength=float(strength), massive=False)
 
 
-def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
+def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """Strength by strength; one whose rows are all there before is not computed again."""
     for strength in args.strengths:
         check_strength(strength)
     for group in args.groups:
@@ -66,6 +68,10 @@ def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
         return row | {"kl_95": [rounded(x) for x in found.interval("kl")]}
 
     for strength in tqdm([*args.strengths, MASSIVE], delay=2, disable=None):
+        done = [row for row in before if row["strength"] == strength]
+        if len(done) == 2 * len(SCALES) + len(args.groups) + 2:
+            yield from done
+            continue
         subject = planted(model, strength)
         smoothed = ptq.smooth(subject, tokens, alpha=args.alpha)
         for scale, smooth in ((scale, smooth) for scale in SCALES for smooth in (False, True)):
@@ -213,9 +219,11 @@ def main(argv: list[str] | None = None) -> int:
         model = jllm.load(args.model, dtype=args.dtype)
         if not 0 <= args.layer < model.config.num_layers:
             raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
-        fresh = rows(model, args)
+        setup = setup_of(args, command)
+        fresh = rows(model, args, rows_before(args.results, "outliers", setup))
         found = [next(fresh)]  # before it replaces a file, it has proved to run
-        result = ResultFile(args.results, "outliers", command, calibration=f"{args.rows} x {args.length} own tokens")
+        calibration = f"{args.rows} x {args.length} own tokens"
+        result = ResultFile(args.results, "outliers", command, sha256=setup["sha256"], calibration=calibration)
         result.add(found[0])
         for row in fresh:
             found.append(row)

@@ -7,14 +7,16 @@ model as it is, and with planted outliers (jllm.outliers), which large models ha
 Calibration tokens are the model's own, drawn by `--seeds` (not those of the bundled text); a row is of one seed. kl is
 the divergence from the unquantized model in nats a token; `kl_95` its interval by bootstrap over documents (or windows,
 where a text is one document); `ratio` is kl over that of plain rounding in the same model and scheme, and `ratio_95`
-its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine.
+its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine. A run that
+was interrupted goes on where it stopped.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +28,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.arguments import positive
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, rows_before
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, EvaluationError, JllmError
 from jllm.evaluate import Evaluation, Recorded, evaluate, record
@@ -37,6 +39,7 @@ from jllm.protocols import encode, find_protocol
 from jllm.quant import ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
+from pallas_kernels.result_file import portable
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -102,9 +105,18 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, str, int, str]]:
     return found
 
 
-def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
-    """One a job. What doesn't fit the model raises before the first."""
+def setup_of(args: argparse.Namespace, command: list[str]) -> Row:
+    """What runs share that may go on with each other's rows."""
+    text = "\0".join(read_documents(args.text))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"command": " ".join(portable(command)), "sha256": digest, "device": jax.devices()[0].device_kind}
+
+
+def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """One a job; those that are there before are not computed again. What doesn't fit the model raises before the
+    first."""
     planned = jobs(args)
+    done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     schemes = {name: find_scheme(name) for name in args.schemes}
     for name, scheme in schemes.items():
         if not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
@@ -114,13 +126,23 @@ def rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
     calibration = {seed: ptq.own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
     subjects = {name: MODELS[name](model) for name in args.models}
     plain: dict[tuple[str, str], Evaluation] = {}
-    for name, scheme, seed, method in tqdm(planned, delay=2, disable=None):
+
+    def run(name: str, scheme: str, seed: int, method: str) -> tuple[Evaluation, float]:
         start = time.monotonic()
-        subject = subjects[name]
-        params = METHODS[method](subject, schemes[scheme], calibration[seed], seed)
+        params = METHODS[method](subjects[name], schemes[scheme], calibration[seed], seed)
         seconds = time.monotonic() - start
-        found = score(replace(subject, params=params), ids, protocol, recorded)
-        plain.setdefault((name, scheme), found)
+        return score(replace(subjects[name], params=params), ids, protocol, recorded), seconds
+
+    for job in tqdm(planned, delay=2, disable=None):
+        if job in done:
+            yield done[job]
+            continue
+        name, scheme, seed, method = job
+        found, seconds = run(*job)
+        if method == "round":
+            plain[name, scheme] = found
+        elif (name, scheme) not in plain:  # its row was there
+            plain[name, scheme], _ = run(name, scheme, seed, "round")
         yield as_row(found, plain[name, scheme], model=name, scheme=scheme, method=method, seed=seed, seconds=seconds)
 
 
@@ -172,9 +194,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.ptq_methods", *(sys.argv[1:] if argv is None else argv)]
     try:
-        fresh = rows(jllm.load(args.model, dtype=args.dtype), args)
+        setup = setup_of(args, command)
+        model = jllm.load(args.model, dtype=args.dtype)
+        fresh = rows(model, args, rows_before(args.results, args.name, setup))
         first = next(fresh)  # before it replaces a file, it has proved to run
-        result = ResultFile(args.results, args.name, command, calibration=f"{args.rows} x {args.length} own tokens")
+        calibration = f"{args.rows} x {args.length} own tokens"
+        result = ResultFile(args.results, args.name, command, sha256=setup["sha256"], calibration=calibration)
         found = [first]
         result.add(first)
         print(first, flush=True)

@@ -1,5 +1,9 @@
 """The result file of experiments: that of the kernels' benchmarks, with the library's error and its packages."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 from jllm.errors import OutputError
 from pallas_kernels import result_file
 
@@ -14,3 +18,15 @@ class ResultFile(result_file.ResultFile):
             super()._write()
         except OSError as error:
             raise OutputError(str(error)) from None
+
+
+def rows_before(directory: Path, experiment: str, setup: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the latest run with the same setup (what its document says) that was interrupted; none where there is none."""
+    for file in sorted(directory.glob(f"{experiment}-*.json"), reverse=True):
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if not document["complete"] and all(document.get(key) == value for key, value in setup.items()):
+                return document["rows"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # no result of ours, or one that nobody can go on with
+    return []

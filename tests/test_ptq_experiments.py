@@ -65,6 +65,60 @@ def test_methods_by_scheme(calls, tmp_path):
     assert of == {"w4a16-g64": list(ptq_methods.FOUR), "w8a8-all": list(ptq_methods.EIGHT)}
 
 
+def test_an_interrupted_run_goes_on(calls, tmp_path, monkeypatch):
+    """Only with its own setup; rounding is scored once more for what is held against it."""
+    options = ["--models", "plain", "--schemes", "w4a16-g64", "--methods", "gptq", "--seeds", "0", "7", "--rows", "2"]
+    whole = ptq_methods.METHODS["gptq"]
+
+    def killed(model, scheme, tokens, seed):
+        if seed == 7:
+            raise KeyboardInterrupt
+        return whole(model, scheme, tokens, seed)
+
+    monkeypatch.setitem(ptq_methods.METHODS, "gptq", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(ptq_methods.main, tmp_path, *options)
+    (path,) = tmp_path.glob("*.json")
+    cut = json.loads(path.read_text())
+    assert (cut["complete"], len(cut["rows"])) == (False, 2)
+    monkeypatch.setitem(ptq_methods.METHODS, "gptq", whole)
+    cut["rows"][1]["kl"] = 99  # to be known again
+    text = json.dumps(cut)
+    for other, asked in (
+        (["--tokens", "77"], [("round", 0), ("gptq", 0), ("gptq", 7)]),
+        ([], [("gptq", 7), ("round", 7)]),
+    ):
+        path.write_text(text)
+        calls.clear()
+        status, result = run(ptq_methods.main, tmp_path, *options, *other)
+        assert (status, result["complete"], len(result["rows"])) == (0, True, 3)
+        assert [(name, seed) for name, _, seed, _ in calls] == asked
+        assert (result["rows"][1]["kl"] == 99) == (not other)
+        assert result["rows"][2]["ratio"] == 0.8
+
+
+def test_outliers_of_a_strength_are_not_computed_again(calls, monkeypatch):
+    seen = []
+
+    def planted(model, strength):
+        seen.append(strength)
+        return model
+
+    monkeypatch.setattr(outliers, "planted", planted)
+    monkeypatch.setattr(outliers.ptq, "smooth", lambda model, tokens, alpha: model.params)
+    monkeypatch.setattr(outliers, "quantize", lambda params, scheme: params)
+    monkeypatch.setattr(outliers, "channel_maxima", lambda model, tokens, layer: np.arange(3.0))
+    monkeypatch.setattr(outliers, "read_tokens", lambda model, args: ([[1, 2]], "document"))
+    args = outliers.parse_args(["--strengths", "1", "4", "--groups", "8"])
+    fresh = list(outliers.rows(tiny_model(), args))
+    assert seen == [1, 4, "massive"]
+    seen.clear()
+    cut = [row | {"kl": 7.0} if "kl" in row else row for row in fresh[:10]]  # of 7 a strength
+    again = list(outliers.rows(tiny_model(), args, cut))
+    assert seen == [4, "massive"]
+    assert again == cut[:7] + fresh[7:]
+
+
 @pytest.mark.parametrize(
     ("main", "options", "message"),
     [

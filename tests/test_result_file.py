@@ -35,6 +35,23 @@ def test_begun_incomplete_and_finished(tmp_path):
     assert str(tmp_path) not in result.path.read_text()
 
 
+def test_an_interrupted_run_is_found_by_its_setup(tmp_path):
+    def write(name, **document):
+        (tmp_path / name).write_text(json.dumps(document))
+
+    setup = {"command": "python -m x", "sha256": "1"}
+    write("x-20260102-cpu.json", complete=False, rows=[1], **setup)
+    write("x-20260103-cpu.json", complete=True, rows=[2], **setup)
+    write("x-20260104-cpu.json", complete=False, rows=[3], **setup | {"sha256": "2"})
+    write("x_y-20260105-cpu.json", complete=False, rows=[4], **setup)
+    write("x-20260106-cpu.json", rows=[5])
+    (tmp_path / "x-20260107-cpu.json").write_text("[]")
+    (tmp_path / "x-20260108-cpu.json").write_text("{")
+    assert experiments.result_file.rows_before(tmp_path, "x", setup) == [1]
+    assert experiments.result_file.rows_before(tmp_path, "x", setup | {"sha256": "3"}) == []
+    assert experiments.result_file.rows_before(tmp_path / "nowhere", "x", setup) == []
+
+
 @pytest.mark.parametrize(("kind", "error"), [(ResultFile, OSError), (experiments.result_file.ResultFile, OutputError)])
 def test_says_where_it_cannot_be_written(tmp_path, monkeypatch, kind, error):
     monkeypatch.setattr(kind, "packages", ("jax",))
