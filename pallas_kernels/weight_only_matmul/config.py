@@ -93,7 +93,10 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
         stream = Config(tokens=16, fold=4, row_tiles=2, stream=True)
         folded = replace(base, fold=2, warpgroups=3)
         first = folded if wide else in_parts(base, m, n)
-        others = () if wide else (replace(folded, split=3),)
+        finer = replace(first, width=64, stages=12)  # less to wait for before the first product
+        cut = first.fold > 1 and (fmt.group or 1) > (128 if fmt.packed else 64)  # groups, by stages of a part
+        others = [] if cut else [finer]
+        others += [] if wide else [replace(folded, split=3)]
         return first, *others, stream, replace(stream, warpgroups=1)
     if m <= 64:
         other = replace(base, warpgroups=3, split=2 if wide else 6)
@@ -136,8 +139,9 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
 # again, on top of a product of 16-bit weights. On an H200 with 512 rows the kernel took 0.41 to 0.67 of XLA's time with
 # all formats measured (w4a16-g128, nf4, w8a16, fp8-weight). Whole steps of a 7B model with 1024 and 4096 rows in the
 # kernel were 1.01 and 0.98 (w4a16-g128) or 0.93 and 0.90 (nf4) times as fast as in bf16. XLA added 72 us for a weight
-# of 4096x12288 to bf16's 69 with 512 rows, some 590 with 4096: 0.89 times bf16's speed there, and less with fewer rows.
-# Eight bits in the kernel take up to 1.33 times as long as bf16: by that count XLA is faster from 1000 to 2000 rows on.
+# of 4096x12288 (a sixth of that for a pass over sums that it no longer makes) to the 69 of bf16 with 512 rows, or some
+# 590 with 4096: at best 0.9 times bf16's speed there, and less with fewer rows. Eight bits in the kernel take up to
+# 1.33 times as long as bf16: by that count XLA is the faster one from 1000 to 2000 rows on.
 MOST_ROWS = {"int4": 4096, "nf4": 4096, "int8": 1024, "fp8": 1024}
 
 

@@ -72,10 +72,13 @@ def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys):
 
 
 def test_every_variant_traces():
-    weights = [jax.eval_shape(lambda: bench.random_weight(jax.random.key(0), "w4a16-g128", 128, 2048))] * 2
-    for m in (1, 512):
-        for _, config in bench.variants("w4a16-g128", m, 128, 2048, tune=True):
+    for name, m, n in (
+        ("w4a16-g128", 1, 128), ("w4a16-g128", 16, 8192), ("w8a16-g128", 16, 8192), ("fp8-weight", 16, 128),
+        ("nf4", 128, 128), ("w4a16-g128", 200, 8192), ("w4a16-g128", 512, 128),
+    ):  # fmt: skip
+        w = jax.eval_shape(lambda: bench.random_weight(jax.random.key(0), name, n, 2048))  # noqa: B023
+        for _, config in bench.variants(name, m, n, 2048, tune=True):
             x = jax.ShapeDtypeStruct((m, 2048), "bfloat16")
             if config is not None:
                 product = partial(mosaic_sm90.weight_only_matmul, bias=None, residual=None, config=config)
-                assert jax.eval_shape(lambda x, w: product(x, w, out_dtype=x.dtype), x, weights[0]).shape == (m, 128)  # noqa: B023
+                assert jax.eval_shape(lambda x, w: product(x, w, out_dtype=x.dtype), x, w).shape == (m, n)  # noqa: B023

@@ -409,7 +409,7 @@ def test_gpu_matches_the_definition(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 256])
 @pytest.mark.parametrize("name", ["w4a16-g128", "nf4", "w8a16"])
 def test_gpu_at_the_size_of_a_layer(name, rows):
     """Many stages and tiles a CTA: a stage overwritten too early shows here."""
