@@ -10,7 +10,7 @@ sequences; for a chunk that continues one it attends to all keys without a mask,
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_form
 from pallas_kernels.measure import device_us
 from pallas_kernels.prefill_attention import make_work, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, choose_config
 
 FLASHINFER = {((2048,), (2048,)): 93.6, ((1024,) * 8, (1024,) * 8): 191.0, ((16384,), (16384,)): 3904.0}  # us
 CUDNN_RATE = 0.8  # of it, for 2048 tokens after 6144
@@ -63,10 +64,11 @@ class Contender:
     sets: int
 
 
-def mosaic(case: Case) -> Contender:
+def mosaic(case: Case, pack: bool = True) -> Contender:
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
-        return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window)
+        config = replace(choose_config(q, pages), pack=pack)
+        return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window, config=config)
 
     def attend(*arguments: Any) -> jax.Array:
         *rest, work = arguments
@@ -97,8 +99,11 @@ def cudnn(case: Case) -> Contender:
 
 
 def contenders(case: Case, peers: bool) -> dict[str, Callable[[Case], Contender]]:
-    """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds."""
+    """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds; and the
+    kernel without packing, where all sequences are short."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
+    if max(case.kv_lens) <= WARPGROUP_ROWS:
+        found["mosaic, unpacked"] = partial(mosaic, pack=False)
     if peers and case.k_format == "bf16":
         if len({*zip(case.q_lens, case.kv_lens)}) == 1:
             found["cudnn"] = cudnn

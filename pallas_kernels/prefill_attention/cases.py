@@ -54,7 +54,11 @@ class Case:
 # A chunk of one tile and a bit, an empty one, one token far in, the start of a sequence, and unused rows.
 CASES = tuple(Case(q_lens=(37, 0, 1, 5), kv_lens=(150, 9, 129, 5), unused=5, **settings) for settings in pairwise())
 
-# What the Mosaic kernel has beyond: tiles that are full, head dim 256, more rows than one tile's, many keys.
+# Short chunks of many sizes, starts of sequences and continued ones, between two that are not short.
+_SHORT = (8, 16, 70, 30, 3, 1, 40, 0, 8, 7, 1, 2, 8, 70), (8, 16, 70, 30, 3, 12, 100, 5, 8, 16, 60, 2, 8, 300)
+
+# What the Mosaic kernel has beyond: tiles that are full, head dim 256, more rows than one tile's, many keys; chunks
+# that share a tile.
 MOSAIC_CASES = tuple(
     Case(
         q_lens=q_lens, kv_lens=kv_lens, unused=3, heads=heads, head_dim=head_dim, page_size=page_size,
@@ -73,19 +77,26 @@ MOSAIC_CASES = tuple(
         ((63, 2), (257, 129), (2, 2), 256, 32, "fp8", "float16", 65),
         ((65, 20), (321, 20), (4, 2), 64, 16, "f16", "bfloat16", None),
         ((63, 2), (257, 129), (2, 2), 128, 128, "bf16", "float16", 65),
+        (*_SHORT, (4, 4), 128, 16, "bf16", "bfloat16", None),
+        (*_SHORT, (4, 2), 128, 16, "int8-g8", "bfloat16", 9),
+        (*_SHORT, (4, 4), 64, 8, "int4-g32", "float16", None),
+        (*_SHORT, (4, 1), 256, 16, "bf16", "bfloat16", None),
     )
 )  # fmt: skip
 
 _LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
-# What the peers were measured on and a long prompt's last chunk; then, in bf16, short and mixed chunks.
+# What the peers were measured on and a long prompt's last chunk; then, in bf16, shorter and mixed chunks; and many
+# short prompts at once.
 _CELLS = (((2048,), (2048,)), ((1024,) * 8, (1024,) * 8), ((16384,), (16384,)), ((2048,), (8192,)))
 _MORE_CELLS = (((512,) * 8, (512,) * 8), ((512,), (8192,)), ((1500, 300, 200, 48), (1500, 300, 4096, 2048)))
+_SHORT_CELLS = tuple(((tokens,) * prompts,) * 2 for prompts, tokens in ((512, 8), (128, 8), (256, 32), (64, 114)))
 BENCH_CASES = tuple(
     Case(q_lens=q_lens, kv_lens=kv_lens, unused=0, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
     for shape, names, cells in (
-        (_LLAMA_7B, ("bf16",), (*_CELLS, *_MORE_CELLS)),
+        (_LLAMA_7B, ("bf16",), (*_CELLS, *_MORE_CELLS, *_SHORT_CELLS)),
         (_LLAMA_7B, ("int8-g8", "fp8", "int4-g32"), _CELLS[1:]),
+        (_LLAMA_7B, ("int8-g8",), _SHORT_CELLS[:1]),
         (_LLAMA_8B, ("bf16", "int8-g8"), (_CELLS[1], _CELLS[3])),
     )
     for name in names

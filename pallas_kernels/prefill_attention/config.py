@@ -21,6 +21,7 @@ class Config:
     turns at the tensor cores, one's softmax under the other's products. ctas: persistent CTAs. converters: warpgroups
     that convert pages of another format: one for K and V in turn, or 2, one each, with 128 columns at a time and
     integers by way of mantissas; not timed yet, and right on a device for int8 alone, so no default.
+    pack: whether several short sequences share a warpgroup's rows and keys.
     interpretable: P through shared memory and no inline instructions, which is what the interpreter can run.
     """
 
@@ -31,6 +32,7 @@ class Config:
     alternate: bool = True
     ctas: int = SMS
     converters: int = 1
+    pack: bool = True
     interpretable: bool = False
 
     def __post_init__(self) -> None:
@@ -48,6 +50,18 @@ class Config:
     @property
     def tile_rows(self) -> int:
         return WARPGROUP_ROWS * self.warpgroups // self.heads
+
+
+def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
+    """How many short chunks may share the 64 rows and block_kv keys of a warpgroup, fewest first; none: no packing.
+
+    Of k chunks each has 64 / k rows and block_kv / k keys for itself: whole pages, and whole steps of wgmma, which sums
+    over 16 keys at once, so that a chunk's sums do not tell where it lies. Each warpgroup takes another head.
+    """
+    block = config.block_kv
+    if not config.pack or num_heads % config.warpgroups or block & (block - 1):
+        return ()
+    return tuple(k for k in (1, 2, 4, 8) if block // k >= max(16, min(page_size, block)))
 
 
 def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> Config:

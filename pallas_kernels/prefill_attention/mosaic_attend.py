@@ -1,6 +1,5 @@
 """The computing warpgroups of the Hopper kernel of prefill_attention."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
+from pallas_kernels.prefill_attention.mosaic_pack import attend_pack
 from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs, Tile, for_each_tile
-
-LOWEST = -1e30  # finite: a row that has seen no key yet keeps its sum without NaN
+from pallas_kernels.prefill_attention.mosaic_rows import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
@@ -27,7 +26,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
         del n
         below = wg // config.heads * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
         plgpu.barrier_wait(refs.q_ready)
-        _copy(refs.q_raw.at[wg], refs.q_s.at[wg])
+        copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.q_free)
         store = partial(_store, plan, refs, tile, wg, below)
@@ -39,16 +38,12 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
         @pl.when(tile.last == tile.first)
         def _() -> None:
-            store(_full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA))
+            store(full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA))
 
-    for_each_tile(plan, refs, compute_tile)
+    for_each_tile(plan, refs, compute_tile, partial(attend_pack, plan, refs, wg))
     if config.alternate:
         pl.when(wg == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ class _Rows:
     def attend(self) -> tuple[jax.Array, jax.Array]:
         """Unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
         plan, tile, block = self.plan, self.tile, self.plan.config.block_kv
-        lowest = _full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
-        acc = _full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
+        lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
+        acc = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
         p, peak, _ = self._softmax(self._scores(tile.first), tile.first, lowest, masked=True)
         carry = (acc, peak, p.sum(axis=1), p.astype(plan.dtype))
 
@@ -163,7 +158,7 @@ class _Rows:
         self, scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """P of block j (f32), the rows' new peak (in units of log2), and what earlier sums shrink by."""
-        shape, to_log2 = scores.shape, self.plan.scale * math.log2(math.e)
+        shape = scores.shape
         if masked:
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -172,9 +167,7 @@ class _Rows:
             if self.plan.window is not None:
                 seen = seen & (distance < self.plan.window)
             scores = jnp.where(seen, scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
-        p = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, shape, [0]))
-        return p, new_peak, jnp.exp2(peak - new_peak)
+        return exponentials(scores, peak, self.plan.scale)
 
     def _slot(self, j: jax.Array) -> jax.Array:
         return self.plan.slot(self.blocks + j - self.tile.first)
@@ -188,27 +181,8 @@ class _Rows:
             plgpu.barrier_arrive(self.refs.turn.at[1 - self.wg])
 
 
-def _copy(source: Any, target: Any) -> None:
-    """Rows of shared memory from plain to swizzled or back, 16 bytes a thread at a time."""
-    layout = plgpu.Layout.SMEM_GMEM_COPY(source.shape, source.dtype, 128)
-    target[...] = plgpu.load(source, layout=layout)
-
-
 def _store(plan: Plan, refs: Refs, tile: Tile, wg: jax.Array, below: jax.Array, out: jax.Array) -> None:
     """Writes the warpgroup's rows of the tile, and none of the next chunk's."""
     head = tile.head + lax.rem(wg, jnp.int32(plan.config.heads))
-    row, rows = tile.row + below, jnp.clip(tile.rows - below, 0, WARPGROUP_ROWS)
-    refs.q_s[wg] = out.astype(plan.dtype)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the tile before
-    _copy(refs.q_s.at[wg], refs.out_s.at[wg])
-    plgpu.commit_smem()
-
-    @pl.when(rows == WARPGROUP_ROWS)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(refs.out_s.at[wg], refs.out.at[pl.ds(row, WARPGROUP_ROWS), head])
-
-    @pl.when(rows < WARPGROUP_ROWS)
-    def _() -> None:
-        @pl.loop(0, rows)
-        def _(i: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(refs.out_s.at[wg, i], refs.out.at[row + i, head])
+    stage_rows(plan, refs, wg, out)
+    write_rows(refs, wg, 0, tile.row + below, jnp.clip(tile.rows - below, 0, WARPGROUP_ROWS), head)

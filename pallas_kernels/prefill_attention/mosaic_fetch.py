@@ -4,7 +4,8 @@ One issues all copies from global memory, in the order in which they are consume
 another format than the queries' go through others, which convert them on their way to wgmma's operands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted, width
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Pool, Refs, Tile, for_each_tile
+from pallas_kernels.prefill_attention.mosaic_plan import BOX, Pack, Plan, Pool, Refs, Tile, for_each_tile, lowest_key
+from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
 
 
 def fetch(plan: Plan, refs: Refs) -> None:
@@ -34,7 +36,7 @@ def fetch(plan: Plan, refs: Refs) -> None:
         def _(j: jax.Array) -> None:
             _fetch_block(plan, refs, tile, j, blocks + j - tile.first)
 
-    tiles, blocks = for_each_tile(plan, refs, fetch_tile)
+    tiles, blocks = for_each_tile(plan, refs, fetch_tile, partial(_fetch_pack, plan, refs))
     pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.q_free))
     _drain(plan, blocks, [pool.free if pool.raw is None else pool.raw_free for pool in (refs.k, refs.v)])
 
@@ -52,54 +54,96 @@ def _wait_until_free(plan: Plan, n: jax.Array, barrier: Any) -> None:
     pl.when(n >= plan.config.stages)(lambda: plgpu.barrier_wait(barrier.at[plan.slot(n)]))
 
 
-def _seen(tile: Tile, first: jax.Array, columns: int, layout: Any) -> jax.Array:
-    """bool [SIDE, columns]: whether tokens from `first` on, one a row, are among those that the tile's chunk sees."""
-    token = first + plgpu.broadcasted_iota(jnp.int32, (SIDE, columns), 0, layout=layout)
+def _seen(tile: Tile, begin: jax.Array, first: int, columns: int, layout: Any) -> jax.Array:
+    """bool [SIDE, columns]: whether tokens from begin + first on, one a row, are among those that the tile's chunk
+    sees."""
+    token = begin + first + plgpu.broadcasted_iota(jnp.int32, (SIDE, columns), 0, layout=layout)
     return (token >= tile.low) & (token < tile.keys)
 
 
 def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array) -> None:
     """Copies K and V of KV block j, the n-th of this CTA."""
-    size, block, run, slot = plan.page_size, plan.config.block_kv, plan.run, plan.slot(n)
-    kv_head = tile.head // (plan.num_heads // plan.num_kv_heads)
+    size, block, slot = plan.page_size, plan.config.block_kv, plan.slot(n)
     # Entries beyond the visible pages name no page: fetch the nearest visible one instead. Entries are all read before
     # any copy is issued, so that their latencies overlap.
     entries = [jnp.clip(j * block // size + i, tile.low // size, (tile.keys - 1) // size) for i in range(plan.pages)]
     begin = lax.rem(j * block, jnp.int32(size))  # within a page that is larger than a block
-    numbers = [refs.table[tile.chunk, entry] for entry in entries]
+    pages = _Pages([refs.table[tile.chunk, entry] for entry in entries], begin, tile.head)
+    pages.copy(plan, refs.k, plan.k_format, n)
+    if refs.v.raw is not None:
+        pages.copy(plan, refs.v, plan.v_format, n)
+    else:
+        _wait_until_free(plan, n, refs.v.free)
+        boundary = (j * block < tile.low) | ((j + 1) * block > tile.keys)
+        copy = partial(pages.copy_values, plan, refs.v)
+        pl.when(jnp.logical_not(boundary))(partial(copy, refs.v.blocks.at[slot], refs.v.ready.at[slot]))
+        pl.when(boundary)(partial(_fetch_boundary, plan, refs, tile, j, slot, copy))
 
-    def copy(pool: Pool, shared: Any, barrier: Any) -> None:
-        for i, number in enumerate(numbers):
+
+@dataclass(frozen=True)
+class _Pages:
+    """The pages of a KV block, one after the other, from token `begin` of theirs on, for a query head."""
+
+    numbers: Sequence[jax.Array]
+    begin: jax.Array
+    head: jax.Array
+
+    def copy(self, plan: Plan, pool: Pool, fmt: KVFormat, n: jax.Array) -> None:
+        """Copies them as stored, scales included, once the n-th block's place is free."""
+        slot = plan.slot(n)
+        if pool.raw is None:
+            _wait_until_free(plan, n, pool.free)
+            self.copy_values(plan, pool, pool.blocks.at[slot], pool.ready.at[slot])
+            return
+        _wait_until_free(plan, n, pool.raw_free)
+        self.copy_values(plan, pool, pool.raw.at[slot], pool.raw_ready.at[slot])
+        start, _ = plan.scale_start(fmt, self.head, self.begin)
+        for i, number in enumerate(self.numbers):
+            for part in plan.scale_copies(fmt):
+                source = pool.scales.at[number, pl.ds(start + part.start, part.size)]
+                plgpu.copy_gmem_to_smem(source, pool.raw_scales.at[slot, i, part], pool.raw_ready.at[slot])
+
+    def copy_values(self, plan: Plan, pool: Pool, shared: Any, barrier: Any) -> None:
+        run, kv_head = plan.run, self.head // (plan.num_heads // plan.num_kv_heads)
+        for i, number in enumerate(self.numbers):
             source = pool.values.at[number, kv_head]
-            source = source.at[pl.ds(begin, run)] if run < size else source
-            plgpu.copy_gmem_to_smem(source, shared.at[slot, pl.ds(i * run, run)], barrier)
+            source = source.at[pl.ds(self.begin, run)] if run < plan.page_size else source
+            plgpu.copy_gmem_to_smem(source, shared.at[pl.ds(i * run, run)], barrier)
 
-    for pool, fmt in ((refs.k, plan.k_format), (refs.v, plan.v_format)):
-        if pool.raw is not None:
-            _wait_until_free(plan, n, pool.raw_free)
-            copy(pool, pool.raw, pool.raw_ready.at[slot])
-            start, _ = plan.scale_start(fmt, tile.head, begin)
-            for i, number in enumerate(numbers):
-                for part in plan.scale_copies(fmt):
-                    source = pool.scales.at[number, pl.ds(start + part.start, part.size)]
-                    plgpu.copy_gmem_to_smem(source, pool.raw_scales.at[slot, i, part], pool.raw_ready.at[slot])
-        elif pool is refs.k:
-            _wait_until_free(plan, n, pool.free)
-            copy(pool, pool.blocks, pool.ready.at[slot])
-        else:
-            _wait_until_free(plan, n, pool.free)
-            boundary = (j * block < tile.low) | ((j + 1) * block > tile.keys)
-            pl.when(jnp.logical_not(boundary))(partial(copy, pool, pool.blocks, pool.ready.at[slot]))
-            pl.when(boundary)(partial(_fetch_boundary, plan, refs, tile, j, slot, partial(copy, pool)))
+
+def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
+    """Copies the queries of packed chunks, and a KV block for each warpgroup."""
+    groups = plan.config.warpgroups
+    begins = []
+    for at in range(0, WARPGROUP_ROWS, BOX):
+        tile, offset = pack.tile_at(at, WARPGROUP_ROWS), at & (pack.rows - 1)
+        # What lies past a chunk's rows is nobody's: any rows do, as long as there are some.
+        begins.append(refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
+    numbers = []
+    for at in range(0, plan.config.block_kv, plan.run):
+        tile, offset = pack.tile_at(at, plan.config.block_kv), at & (pack.columns - 1)
+        low, keys = lowest_key(plan, refs.tiles[tile, POSITION]), refs.tiles[tile, KEYS]
+        entry = jnp.clip(offset // plan.page_size, low // plan.page_size, (keys - 1) // plan.page_size)
+        numbers.append(refs.table[refs.tiles[tile, CHUNK], entry])
+
+    pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
+    for w in range(groups):
+        for i, begin in enumerate(begins):
+            source = refs.q.at[pl.ds(begin, BOX), pack.head + w]
+            plgpu.copy_gmem_to_smem(source, refs.q_raw.at[w, pl.ds(i * BOX, BOX)], refs.boxes_ready)
+    for w in range(groups):
+        pages = _Pages(numbers, jnp.int32(0), pack.head + w)
+        pages.copy(plan, refs.k, plan.k_format, blocks + w)
+        pages.copy(plan, refs.v, plan.v_format, blocks + w)
 
 
 def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.Array, copy: Any) -> None:
     """V of a block with slots that nobody sees: whatever they hold (NaN times zero is NaN) becomes zero."""
     pool, block = refs.v, plan.config.block_kv
-    copy(pool.blocks, refs.v_raw)
+    copy(pool.blocks.at[slot], refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
     for row in range(0, block, SIDE):
-        seen = _seen(tile, j * block + row, SIDE, plgpu.Layout.WGMMA)
+        seen = _seen(tile, j * block, row, SIDE, plgpu.Layout.WGMMA)
         for column in range(0, plan.head_dim, SIDE):
             part = pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)]
             part[...] = jnp.where(seen, plgpu.load(part, layout=plgpu.Layout.WGMMA), jnp.zeros((), plan.dtype))
@@ -118,28 +162,39 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
         def _(j: jax.Array) -> None:
             n = blocks + j - tile.first
             for pool, fmt in pools:
-                plgpu.barrier_wait(pool.raw_ready.at[plan.slot(n)])
-                _wait_until_free(plan, n, pool.free)
-                _convert_block(plan, tile, pool, fmt, j, plan.slot(n), clear=pool is refs.v)
+                seen = partial(_seen, tile, j * plan.config.block_kv) if pool is refs.v else None
+                _convert_block(plan, tile.head, pool, fmt, n, seen)
 
-    _, blocks = for_each_tile(plan, refs, convert_tile)
+    def convert_pack(pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
+        del n
+
+        @pl.loop(0, plan.config.warpgroups)
+        def _(w: jax.Array) -> None:
+            for pool, fmt in pools:
+                _convert_block(plan, pack.head + w, pool, fmt, blocks + w, None)
+
+    _, blocks = for_each_tile(plan, refs, convert_tile, convert_pack)
     _drain(plan, blocks, [pool.free for pool, _ in pools])
 
 
 def _convert_block(
-    plan: Plan, tile: Tile, pool: Pool, fmt: KVFormat, j: jax.Array, slot: jax.Array, clear: bool
+    plan: Plan, head: jax.Array, pool: Pool, fmt: KVFormat, n: jax.Array, seen: Callable[..., jax.Array] | None
 ) -> None:
-    columns = width(plan)
+    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, columns, layout] that nobody
+    sees becomes zero."""
+    slot, columns = plan.slot(n), width(plan)
+    plgpu.barrier_wait(pool.raw_ready.at[slot])
+    _wait_until_free(plan, n, pool.free)
     scales = None
     if pool.raw_scales is not None:
-        _, shift = plan.scale_start(fmt, tile.head, 0)
+        _, shift = plan.scale_start(fmt, head, 0)
         scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.groups(plan.head_dim))]
     for row in range(0, plan.config.block_kv, SIDE):
-        seen = _seen(tile, j * plan.config.block_kv + row, columns, layout_of(plan))
+        kept = None if seen is None else seen(row, columns, layout_of(plan))
         for column in range(0, plan.head_dim, columns):
             x = load_converted(pool.raw.at[slot], scales, fmt, plan, row, column)
-            if clear:
-                x = jnp.where(seen, x, jnp.zeros((), x.dtype))
+            if kept is not None:
+                x = jnp.where(kept, x, jnp.zeros((), x.dtype))
             pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, columns)][...] = x.astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(pool.ready.at[slot])

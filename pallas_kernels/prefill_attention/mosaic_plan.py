@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_pages import KVFormat, Pages
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
 from pallas_kernels.smem_sm90 import swizzled
 
@@ -23,6 +23,7 @@ REGISTERS = {
     (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
     (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
 }  # fmt: skip
+BOX = 8  # rows of a copy of packed queries
 SCALES = 64  # the fewest that a copy moves: 128 bytes, where the next may begin in shared memory
 
 
@@ -55,6 +56,7 @@ class Refs(NamedTuple):
     p_s: Any  # [warpgroups, 64, T] if P is staged
     out_s: Any  # [warpgroups, 64, D], plain rows
     q_ready: Any
+    boxes_ready: Any  # queries of packed chunks
     q_free: Any
     v_raw: Any  # V of a boundary block, before its unseen slots are cleared
     turn: Any
@@ -72,6 +74,26 @@ class Tile(NamedTuple):
     low: jax.Array  # the first key that any row sees
     first: jax.Array
     last: jax.Array
+
+
+class Pack(NamedTuple):
+    """Short chunks, each of one tile, that share a warpgroup: the i-th has its rows from i * rows on, and its keys from
+    i * columns on. Warpgroup w computes head + w, with a KV block of its own."""
+
+    first: jax.Array  # of their tiles, which follow each other
+    chunks: jax.Array
+    slots: jax.Array  # places for chunks
+    rows: jax.Array
+    columns: jax.Array
+    head: jax.Array
+
+    def tile(self, slot: Any) -> jax.Array:
+        """The tile in a slot; where there is none, another."""
+        return self.first + jnp.minimum(slot, self.chunks - 1)
+
+    def tile_at(self, place: int, size: int) -> jax.Array:
+        """The same of the slot that a place is in, of so many that all slots have."""
+        return self.tile(place * self.slots // size)
 
 
 def flat_scales(pool: Pages) -> jax.Array | None:
@@ -107,6 +129,10 @@ class Plan:
             raise NotImplementedError(f"blocks of {config.block_kv} keys are not made of pages of {self.page_size}")
         if (config.warpgroups, self.warpgroups) not in REGISTERS:
             raise NotImplementedError(f"{config} takes {self.warpgroups} warpgroups in all, which is not supported")
+
+    @property
+    def packings(self) -> tuple[int, ...]:
+        return packings(self.config, self.num_heads, self.page_size)
 
     @property
     def pages(self) -> int:
@@ -163,6 +189,7 @@ class Plan:
             "p_s": swizzled((groups, rows, config.block_kv), self.dtype) if config.interpretable else None,
             "out_s": plgpu.SMEM((groups, rows, dim), self.dtype),
             "q_ready": plgpu.Barrier(num_arrivals=groups),
+            "boxes_ready": plgpu.Barrier(num_arrivals=groups * rows // BOX) if self.packings else None,
             "q_free": plgpu.Barrier(num_arrivals=groups),
             "v_raw": plgpu.Barrier(num_arrivals=self.pages),
             "turn": plgpu.Barrier(num_barriers=2) if config.alternate else None,
@@ -189,15 +216,21 @@ class Plan:
 
 
 def for_each_tile(
-    plan: Plan, refs: Refs, body: Callable[[Tile, jax.Array, jax.Array], None]
+    plan: Plan,
+    refs: Refs,
+    body: Callable[[Tile, jax.Array, jax.Array], None],
+    pack_body: Callable[[Pack, jax.Array, jax.Array], None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls body(tile, n, blocks) for the n-th tile of this CTA, `blocks` KV blocks done; returns both totals.
+    """Calls body(tile, n, blocks) or pack_body(pack, n, blocks) for the n-th tile or pack of this CTA, `blocks` KV
+    blocks done; returns both totals.
 
-    Tiles are dealt out longest first, back and forth, which evens out what the CTAs get.
+    Tiles are dealt out longest first, back and forth, which evens out what the CTAs get; then packs.
     """
-    ctas, sets = plan.config.ctas, plan.num_heads // plan.config.heads
+    ctas = plan.config.ctas
     cta = lax.axis_index("cta")
-    total = refs.count[0] * sets
+    alone = refs.count[0] * (plan.num_heads // plan.config.heads)
+    *_, packs = _pack_bounds(plan, refs)
+    total = alone + packs[0] * (plan.num_heads // plan.config.warpgroups)
     rounds, rest = total // ctas, lax.rem(total, jnp.int32(ctas))
 
     def dealt(n: jax.Array) -> jax.Array:
@@ -205,16 +238,59 @@ def for_each_tile(
 
     def step(n: jax.Array, blocks: jax.Array) -> jax.Array:
         item = n * ctas + dealt(n)
-        index = item // sets
-        chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
-        low = jnp.int32(0)
-        if plan.window is not None:
-            low = jnp.maximum(position - (plan.window - 1), 0)
-        first = low // plan.config.block_kv
-        last = (position + rows + (plan.config.block_kv - 1)) // plan.config.block_kv
-        head = (item - index * sets) * plan.config.heads
-        body(Tile(chunk, row, rows, position, keys, head, low, first, last), n, blocks)
-        return blocks + last - first
+        if not plan.packings:
+            tile = _tile(plan, refs, item)
+            body(tile, n, blocks)
+            return blocks + tile.last - tile.first
+        packed = item >= alone
+        tile = _tile(plan, refs, jnp.where(packed, 0, item))
+        pl.when(jnp.logical_not(packed))(partial(body, tile, n, blocks))
+        pl.when(packed)(lambda: pack_body(_pack(plan, refs, item - alone), n, blocks))
+        return blocks + jnp.where(packed, plan.config.warpgroups, tile.last - tile.first)
 
     tiles = rounds + (dealt(rounds) < rest).astype(jnp.int32)
     return tiles, lax.fori_loop(0, tiles, step, jnp.int32(0))
+
+
+def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
+    sets = plan.num_heads // plan.config.heads
+    index = item // sets
+    chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
+    low = lowest_key(plan, position)
+    first = low // plan.config.block_kv
+    last = (position + rows + (plan.config.block_kv - 1)) // plan.config.block_kv
+    head = (item - index * sets) * plan.config.heads
+    return Tile(chunk, row, rows, position, keys, head, low, first, last)
+
+
+def lowest_key(plan: Plan, position: jax.Array) -> jax.Array:
+    """The first key that the query at a position sees."""
+    return jnp.int32(0) if plan.window is None else jnp.maximum(position - (plan.window - 1), 0)
+
+
+def _pack_bounds(plan: Plan, refs: Refs) -> list[tuple[jax.Array, jax.Array]]:
+    """Where each kind of packs begins: so many packs and tiles come before. Last, how many there are in all."""
+    bounds = [(jnp.int32(0), refs.count[0])]
+    for i, slots in enumerate(plan.packings):
+        (packs, tiles), count = bounds[-1], refs.count[1 + i]
+        bounds.append((packs + (count + (slots - 1)) // slots, tiles + count))
+    return bounds
+
+
+def _pack(plan: Plan, refs: Refs, item: jax.Array) -> Pack:
+    """Reads the counts again: what is kept in registers, the loops over KV blocks lack."""
+    sets = plan.num_heads // plan.config.warpgroups
+    number = item // sets
+    head = (item - number * sets) * plan.config.warpgroups
+    bounds = _pack_bounds(plan, refs)
+    first = chunks = slots = rows = columns = jnp.int32(0)
+    # The last kind that has begun: one without packs begins where the next one does.
+    for k, (before, begin), (_, end) in zip(plan.packings, bounds, bounds[1:]):
+        here = number >= before
+        tile = begin + (number - before) * k
+        first = jnp.where(here, tile, first)
+        chunks = jnp.where(here, jnp.minimum(end - tile, k), chunks)
+        slots = jnp.where(here, k, slots)
+        rows = jnp.where(here, WARPGROUP_ROWS // k, rows)
+        columns = jnp.where(here, plan.config.block_kv // k, columns)
+    return Pack(first, chunks, slots, rows, columns, head)

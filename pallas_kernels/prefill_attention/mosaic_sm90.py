@@ -3,7 +3,7 @@
 Persistent CTAs walk the work list. One warpgroup fetches query tiles and KV blocks, a TMA copy per page and head, and
 runs ahead across tiles; pages of another format are converted by one or two of their own. Each computing warpgroup
 holds 64 query rows of one head; it issues the next block's Q K^T, then this block's P V, and does the next block's
-softmax while P V runs. Two of them take turns at the tensor cores.
+softmax while P V runs. Two of them take turns at the tensor cores. Short chunks share a warpgroup (mosaic_pack.py).
 """
 
 from functools import partial

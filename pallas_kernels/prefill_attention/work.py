@@ -1,4 +1,4 @@
-"""The work list of prefill_attention: chunks cut into tiles of query rows, the longest first."""
+"""The work list of prefill_attention: chunks cut into tiles of query rows, the longest first, and short ones packed."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.prefill_attention.config import Config, choose_config
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, choose_config, packings
 
 # Columns of Work.tiles.
 CHUNK, ROW, ROWS, POSITION, KEYS, NUM_COLUMNS = range(6)
@@ -19,7 +19,8 @@ class Work:
 
     tiles i32[W, 5], one row a tile: its chunk, its first row of q, its rows, the position of its first row in the
     sequence, and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that
-    they come out zero. Only the first count[0] tiles (i32[1]) are valid.
+    they come out zero. count i32[1 + P]: the first count[0] tiles are each computed alone; then come count[1 + i] of
+    which packings[i] at a time share a warpgroup.
     """
 
     tiles: jax.Array
@@ -40,9 +41,11 @@ def make_work(
     """The work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are enough.
 
     A static number of tiles: full ones, and one partial tile a chunk. Sorted by the keys that they read, so that what
-    starts last is short: the order decides when a tile is computed, never what it holds.
+    starts last is short: the order decides when a tile is computed, never what it holds. How many share a warpgroup
+    depends on their own rows and keys alone.
     """
     config = config or choose_config(q, pages)
+    packed = packings(config, q.shape[1], pages.k.page_size)
     num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows
     num_tiles = num_rows // tile_rows + num_chunks + 1
     rows_end = jnp.full((1,), num_rows, jnp.int32)
@@ -61,10 +64,17 @@ def make_work(
     read = position + rows
     if window is not None:
         read = jnp.minimum(read, rows + window - 1)
-    cost = jnp.where(tile < ends[-1], read, -1)
+    pack = jnp.full((num_tiles,), -1, jnp.int32)  # which of the packings, -1: none
+    for i, slots in enumerate(packed):
+        fits = (rows <= WARPGROUP_ROWS // slots) & (keys <= config.block_kv // slots) & (chunk < num_chunks)
+        pack = jnp.where(fits, i, pack)
+    cost = jnp.where(pack < 0, read, -1 - pack)
+    cost = jnp.where(tile < ends[-1], cost, -1 - len(packed))
     # A rank by comparison: for some hundred tiles cheaper than a sort, and stable.
     before = (cost[None, :] > cost[:, None]) | ((cost[None, :] == cost[:, None]) & (tile[None, :] < tile[:, None]))
     rank = jnp.sum(before.astype(jnp.int32), axis=1)
     tiles = jnp.stack([chunk, row, rows, position, keys], axis=1)
     tiles = jnp.zeros_like(tiles).at[rank].set(tiles, unique_indices=True)
-    return Work(tiles, ends[-1:], window, config)
+    kinds = jnp.arange(-1, len(packed), dtype=jnp.int32)
+    count = jnp.sum((pack[None, :] == kinds[:, None]) & (tile < ends[-1])[None, :], axis=1, dtype=jnp.int32)
+    return Work(tiles, count, window, config)

@@ -15,7 +15,7 @@ from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import allocate, parse_format
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
-from pallas_kernels.prefill_attention.config import Config, choose_config
+from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.mosaic_plan import Plan
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
@@ -149,11 +149,12 @@ def test_the_work_list_covers_every_row_once_longest_first():
         kv_lens = q_lens + rng.integers(0, 900, chunks)
         bounds = np.concatenate([[0], np.cumsum(q_lens)])
         rows = int(bounds[-1]) + int(rng.integers(0, 300))
-        for window, config in ((None, Config()), (100, Config(heads=2))):
+        for window, config in ((None, Config()), (100, Config(heads=2)), (None, Config(pack=False))):
             q, pages, *_ = shapes(dataclasses.replace(SMALL, q_lens=(rows,), unused=0))
             lengths = jnp.asarray(bounds, jnp.int32), jnp.asarray(kv_lens, jnp.int32)
             work = jax.jit(partial(make_work, q, pages, window=window, config=config))(*lengths)
-            tiles = np.asarray(work.tiles)[: int(work.count[0])]
+            counts = np.asarray(work.count)
+            tiles = np.asarray(work.tiles)[: counts.sum()]
             positions = np.full(rows, -1)
             for chunk, row, count, position, keys in tiles:
                 assert 0 < count <= config.tile_rows
@@ -167,7 +168,14 @@ def test_the_work_list_covers_every_row_once_longest_first():
             assert len(positions) == rows
             read = tiles[:, 3] + tiles[:, 2]
             read = read if window is None else np.minimum(read, tiles[:, 2] + window - 1)
-            assert np.all(np.diff(read) <= 0)
+            assert np.all(np.diff(read[: counts[0]]) <= 0)
+            kinds = packings(config, 2, SMALL.page_size)
+            assert len(counts) == 1 + (3 if config.pack else 0) == 1 + len(kinds)
+            for slots, some in zip(kinds, np.split(tiles, np.cumsum(counts))[1:]):
+                assert np.all(some[:, 2] <= 64 // slots)
+                assert np.all(some[:, 4] <= config.block_kv // slots)
+                fuller = (some[:, 2] <= 32 // slots) & (some[:, 4] <= config.block_kv // 2 // slots)
+                assert 2 * slots not in kinds or not fuller.any()
 
 
 def shapes(case: Case) -> tuple:

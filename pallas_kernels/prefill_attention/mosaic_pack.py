@@ -1,0 +1,117 @@
+"""Short chunks that share a computing warpgroup of the Hopper kernel of prefill_attention.
+
+A chunk of 8 tokens leaves 56 of a wgmma's 64 rows idle, and 120 of a block's 128 keys. So several share both, each with
+rows and keys of its own, and see their own keys alone. What a chunk's values are must not reach the others, not even
+through 0 * NaN: values that are not finite become zero, and the scores of their keys NaN, which only rows that see them
+take up. Sums over keys are the same wherever a chunk lies, since what is added before and after is zero.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
+from pallas_kernels.prefill_attention.mosaic_plan import Pack, Plan, Refs
+from pallas_kernels.prefill_attention.mosaic_rows import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
+from pallas_kernels.prefill_attention.work import POSITION, ROW, ROWS
+
+SIDE = 64  # tokens and columns of V that are in registers at once
+
+
+def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
+    """Attention of one head of packed chunks, over the wg-th of the KV blocks that come after `blocks`."""
+    del n
+    positions = [refs.tiles[pack.tile(i), POSITION] for i in range(max(plan.packings))]  # before anything is waited for
+    plgpu.barrier_wait(refs.boxes_ready)
+    copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.q_free)
+
+    @pl.loop(0, plan.config.warpgroups)
+    def _(w: jax.Array) -> None:  # every warpgroup sees every block: what frees it is that all have
+        slot = plan.slot(blocks + w)
+        plgpu.barrier_wait(refs.k.ready.at[slot])
+        plgpu.barrier_wait(refs.v.ready.at[slot])
+        pl.when(w == wg)(partial(_attend, plan, refs, wg, pack, positions, slot))
+        plgpu.barrier_arrive(refs.k.free.at[slot])
+        plgpu.barrier_arrive(refs.v.free.at[slot])
+
+
+def _attend(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, positions: Sequence[jax.Array], slot: jax.Array) -> None:
+    scores = _scores(plan, refs, wg, slot)
+    plgpu.commit_smem()  # all warps have seen V as it was
+    _clean(plan, refs, slot)
+    scores = jnp.where(_seen(plan, pack, positions), scores, -jnp.inf)
+    lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
+    p = exponentials(scores, lowest, plan.scale)[0]
+    out = _product(plan, refs, wg, slot, p.astype(plan.dtype))
+    stage_rows(plan, refs, wg, out * lax.broadcast_in_dim(1 / p.sum(axis=1), out.shape, [0]))
+
+    @pl.loop(0, pack.chunks)
+    def _(i: jax.Array) -> None:
+        tile = pack.tile(i)
+        write_rows(refs, wg, i * pack.rows, refs.tiles[tile, ROW], refs.tiles[tile, ROWS], pack.head + wg)
+
+
+def _scores(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array) -> jax.Array:
+    """Q K^T [64, T], NaN for keys whose value is not finite: 0 V^T is part of the sum."""
+    block = plan.config.block_kv
+    zeros = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA).astype(plan.dtype)
+
+    def product(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, refs.q_s.at[wg], refs.k.blocks.at[slot].transpose((1, 0)))
+        if not plan.config.interpretable:
+            plgpu.wgmma(acc, zeros, refs.v.blocks.at[slot].transpose((1, 0)))
+        return lax.optimization_barrier(acc[...])
+
+    scores = pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32))
+    if plan.config.interpretable:
+        nothing = (refs.v.blocks[slot].astype(jnp.float32) * 0).sum(axis=1)
+        scores += lax.broadcast_in_dim(nothing, scores.shape, [1])
+    return scores
+
+
+def _clean(plan: Plan, refs: Refs, slot: jax.Array) -> None:
+    """Makes zeros of what is not finite in V."""
+    layout = plgpu.Layout.SMEM_GMEM_COPY((SIDE, SIDE), plan.dtype, 128)
+    for row in range(0, plan.config.block_kv, SIDE):
+        for column in range(0, plan.head_dim, SIDE):
+            part = refs.v.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)]
+            x = plgpu.load(part, layout=layout)
+            part[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros((), plan.dtype))
+    plgpu.commit_smem()
+
+
+def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
+    """bool [64, T]: whether a row's query sees a column's key; each slot's first query stands at its position."""
+    shape = WARPGROUP_ROWS, plan.config.block_kv
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    own_row, own_column = row & (pack.rows - 1), column & (pack.columns - 1)
+    begin = row - own_row
+    distance = own_row - own_column  # query's position - key's, as far as the chunk begins its sequence
+    for i, position in enumerate(positions):
+        distance += jnp.where(begin == i * pack.rows, position, 0)
+    same = begin * (shape[1] // WARPGROUP_ROWS) == column - own_column
+    seen = same & (distance >= 0)
+    return seen if plan.window is None else seen & (distance < plan.window)
+
+
+def _product(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array, p: jax.Array) -> jax.Array:
+    """P V [64, D]."""
+    staged = plan.config.interpretable
+    if staged:
+        refs.p_s[wg] = p
+        plgpu.commit_smem()
+
+    def product(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, refs.p_s.at[wg] if staged else p, refs.v.blocks.at[slot])
+        return lax.optimization_barrier(acc[...])
+
+    return pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, plan.head_dim), jnp.float32))

@@ -1,0 +1,55 @@
+"""A computing warpgroup's 64 rows in the Hopper kernel of prefill_attention: softmax, and the way out."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
+from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs
+
+LOWEST = -1e30  # finite: a row that has seen no key yet keeps its sum without NaN
+
+
+def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def exponentials(scores: jax.Array, peak: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """P f32 [64, T] of masked scores (-inf), the rows' new peak (in units of log2), and what earlier sums shrink by."""
+    to_log2 = scale * math.log2(math.e)
+    new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
+    p = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    return p, new_peak, jnp.exp2(peak - new_peak)
+
+
+def copy_rows(source: Any, target: Any) -> None:
+    """Rows of shared memory from plain to swizzled or back, 16 bytes a thread at a time."""
+    layout = plgpu.Layout.SMEM_GMEM_COPY(source.shape, source.dtype, 128)
+    target[...] = plgpu.load(source, layout=layout)
+
+
+def stage_rows(plan: Plan, refs: Refs, wg: jax.Array, out: jax.Array) -> None:
+    """Puts out [64, D] where `write_rows` takes it from, in place of the queries."""
+    refs.q_s[wg] = out.astype(plan.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the tile before
+    copy_rows(refs.q_s.at[wg], refs.out_s.at[wg])
+    plgpu.commit_smem()
+
+
+def write_rows(refs: Refs, wg: jax.Array, begin: Any, row: jax.Array, rows: jax.Array, head: jax.Array) -> None:
+    """Writes so many of the staged rows, from `begin` on, to `row` and after: by powers of two, each one copy."""
+    size = WARPGROUP_ROWS
+    while size:
+
+        @pl.when(rows & jnp.int32(size) != 0)
+        def _(size: int = size) -> None:
+            done = rows & jnp.int32(-2 * size)  # larger pieces
+            source = refs.out_s.at[wg, pl.ds(begin + done, size)]
+            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(row + done, size), head])
+
+        size //= 2

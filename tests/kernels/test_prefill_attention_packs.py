@@ -1,0 +1,164 @@
+"""Short chunks that share a warpgroup of the Mosaic kernel: interpreted on the CPU, and run where there is a GPU."""
+
+import dataclasses
+from functools import partial
+from itertools import accumulate, pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention.cases import Case
+from pallas_kernels.prefill_attention.config import Config, packings
+from tests.kernels.helpers import error, missed, same_bits, swap_entries
+from tests.kernels.test_prefill_attention_mosaic import HALF, SMALL, STAGED, interpreted, poisoned, tolerance
+
+# Chunks that share a warpgroup by eight, four and two, and one that needs it for itself, out of order: starts of
+# sequences and continued ones, full slots and others, and more than one pack of a kind.
+SHORT_LENGTHS = {
+    "q_lens": (8, 16, 30, 3, 1, 40, 0, 8, 7, 1, 2, 8, 6, 20, 5, 1), "unused": 5,
+    "kv_lens": (8, 16, 30, 3, 12, 100, 5, 8, 16, 60, 2, 8, 6, 64, 33, 1),
+}  # fmt: skip
+PACKED = dataclasses.replace(SMALL, heads=(2, 2), page_size=16, **SHORT_LENGTHS)
+MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3, 20, 9))  # one that is not short
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (PACKED, STAGED),
+        (MIXED, STAGED),
+        (
+            dataclasses.replace(PACKED, heads=(4, 1), page_size=8, window=6, **HALF),
+            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=1, ctas=1),
+        ),
+        (
+            dataclasses.replace(PACKED, head_dim=128, page_size=64, window=20),
+            dataclasses.replace(STAGED, alternate=False, warpgroups=1, ctas=1),
+        ),
+        (
+            dataclasses.replace(PACKED, head_dim=128, k_format="int8-g8", v_format="int4-g32"),
+            dataclasses.replace(STAGED, block_kv=64, ctas=1),
+        ),
+        (
+            dataclasses.replace(MIXED, heads=(6, 2), page_size=8, k_format="fp8", v_format="bf16"),
+            dataclasses.replace(STAGED, block_kv=64, converters=2),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_short_chunks_share_a_warpgroup(case, config):
+    arguments = poisoned(case)
+    q, pages, _, *lengths = arguments
+    count = np.asarray(make_work(q, pages, *lengths, window=case.window, config=config).count)
+    short = [0 < n <= 64 and kv <= config.block_kv for n, kv in zip(case.q_lens, case.kv_lens)]
+    assert count[1:].sum() == sum(short) > 3
+    out = interpreted(case, config, *arguments)
+    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
+
+
+def undetected(case: Case):
+    """The kernel under the interpreter, compiled once and without race detection, which other tests do."""
+    options = {"config": STAGED, "interpret": plgpu.InterpretGPUParams()}
+    return jax.jit(partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, **options))
+
+
+def rows_of(case: Case) -> list[slice]:
+    bounds = [0, *accumulate(case.q_lens)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
+
+
+def test_a_short_chunk_is_the_same_alone():
+    q, pages, table, cu_q_lens, kv_lens = PACKED.inputs()
+    together = interpreted(PACKED, STAGED, q, pages, table, cu_q_lens, kv_lens)
+    run = undetected(PACKED)
+    for i in (1, 7, 12, 13, 14):  # none of them in the first slot
+        rows = rows_of(PACKED)[i]
+        count = rows.stop - rows.start
+        alone = jnp.roll(q, -rows.start, axis=0), pages, table[i : i + 1], jnp.asarray([0, count], jnp.int32)
+        assert same_bits(run(*alone, kv_lens[i : i + 1])[:count], together[rows]), i
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_chunk(value):
+    q, pages, table, cu_q_lens, kv_lens = MIXED.inputs()
+    run = undetected(MIXED)
+    sound = run(q, pages, table, cu_q_lens, kv_lens)
+    for broken in ("k", "v"):
+        pool = getattr(pages, broken)
+        pool = dataclasses.replace(pool, values=pool.values.at[table[4, 0], :, 3, 5].set(value))  # token 3 of chunk 4
+        out = run(q, dataclasses.replace(pages, **{broken: pool}), table, cu_q_lens, kv_lens)
+        rows = rows_of(MIXED)[4]
+        assert same_bits(out[: rows.start], sound[: rows.start])
+        assert same_bits(out[rows.start : rows.start + 3], sound[rows.start : rows.start + 3])  # before the token
+        if broken == "v":
+            assert not jnp.isfinite(out[rows.start + 3 : rows.stop]).any()
+        assert same_bits(out[rows.stop :], sound[rows.stop :])
+
+
+def test_seeded_faults_in_short_chunks_are_caught():
+    case = dataclasses.replace(MIXED, window=7)
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    run = undetected(case)
+    expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
+    longer = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window + 1)
+
+    def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, expected=expected):
+        return error(run(q, pages, table, cu_q_lens, kv_lens), expected)
+
+    assert wrong_by() < tolerance(case)
+    faults = {
+        "another chunk's page": wrong_by(table=table.at[4, 0].set(table[0, 0])),
+        "swapped table entries": wrong_by(table=swap_entries(table, 3, 0, 1)),
+        "one key too few": wrong_by(kv_lens=kv_lens.at[3].add(-1)),
+        "one key too many": wrong_by(kv_lens=kv_lens.at[4].add(1)),
+        "a query of the next chunk": wrong_by(cu_q_lens=cu_q_lens.at[3].add(1)),
+        "a shorter window": wrong_by(expected=longer),
+    }
+    assert not missed(faults, tolerance(case))
+
+
+def test_what_may_share_a_warpgroup():
+    for config, num_heads, page_size, expected in (
+        (Config(), 32, 16, (1, 2, 4, 8)),
+        (Config(), 32, 8, (1, 2, 4, 8)),
+        (Config(), 32, 64, (1, 2)),
+        (Config(block_kv=64), 32, 8, (1, 2, 4)),  # no fewer keys than wgmma sums at once
+        (Config(block_kv=64), 32, 128, (1,)),
+        (Config(), 3, 16, ()),  # a head for each warpgroup
+        (Config(block_kv=192), 32, 16, ()),
+        (Config(pack=False), 32, 16, ()),
+    ):
+        assert packings(config, num_heads, page_size) == expected
+
+
+@pytest.mark.gpu
+def test_gpu_what_is_not_finite_stays_in_its_short_chunk():
+    q, pages, table, cu_q_lens, kv_lens = dataclasses.replace(MIXED, head_dim=128).inputs()
+    attend = jax.jit(partial(prefill_attention, scale=MIXED.scale, backend="mosaic"))
+    sound, rows = attend(q, pages, table, cu_q_lens, kv_lens), rows_of(MIXED)
+    for value in (np.nan, np.inf):
+        values = pages.v.values.at[table[4, 0], :, 3, 5].set(value)  # token 3 of chunk 4
+        broken = dataclasses.replace(pages, v=dataclasses.replace(pages.v, values=values))
+        out = attend(q, broken, table, cu_q_lens, kv_lens)
+        seeing = slice(rows[4].start + 3, rows[4].stop)
+        assert not jnp.isfinite(out[seeing]).any()
+        assert same_bits(out.at[seeing].set(0), sound.at[seeing].set(0))
+
+
+@pytest.mark.gpu
+def test_gpu_a_short_chunk_is_the_same_alone():
+    case = dataclasses.replace(PACKED, head_dim=128)
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    attend = jax.jit(partial(prefill_attention, scale=case.scale, backend="mosaic"))
+    together = attend(q, pages, table, cu_q_lens, kv_lens)
+    for i, rows in enumerate(rows_of(case)):
+        count = rows.stop - rows.start
+        bounds = jnp.asarray([0, count], jnp.int32)
+        alone = attend(jnp.roll(q, -rows.start, axis=0), pages, table[i : i + 1], bounds, kv_lens[i : i + 1])
+        assert same_bits(alone[:count], together[rows]), i
