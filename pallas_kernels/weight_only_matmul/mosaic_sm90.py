@@ -125,16 +125,16 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
     config = plan.config
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    mine = (plan.items - worker + workers - 1) // workers
+    mine = lax.div(plan.items - worker + workers - 1, workers)  # `//` asks for signs: more to run and to lower
     registers = REGISTERS[config.warpgroups]
 
     def item(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First row of the weight, of x, and part of K of this CTA's i-th item: neighbours share the weight's rows."""
         number = worker + i * workers
         along_x = plan.tiles[1]
-        rest = number // along_x
+        rest = lax.div(number, jnp.int32(along_x))
         return (
-            rest // config.split * config.rows,
+            lax.div(rest, jnp.int32(config.split)) * config.rows,
             lax.rem(number, jnp.int32(along_x)) * config.tokens,
             lax.rem(rest, jnp.int32(config.split)),
         )
@@ -202,7 +202,7 @@ def copy_stages(
                     target = target.at[pl.ds(part * config.tokens, config.tokens)]
                 else:
                     assert plan.format.group is not None
-                    group = first * plan.step // plan.format.group
+                    group = lax.div(first * plan.step, jnp.int32(plan.format.group))
                     source = source.at[pl.ds(group, target.shape[0]), pl.ds(row, target.shape[1])]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
