@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive] [--join-pages]
-        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--stages 8]
+        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split 256] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -253,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
     parser.add_argument("--computing", type=int, choices=[1, 2], default=2, help="warpgroups of 64 tokens of a tile")
+    parser.add_argument("--split", type=int, default=256, help="tokens of a work item")
     parser.add_argument("--per-sm", type=int, default=1, help="workers that share a multiprocessor")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     parser.add_argument("--join-pages", action="store_true", help="one copy for several pages of consecutive numbers")
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     changes = {
         "by_warps": not args.by_warpgroups, "join_pages": args.join_pages, "stages": args.stages,
-        "computing": args.computing, "per_sm": args.per_sm, "consecutive": args.consecutive,
+        "computing": args.computing, "per_sm": args.per_sm, "split": args.split, "consecutive": args.consecutive,
     }  # fmt: skip
     rows = table(args.parts, args.heads, args.formats, args.cells, **changes)
     return record("decode_attention", args, argv, rows, summarize)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import warps_interpreted, warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
-from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, tile_range
+from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.warps_sm90 import BY_WARP
 
@@ -62,6 +62,13 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
 
 
+def no_queries(shape: Shape) -> jax.Array | None:
+    """What stands for a head's queries before the first."""
+    if not shape.by_warps:
+        return None
+    return _warps(shape).as_queries(shape.k, jnp.zeros((shape.columns, shape.head_dim), shape.k.dtype))
+
+
 def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
     """The sum of both, their order kept: each factor is a power of two, so that only the addition rounds."""
     top = jnp.maximum(a.top, b.top)
@@ -88,7 +95,7 @@ def compute_item(
     out_ref: Any,
     part_ref: Any,
     item: Item,
-    state: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum],
+    state: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum, jax.Array | None],
     *,
     q_raw: Any,
     q_s: Any,
@@ -100,27 +107,28 @@ def compute_item(
     full: Any,
     free: Any,
     **others: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum, jax.Array | None]:
     """Online softmax over a warpgroup's share of an item's tiles, added to what came before; and the result, or a
     partial one, if that's all.
 
     state: tiles and heads so far, the slot of the next partial result, whether a sum was sent for which other_free is
-    still to be waited for, and the sum of the head's splits so far.
+    still to be waited for, the sum of the head's splits so far and, by warps, its queries in registers.
     """
     tile, columns = shape.config.tile, shape.columns
-    tiles, heads, part, sent, before = state
+    tiles, heads, part, sent, before, queries = state
     q_s, own_s, of_query = (x.at[warpgroup] for x in (q_s, part_s, of_query))
     others |= {name: others[name].at[warpgroup] for name in ("p_s", "reduced") if name in others}
 
-    @pl.when(item.enters)
-    def _queries() -> None:
+    def enter() -> jax.Array | None:
         q_slot = lax.rem(heads, jnp.int32(2))
         plgpu.barrier_wait(q_full.at[q_slot])
         if shape.by_warps:  # the last queries have been read
             _warps(shape).wait_for_warps()
         _stage_queries(q_raw.at[q_slot], q_s, of_query.at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
+        return _warps(shape).load_queries(shape.k, q_s) if shape.by_warps else None
 
+    queries = lax.cond(item.enters, enter, lambda: queries)
     heads = heads + item.enters.astype(jnp.int32)
     first_tile, end_tile = tile_range(shape, item)
     log2_scale: Any = shape.scale * math.log2(math.e)
@@ -130,7 +138,7 @@ def compute_item(
 
     attend: Any = partial(_by_warpgroup, shape, item, q_s)
     if shape.by_warps:
-        attend = partial(_by_warps, shape, item, _warps(shape).load_queries(shape.k, q_s))
+        attend = partial(_by_warps, shape, item, queries)
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
@@ -152,10 +160,10 @@ def compute_item(
     total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
-    @pl.when(jnp.logical_and(whole, warpgroup == 0))
+    @pl.when(jnp.logical_and(whole, warpgroup == shape.finisher))
     def _whole() -> None:
         if shape.by_warps:
-            result = _of_warps(shape, total, part_s, **others)
+            result = _of_warps(shape, total, own_s, part_s, **others)
         else:
             everything = total if shape.config.computing == 1 else _add(shape, total, _receive(shape, **others))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -171,21 +179,21 @@ def compute_item(
 
     if shape.config.computing == 2:
 
-        @pl.when(jnp.logical_and(whole, warpgroup == 1))
+        @pl.when(jnp.logical_and(whole, warpgroup == 0))
         def _help() -> None:
             _send(shape, total, sent, own_s, **others)
 
     tiles = tiles + end_tile - first_tile
     sent_before, sent = sent, jnp.where(whole, 1, sent)
     if not shape.slots:
-        return tiles, heads, part, sent, total
+        return tiles, heads, part, sent, total, queries
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
 
     @pl.when(partly)
     def _part() -> None:
         if shape.by_warps and shape.config.computing == 2:
 
-            @pl.when(jnp.logical_and(sent_before > 0, warpgroup == 1))
+            @pl.when(jnp.logical_and(sent_before > 0, warpgroup == 0))
             def _wait() -> None:
                 plgpu.barrier_wait(others["other_free"])
 
@@ -207,7 +215,7 @@ def compute_item(
 
     if shape.by_warps:
         sent = jnp.where(partly, 0, sent)
-    return tiles, heads, part + partly.astype(jnp.int32), sent, total
+    return tiles, heads, part + partly.astype(jnp.int32), sent, total, queries
 
 
 def _by_warpgroup(
@@ -256,14 +264,15 @@ def _by_warps(
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
     logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
+    bounds = item.low - tokens, item.high - tokens
+    values = warps.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
     if shape.v.by_factor:  # weights up to 2^6.5 keep what float16 has of them times small scales
         top = top - 6
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - warps.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
-    bounds = item.low - tokens, item.high - tokens
-    acc = warps.dot_v(shape.v, v, zero, bounds, p, carry.acc, shrink)
+    acc = warps.dot_v(values, warps.weighted(shape.v, v, bounds, p), carry.acc, shrink)
     return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
 
 
@@ -274,11 +283,11 @@ def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> 
 
 
 def _of_warps(
-    shape: Shape, total: Sum, part_s: Any, *, other_full: Any = None, other_free: Any = None, **_: Any
+    shape: Shape, total: Sum, own_s: Any, part_s: Any, *, other_full: Any = None, other_free: Any = None, **_: Any
 ) -> jax.Array:
     """The result of a head [columns, D]: the sums of all warps together, in their order."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s.at[0])
+    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
     plgpu.commit_smem()
     if shape.config.computing == 2:
         plgpu.barrier_wait(other_full)
@@ -304,7 +313,7 @@ def _send(
     shape: Shape, total: Sum, sent: jax.Array, own_s: Any, *, other_full: Any, other_free: Any, other_s: Any = None,
     **_: Any,
 ) -> None:  # fmt: skip
-    """What the second warpgroup has summed, to the first."""
+    """What the first warpgroup has summed, to the second, which has fewer tokens where they do not fill a tile."""
 
     @pl.when(sent > 0)
     def _wait() -> None:
@@ -386,8 +395,7 @@ def _staged(
 
 def _scale_shift(shape: Shape, item: Item, tokens: jax.Array, stored: Storage) -> jax.Array:
     """Where a tile's own scales are in each copy."""
-    kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
-    return stored.scale_slice(kv_head, lax.rem(tokens, jnp.int32(shape.page_size)))[1]
+    return stored.scale_slice(kv_head_of(shape, item.head), lax.rem(tokens, jnp.int32(shape.page_size)))[1]
 
 
 def _zero_hidden(item: Item, tokens: jax.Array, v_tile: Any) -> None:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.lanes_sm90 import arrive_with_copies, copy_rows
-from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, tile_range
+from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, kv_head_of, tile_range
 
 Parts = list[tuple[int, str]]
 WARPS = 4
@@ -59,7 +59,11 @@ def copy_item(
     """
     tiles, heads = state
     tile, stages, page_size, size = shape.config.tile, full.shape[0], shape.page_size, shape.k.tokens
-    kv_head = item.head if shape.chunks == 1 else item.head // shape.chunks
+
+    def page_of(token: jax.Array) -> jax.Array:
+        return lax.div(token, jnp.int32(page_size))  # `//` minds signs
+
+    kv_head = kv_head_of(shape, item.head)
     if with_queries:
 
         @pl.when(item.enters)
@@ -74,13 +78,13 @@ def copy_item(
             plgpu.copy_gmem_to_smem(q_ref.at[queries], q_raw.at[q_slot, pl.ds(0, shape.queries)], q_full.at[q_slot])
 
         heads = heads + item.enters.astype(jnp.int32)
-    first_page, last_page = item.low // page_size, (item.high - 1) // page_size
+    first_page, last_page = page_of(item.low), page_of(item.high - 1)
     first_tile, end_tile = tile_range(shape, item)
     numbers, joined = sorted({i for i, _ in parts}), shape.k.joined
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
-        wanted = ((j * tile + i * size) // page_size for i in numbers)
+        wanted = (page_of(j * tile + i * size) for i in numbers)
         return tuple(table_ref[item.row, jnp.clip(page, first_page, last_page)] for page in wanted)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -110,7 +114,7 @@ def copy_item(
         def place(i: int) -> tuple[jax.Array, Any]:
             """Whether part i has tokens to read, and where in its page they begin."""
             token = j * tile + i * size
-            there = jnp.logical_and(token // page_size >= first_page, token // page_size <= last_page)
+            there = jnp.logical_and(page_of(token) >= first_page, page_of(token) <= last_page)
             return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
 
         def by_lanes() -> None:

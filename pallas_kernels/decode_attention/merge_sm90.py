@@ -48,7 +48,7 @@ def _merge_kernel(
     all warpgroups or warps."""
     worker, head_dim, warpgroups = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
     row, head, slot, count = (cuts_ref[i, worker] for i in range(4))
-    fetches = (count + (FETCHED - 1)) // FETCHED
+    fetches = lax.div(count + (FETCHED - 1), jnp.int32(FETCHED))
 
     @pl.loop(lax.axis_index("query"), jnp.where(count > 0, shape.queries, 0), step=lax.axis_size("query"))
     def _query(query: jax.Array) -> None:

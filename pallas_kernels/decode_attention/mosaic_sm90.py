@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum
+from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum, no_queries
 from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
@@ -239,17 +239,18 @@ def _attend_kernel(
 
     @pl.when(role < shape.config.computing)
     def _compute() -> None:
-        @pl.when(role == 0)
+        @pl.when(role == shape.finisher)
         def _clear() -> None:
             clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"])
 
         compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
         zero = jnp.int32(0)
-        *_, sent, _ = for_each_item(compute, (zero, zero, slots_ref[worker], zero, empty_sum(shape)))
+        begin = (zero, zero, slots_ref[worker], zero, empty_sum(shape), no_queries(shape))
+        _, _, _, sent, *_ = for_each_item(compute, begin)
         plgpu.wait_smem_to_gmem(0)
         if shape.config.computing == 2:
 
-            @pl.when(jnp.logical_and(role == 1, sent > 0))
+            @pl.when(jnp.logical_and(role == 0, sent > 0))
             def _drain() -> None:
                 plgpu.barrier_wait(scratch["other_free"])
 

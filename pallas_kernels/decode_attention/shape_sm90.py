@@ -48,6 +48,11 @@ class Shape:
         return self.k.by_warps
 
     @property
+    def finisher(self) -> int:
+        """The warpgroup that has the results of whole heads."""
+        return self.config.computing - 1
+
+    @property
     def by_lanes(self) -> bool:
         """Whether lanes copy, and a copying warp arrives once a tile; else TMA, and each copy arrives."""
         return self.k.by_lanes
@@ -84,15 +89,19 @@ class Sum:
     # Each warp's own, as warps_sm90 has them: [32, columns], [32, columns] or one a key, [4 * D, columns].
 
 
+def kv_head_of(shape: Shape, head: jax.Array) -> jax.Array:
+    return head if shape.chunks == 1 else lax.div(head, jnp.int32(shape.chunks))
+
+
 def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
     """The first query head, counted through the batch, of a row's KV head and chunk of query heads."""
     if shape.chunks == 1:
         return row * shape.num_heads + head * shape.queries
-    kv_head, chunk = head // shape.chunks, lax.rem(head, jnp.int32(shape.chunks))
+    kv_head, chunk = kv_head_of(shape, head), lax.rem(head, jnp.int32(shape.chunks))
     offset = jnp.minimum(chunk * shape.queries, shape.group - shape.queries)
     return row * shape.num_heads + kv_head * shape.group + offset
 
 
 def tile_range(shape: Shape, item: Item) -> tuple[jax.Array, jax.Array]:
-    tile = shape.config.tile
-    return item.low // tile, (item.high + (tile - 1)) // tile
+    tile = jnp.int32(shape.config.tile)
+    return lax.div(item.low, tile), lax.div(item.high + (tile - 1), tile)

@@ -10,6 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 
 
+def as_queries(stored: Storage, zeros: jax.Array) -> jax.Array:
+    return zeros
+
+
 def load_queries(stored: Storage, queries: Any) -> jax.Array:
     return queries[...]
 
@@ -25,14 +29,18 @@ def dot_k(stored: Storage, k: jax.Array, zero: jax.Array, queries: jax.Array) ->
     return plgpu.layout_cast(jnp.dot(k.astype(jnp.float32), queries.astype(jnp.float32).T), plgpu.Layout.WGMMA)
 
 
-def dot_v(
-    stored: Storage, v: jax.Array, zero: jax.Array, bounds: tuple[jax.Array, jax.Array], weights: jax.Array,
-    acc: jax.Array, factor: jax.Array,
-) -> jax.Array:  # fmt: skip
+def convert_v(stored: Storage, v: jax.Array, zero: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
     token = jnp.arange(64, dtype=jnp.int32)[:, None]
     seen = jnp.logical_and(token >= bounds[0], token < bounds[1])
-    values = jnp.where(seen, v.astype(jnp.float32), 0.0).reshape(4, 16, -1)
-    of_warps = jnp.einsum("wtd,wtc->wdc", values, weights.astype(jnp.float32).reshape(4, 16, -1))
+    return jnp.where(seen, v.astype(jnp.float32), 0.0)
+
+
+def weighted(stored: Storage, v: jax.Array, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
+    return weights  # `load_v` has multiplied by all scales
+
+
+def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -> jax.Array:
+    of_warps = jnp.einsum("wtd,wtc->wdc", v.reshape(4, 16, -1), weights.astype(jnp.float32).reshape(4, 16, -1))
     return acc * spread(factor, acc.shape[0] // 64) + of_warps.reshape(acc.shape)
 
 

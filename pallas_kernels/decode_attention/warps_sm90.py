@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul, rem, warp_and_lane
@@ -89,6 +89,11 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
         return _array([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
 
     return repeat(x)
+
+
+def as_queries(stored: Storage, zeros: jax.Array) -> jax.Array:
+    """Zeros [columns, D] as load_queries returns them."""
+    return plgpu.layout_cast(zeros, q_layout(stored))
 
 
 def load_queries(stored: Storage, queries: Any) -> jax.Array:
@@ -174,75 +179,100 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
     return dot(values, queries, zero, *refs)
 
 
-def dot_v(
-    stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array], weights: jax.Array,
-    acc: jax.Array, factor: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times V [64, D].
-    Tokens before bounds[0], and from bounds[1] on, count as zero, whatever they hold."""
+def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """V's tokens as operands of dot_v: float16 [64, D], the registers of one mma after the other. Tokens before
+    bounds[0], and from bounds[1] on, are zero, whatever they hold, or (stored.by_factor) left to `weighted`."""
     values, scales = v
-    columns, pieces, splat = weights.shape[1], lane_dims(stored, 8) // 2, plgpu.Layout.WG_SPLAT(())
-    refs = () if scales is None else (scales,)
+    splat, refs = plgpu.Layout.WG_SPLAT(()), () if scales is None or stored.by_factor else (scales,)
 
     @plgpu.inline_mgpu(
-        arg_types=(v_layout(stored), WGMMA, WGMMA, BY_WARP, *(splat,) * 3, *(plgpu.RefType(),) * len(refs)),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
+        arg_types=(v_layout(stored), *(splat,) * 3, *(plgpu.RefType(),) * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct((64, stored.head_dim), jnp.float16, layout=WGMMA),
     )
-    def dot(
-        _: Any, values: Any, weights: Any, acc: Any, factor: Any, zero: Any, low: Any, high: Any, *scales: ir.Value,
-    ) -> mgpu.FragmentedArray:  # fmt: skip
+    def convert(_: Any, values: Any, zero: Any, low: Any, high: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         first = add(mul(warp, 16), mul(rem(lane, 4), 2))
         tokens = [add(first, i) for i in (0, 1, 8, 9)]
-        low, high = low.registers.item(), high.registers.item()
-        seen = [
-            arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, x, low), arith.cmpi(arith.CmpIPredicate.slt, x, high)
-            )
-            for x in tokens
-        ]  # fmt: skip
+        seen = [_within(token, low, high) for token in tokens]
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
-        convert = partial(_converted, stored, zero.registers.item())
         of_scales = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
-        pairs = weights.registers.reshape(columns // 8, 2)
-        if stored.by_factor:
-            own = add(mul(warp, 16), div(lane, 4))
-            rows_of = [add(own, 8 * i) for i in (0, 1)]  # the tokens of weights
-            factors = []
-            for token in rows_of:
-                found = _scales(stored, scales[0], token, piece, 8)(0, 0)
-                there = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.sge, token, low), arith.cmpi(arith.CmpIPredicate.slt, token, high)
-                )
-                factors.append(_doubled(arith.select(there, found, nothing)))
-            pairs = [[_asm("mul.f16x2 $0, $1, $2;", _bits(x), y) for x, y in zip(pair, factors)] for pair in pairs]
-        b = [[_transposed(x) for x in pair] for pair in pairs]
-        c = _rescaled(acc.registers.reshape(-1, columns // 8, 2), [_elements(x) for x in factor.registers.flat])
         masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
+        out = []
         for block, rows in enumerate(values.registers.reshape(-1, 4)):
             words = [_words(x) for x in rows]
             for i in range(len(words[0])):
                 dims: list[Registers] = []  # of two tokens each
                 for pair in (0, 2):
                     scale = None
-                    if scales and not stored.by_factor:
+                    if scales:
                         both = [arith.select(seen[pair + j], of_scales[pair + j](block, i), nothing) for j in (0, 1)]
                         scale = _bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
                     mixed = [
                         _asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
-                        for selector in ((0x5410, 0x7632) if scales else (0x5140, 0x7362))
+                        for selector in ((0x5410, 0x7632) if stored.groups else (0x5140, 0x7362))
                     ]
-                    if not scales:
+                    if not stored.groups:
                         mixed = [arith.andi(x, masks[pair // 2]) for x in mixed]
-                    dims.append([x for word in mixed for x in convert(word, scale)])
+                    dims.append([x for word in mixed for x in _converted(stored, zero.registers.item(), word, scale)])
                 for k in range(0, len(dims[0]), 2):
-                    fragment = [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
-                    row = block * pieces + i * 2 * _nibbles(stored) + k // 2
-                    for n, operand in enumerate(b):
-                        c[row][n] = _mma(fragment, operand, c[row][n])
+                    out += [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
+        two = ir.VectorType.get((2,), ir.F16Type.get())
+        return _array([mgpu.utils.bitcast(x, two) for x in out], WGMMA, (64, stored.head_dim))
+
+    return convert(values, zero, *bounds, *refs)
+
+
+def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
+    """Weights [64, columns] float16, where tokens have a single scale times that: zero outside of the bounds."""
+    if not stored.by_factor:
+        return weights
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, splat, splat, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float16, layout=WGMMA),
+    )
+    def weigh(_: Any, weights: Any, low: Any, high: Any, scales: ir.Value) -> mgpu.FragmentedArray:
+        warp, lane = warp_and_lane()
+        own, nothing = add(mul(warp, 16), div(lane, 4)), mgpu.c(0.0, ir.F16Type.get())
+        factors = []
+        for token in (own, add(own, 8)):
+            found = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
+            factors.append(_doubled(arith.select(_within(token, low, high), found, nothing)))
+        out = [
+            mgpu.utils.bitcast(_asm("mul.f16x2 $0, $1, $2;", _bits(x), y), x.type)
+            for pair in weights.registers.reshape(-1, 2)
+            for x, y in zip(pair, factors)
+        ]
+        return _array(out, WGMMA, weights.shape)
+
+    return weigh(weights, *bounds, v[1])
+
+
+def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -> jax.Array:
+    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times what convert_v
+    made."""
+    columns = weights.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, WGMMA, BY_WARP),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
+    )
+    def dot(_: Any, v: Any, weights: Any, acc: Any, factor: Any) -> mgpu.FragmentedArray:
+        b = [[_transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
+        factors = [_elements(x) for x in factor.registers.flat]
+        c = [
+            [[arith.mulf(x, factors[n][i % 2]) for i, x in enumerate(_elements(low) + _elements(high))]
+             for n, (low, high) in enumerate(row)]
+            for row in acc.registers.reshape(-1, columns // 8, 2)
+        ]  # fmt: skip
+        fragments = [_bits(x) for x in v.registers.flat]
+        for row, of_row in enumerate(c):
+            for n, operand in enumerate(b):
+                of_row[n] = _mma(fragments[4 * row : 4 * row + 4], operand, of_row[n])
         return _array(_pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
 
-    return dot(values, weights, acc, factor, zero, *bounds, *refs)
+    return dot(v, weights, acc, factor)
 
 
 def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
@@ -353,26 +383,6 @@ def _codes(word: ir.Value, dtype: str, scale: ir.Value | None, zero: ir.Value) -
     return out if scale is None else [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
 
 
-def _rescaled(acc: np.ndarray, factors: list[list[ir.Value]]) -> list[list[list[ir.Value]]]:
-    """mma's C [row, columns / 8] times the factors of its columns, most of the time 1: then they are left alone."""
-    numbers = [[_elements(x) + _elements(y) for x, y in row] for row in acc]
-    one, changed = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0, ir.IntegerType.get_signless(1))
-    for factor in (x for pair in factors for x in pair):
-        changed = arith.ori(changed, arith.cmpf(arith.CmpFPredicate.UNE, factor, one))
-    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-    any_changed = _asm(vote, arith.extui(ir.IntegerType.get_signless(32), changed), hidden=True)
-    condition = arith.cmpi(arith.CmpIPredicate.ne, any_changed, constant(0))
-    flat = [x for row in numbers for each in row for x in each]
-    choice: Any = scf.IfOp(condition, [x.type for x in flat], has_else=True)  # type: ignore[call-arg]
-    with ir.InsertionPoint(choice.then_block):
-        columns = [factors[n][i % 2] for row in numbers for n, each in enumerate(row) for i in range(len(each))]
-        scf.YieldOp([arith.mulf(x, factor) for x, factor in zip(flat, columns)])
-    with ir.InsertionPoint(choice.else_block):
-        scf.YieldOp(flat)
-    results = iter(choice.results)
-    return [[[next(results) for _ in each] for each in row] for row in numbers]
-
-
 def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
     f32 = ir.F32Type.get()
     asm = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -384,6 +394,12 @@ def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
 def _transposed(pair: ir.Value) -> ir.Value:
     """8 x 8 elements, 2 of a row in each lane, transposed."""
     return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _bits(pair), hidden=True)
+
+
+def _within(x: ir.Value, low: Any, high: Any) -> ir.Value:
+    low, high = low.registers.item(), high.registers.item()
+    compare = arith.CmpIPredicate
+    return arith.andi(arith.cmpi(compare.sge, x, low), arith.cmpi(compare.slt, x, high))
 
 
 def _mask(first: ir.Value, second: ir.Value) -> ir.Value:
