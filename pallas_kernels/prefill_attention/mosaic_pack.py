@@ -7,7 +7,6 @@ take up. Sums over keys are the same wherever a chunk lies, since what is added 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,30 +32,41 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_free)
 
-    @pl.loop(0, plan.config.warpgroups)
-    def _(w: jax.Array) -> None:  # every warpgroup sees every block: what frees it is that all have
-        slot = plan.slot(blocks + w)
-        plgpu.barrier_wait(refs.k.ready.at[slot])
-        plgpu.barrier_wait(refs.v.ready.at[slot])
-        pl.when(w == wg)(partial(_attend, plan, refs, wg, pack, positions, slot))
-        plgpu.barrier_arrive(refs.k.free.at[slot])
-        plgpu.barrier_arrive(refs.v.free.at[slot])
-
-
-def _attend(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, positions: Sequence[jax.Array], slot: jax.Array) -> None:
+    # A block is free when all warpgroups have let go of it, those too that have no use for it. In this order a single
+    # stage is enough, and the next pack's blocks come while this one's rows leave.
+    k, v = (refs.k.ready, refs.k.free), (refs.v.ready, refs.v.free)
+    slot, later = plan.slot(blocks + wg), (wg + 1, plan.config.warpgroups)
+    _pass_by(plan, blocks, (0, wg), (k, v))
+    plgpu.barrier_wait(refs.k.ready.at[slot])
+    plgpu.barrier_wait(refs.v.ready.at[slot])
     scores = _scores(plan, refs, wg, slot)
+    plgpu.barrier_arrive(refs.k.free.at[slot])
+    _pass_by(plan, blocks, later, (k,))
     plgpu.commit_smem()  # all warps have seen V as it was
     _clean(plan, refs, slot)
     scores = jnp.where(_seen(plan, pack, positions), scores, -jnp.inf)
     lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
     p = exponentials(scores, lowest, plan.scale)[0]
     out = _product(plan, refs, wg, slot, p.astype(plan.dtype))
+    plgpu.barrier_arrive(refs.v.free.at[slot])
+    _pass_by(plan, blocks, later, (v,))
     stage_rows(plan, refs, wg, out * lax.broadcast_in_dim(1 / p.sum(axis=1), out.shape, [0]))
 
     @pl.loop(0, pack.chunks)
     def _(i: jax.Array) -> None:
         tile = pack.tile(i)
         write_rows(refs, wg, i * pack.rows, refs.tiles[tile, ROW], refs.tiles[tile, ROWS], pack.head + wg)
+
+
+def _pass_by(plan: Plan, blocks: jax.Array, span: tuple[Any, Any], barriers: Sequence[tuple[Any, Any]]) -> None:
+    """Waits for blocks of other warpgroups and lets go of them: barriers (ready, free)."""
+
+    @pl.loop(*span)
+    def _(w: jax.Array) -> None:
+        slot = plan.slot(blocks + w)
+        for ready, free in barriers:
+            plgpu.barrier_wait(ready.at[slot])
+            plgpu.barrier_arrive(free.at[slot])
 
 
 def _scores(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array) -> jax.Array:
@@ -90,15 +100,19 @@ def _clean(plan: Plan, refs: Refs, slot: jax.Array) -> None:
 
 def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
     """bool [64, T]: whether a row's query sees a column's key; each slot's first query stands at its position."""
-    shape = WARPGROUP_ROWS, plan.config.block_kv
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    own_row, own_column = row & (pack.rows - 1), column & (pack.columns - 1)
-    begin = row - own_row
-    distance = own_row - own_column  # query's position - key's, as far as the chunk begins its sequence
-    for i, position in enumerate(positions):
-        distance += jnp.where(begin == i * pack.rows, position, 0)
-    same = begin * (shape[1] // WARPGROUP_ROWS) == column - own_column
+    rows, columns = WARPGROUP_ROWS, plan.config.block_kv
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
+    query, key = row & (pack.rows - 1), column & (pack.columns - 1)  # within their slots
+    begin, position = row - query, query
+    for i, first in enumerate(positions):
+        position += jnp.where(begin == i * pack.rows, first, 0)
+
+    def spread(x: jax.Array, dim: int) -> jax.Array:
+        return lax.broadcast_in_dim(x, (rows, columns), [dim])
+
+    same = spread(begin * (columns // rows), 0) == spread(column - key, 1)
+    distance = spread(position, 0) - spread(key, 1)
     seen = same & (distance >= 0)
     return seen if plan.window is None else seen & (distance < plan.window)
 
