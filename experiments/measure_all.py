@@ -4,8 +4,10 @@
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one on each at a time
 
-A command gets its own log beside the results, and at most the seconds that its line says, or what is left of --seconds.
-One that fails or is cut off costs nobody else anything: what it had measured is in its result file, marked incomplete.
+What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
+unless JAX_COMPILATION_CACHE_DIR names another place. A command gets its own log beside the results, and at most the
+seconds that its line says, or what is left of --seconds. One that fails or is cut off costs nobody else anything: what
+it had measured is in its result file, marked incomplete.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-PYTEST = "-m pytest -o addopts= -v -n 12 --dist worksteal -m gpu --tb=short"
+PYTEST = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short"
 QUANT_STAGES = "decode:bf16:1,64,512 prefill:bf16:64,128,512 decode:bf16:16,128,256 prefill:bf16:1,16,256"
 
 LEAST = 10  # seconds: with fewer left, nothing is begun
@@ -71,18 +73,6 @@ COMMANDS = (
         70,
     ),
     Command(
-        "decode_one_arrival",
-        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --one-arrival --label one-arrival"
-        " --results {results}",
-        60,
-    ),
-    Command(
-        "decode_paired",
-        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --formats bf16 int4-g32 --pair-tokens"
-        " --one-arrival --label paired --results {results}",
-        40,
-    ),
-    Command(
         "decode_joined",
         "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --consecutive --join-pages"
         " --label joined --results {results}",
@@ -120,7 +110,7 @@ COMMANDS = (
         60,
     ),
     Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 120),
-    Command("C5", "-m experiments.claims C5 --results {results}", 90),
+    Command("C5", "-m experiments.claims C5 --results {results}", 100),
     Command("C21", "-m experiments.claims C21 --results {results}", 90),
     Command("C22", "-m experiments.claims C22 --results {results}", 90),
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
@@ -145,16 +135,25 @@ COMMANDS = (
         "-m experiments.qps --pool-gib 16 --kv-policy paged --allow 1051 --repeats 1 --results {results}",
         150,
     ),
-    Command("C13", "-m experiments.claims C13 --results {results}", 90),
-    Command("C18", "-m experiments.claims C18 --results {results}", 150),
-    Command("C14", "-m experiments.claims C14 --results {results}", 150),
+    Command("C13", "-m experiments.claims C13 --results {results}", 100),
+    Command("C18", "-m experiments.claims C18 --results {results}", 120),
+    Command("C14", "-m experiments.claims C14 --results {results}", 120),
     Command("C19", "-m experiments.claims C19 --results {results}", 90),
-    Command("C4", "-m experiments.claims C4 --results {results}", 240),
-    Command("C3", "-m experiments.claims C3 --results {results}", 240),
-    Command("C11", "-m experiments.claims C11 --results {results}", 240),
-    Command("C1", "-m experiments.claims C1 --results {results}", 300),
-    Command("C23", "-m experiments.claims C23 --results {results}", 240),
+    # One process: a minute of compiling, and the run of the usual policies, are shared.
+    Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
 )
+
+
+def compile_cache(results: Path) -> dict[str, str]:
+    """What makes JAX keep all that it compiles, quick and small programs too."""
+    folder = results.absolute().parent / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def run(command: Command, results: Path, deadline: float, gpu: str | None = None) -> str:
@@ -167,7 +166,7 @@ def run(command: Command, results: Path, deadline: float, gpu: str | None = None
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, *shlex.split(command.line.format(results=shlex.quote(str(results))))]
     start = time.monotonic()
-    env = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    env = compile_cache(results) | os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with (
         log.open("w") as output,
         subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True) as process,

@@ -63,6 +63,19 @@ def test_commands_spread_over_gpus(tmp_path, monkeypatch, capsys):
     assert set(used) <= {"0", "1"}
 
 
+def test_commands_share_what_is_compiled(tmp_path, monkeypatch):
+    command = Command("c", "-c 'import jax; c = jax.config; print(c.jax_compilation_cache_dir, "
+        "c.jax_persistent_cache_min_compile_time_secs, c.jax_persistent_cache_min_entry_size_bytes)'", 60)  # fmt: skip
+    said = []
+    for elsewhere in (None, "/elsewhere"):
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        if elsewhere:
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", elsewhere)
+        assert run(command, tmp_path / "results", time.monotonic() + 60).startswith("ok")
+        said.append((tmp_path / "results" / "logs" / "c.txt").read_text().split())
+    assert said == [[str(tmp_path / "compiled"), "0.0", "-1"], ["/elsewhere", "0.0", "-1"]]
+
+
 def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     """Else it would share the device with the next measurement."""
     lock = tmp_path / "lock"

@@ -25,8 +25,8 @@ from jllm.linear import linear
 from jllm.params import Params
 from pallas_kernels.measure import timeline
 
-DECODE = ((1, 256), (64, 256), (256, 256), (64, 2048))  # sequences, tokens of K and V each
-PREFILL = (128, 2048)  # tokens of one prompt
+DECODE = ((1, 256), (256, 256), (64, 2048))  # sequences, tokens of K and V each
+PREFILL = (1024,)  # tokens of one prompt
 STEPS = 4  # in one call
 STATED = (0.70, 0.90)
 

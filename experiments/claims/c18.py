@@ -25,7 +25,7 @@ from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.model import Paged
 
-CASES = (("decode", 1, 256), ("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
+CASES = (("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
 TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))
 VARIANTS = {"none": Fusions(), **{name: Fusions(**{name: True}) for name in NAMES}, "all": Fusions(*[True] * 4)}
 DEPTHS = (1, 3)

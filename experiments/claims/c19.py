@@ -32,7 +32,7 @@ from jllm.sampling import sample
 from jllm.step import Outputs
 from jllm.tokenizer import Tokenizer
 
-PREFILL, DECODE = (128, 1024), (1, 64, 256)  # tokens of one prompt; sequences
+PREFILL, DECODE = (1024,), (1, 256)  # tokens of one prompt; sequences
 CONTEXT = 256
 STEPS = 4
 PARTS = ("tokenize", "compute", "sample", "return")

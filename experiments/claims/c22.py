@@ -47,8 +47,8 @@ def measure(toy: bool) -> Iterator[Row]:
         sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4}
         config = replace(config, **sizes, head_dim=16, vocab_size=256)
     shape = (2, 64) if toy else (config.num_heads, config.head_dim)
-    lengths = (64, 256) if toy else (512, 2048, 8192, 16384)
-    of_cache = (16, 64) if toy else (128, 1024, 8192)
+    lengths = (64, 256) if toy else (2048, 8192, 16384)
+    of_cache = (16, 64) if toy else (1024, 8192)
     params = init_params(replace(config, num_layers=max(DEPTHS)), jax.random.key(0), jnp.bfloat16)
     jobs = list(product(of_cache, (True, False), DEPTHS))
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time, and is over before anything is timed

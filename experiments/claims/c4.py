@@ -1,7 +1,7 @@
 """C4: sampling on the device without a sort against sampling that sorts each row.
 
-The QPS workload, all sent at once, sampled by top-k and top-p, through the same engine with either sampler; and the two
-samplers alone, by rows and vocabulary.
+The first 512 requests of the QPS workload, all sent at once, sampled by top-k and top-p, through the same engine with
+either sampler; and the two samplers alone, by rows and vocabulary.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,15 @@ from jllm.sampling import RowParams, sample, sample_reference
 
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 SHAPES = ((64, 32000), (512, 32000), (64, 128256), (512, 128256))  # rows, vocabulary
+REQUESTS = 512  # as many as slots: half of the workload tells as much of a sampler
 TOY_SHAPES = ((4, 256),)
 
 
 def measure(toy: bool) -> Iterator[Row]:
     for rows, vocabulary in TOY_SHAPES if toy else SHAPES:
         yield alone(rows, vocabulary)
-    yield from contest(toy, {"threshold": {"sampling": "threshold"}, "sort": {"sampling": "sort"}}, **SAMPLING)
+    policies = {"threshold": {"sampling": "threshold"}, "sort": {"sampling": "sort"}}
+    yield from contest(toy, policies, count=REQUESTS, **SAMPLING)
 
 
 def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, RowParams, jax.Array]:

@@ -1,40 +1,34 @@
 """Decode attention timed for claims: several layers in one jit, whose pages no cache holds, all compiled ahead."""
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments.claims.claim import microseconds
-from pallas_kernels.decode_attention import decode_attention, make_work
-from pallas_kernels.decode_attention.bench import layers_for, moved_bytes, random_pages
+from pallas_kernels.decode_attention import bench
+from pallas_kernels.decode_attention.bench import Run, moved_bytes
+from pallas_kernels.decode_attention.bench import cudnn as contiguous
 from pallas_kernels.decode_attention.cases import Case
 
 __all__ = ["Run", "compiled", "contiguous", "moved_bytes", "paged", "size"]
 
 
 @dataclass(frozen=True)
-class Run:
+class Compiled:
     """attend(*make(key)) is what is timed: the given layers, each one's queries the results of the one before."""
 
     make: Callable[[jax.Array], tuple[Any, ...]]
     attend: Callable[..., jax.Array]
     layers: int
 
-
-@dataclass(frozen=True)
-class Compiled:
-    make: Callable[[jax.Array], tuple[Any, ...]]
-    attend: Callable[..., jax.Array]
-    layers: int
-
     def timed(self) -> tuple[float, jax.Array]:
         """Microseconds of one layer, and the result of the last."""
-        arguments = self.make(jax.random.key(0))
+        arguments = self.make(bench.random_key())
         return microseconds(partial(self.attend, *arguments)) / self.layers, self.attend(*arguments)
 
 
@@ -46,52 +40,21 @@ def size(case: Case) -> dict[str, Any]:
 
 def paged(case: Case, dequantize: int = 1) -> Run:
     """The Mosaic kernel over shuffled pages, the work list made once."""
-    rows, dim = len(case.lengths), case.head_dim
-    pages_each = -(-max(case.lengths) // case.page_size)
-
-    def make(key: jax.Array) -> tuple[Any, ...]:
-        keys = jax.random.split(key, layers_for(case) + 2)
-        q = jax.random.normal(keys[0], (rows, case.heads[0], dim), jnp.dtype(case.dtype))
-        table = jax.random.permutation(keys[1], rows * pages_each).reshape(rows, pages_each).astype(jnp.int32)
-        cache = [random_pages(each, rows * pages_each, case) for each in keys[2:]]
-        lengths = jnp.asarray(case.lengths, jnp.int32)
-        work = make_work(lengths, case.heads[0], case.heads[1], dim)
-        work = replace(work, config=replace(work.config, dequantize=dequantize))
-        return q, cache, table, lengths, work
-
-    def attend(q: jax.Array, cache: list[Any], table: jax.Array, lengths: jax.Array, work: Any) -> jax.Array:
-        for pages in cache:
-            q = decode_attention(q, pages, table, lengths, scale=case.scale, work=work, backend="mosaic")
-        return q
-
-    return Run(make, attend, layers_for(case))
+    return bench.paged(case, "mosaic", dequantize=dequantize)
 
 
-def contiguous(case: Case) -> Run:
-    """cuDNN, through JAX, over contiguous K and V."""
-    shape = (len(case.lengths), case.lengths[0], case.heads[1], case.head_dim)
+def compiled(runs: Sequence[Run], free: Callable[[], Any] = lambda: None) -> list[Compiled]:
+    """All of them, before anything is timed: compiling takes most of the time. `free` returns once nobody else uses the
+    device: what is compiled may be timed there. Tracing, before, is the host's work alone."""
 
-    def make(key: jax.Array) -> tuple[Any, ...]:
-        keys = jax.random.split(key, 2 * layers_for(case) + 1)
-        q = jax.random.normal(keys[0], (shape[0], 1, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
-        arrays = [jax.random.normal(each, shape, q.dtype) for each in keys[1:]]
-        return q, list(zip(arrays[::2], arrays[1::2]))
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
-    def attend(q: jax.Array, cache: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-        for k, v in cache:
-            q = jax.nn.dot_product_attention(q, k, v, scale=case.scale, implementation="cudnn")
-        return q
-
-    return Run(make, attend, layers_for(case))
-
-
-def compiled(runs: Sequence[Run]) -> list[Compiled]:
-    """All of them, before anything is timed: compiling takes most of the time."""
-
-    def build(run: Run) -> Compiled:
-        key = jax.random.key(0)
-        attend = jax.jit(run.attend).lower(*jax.eval_shape(run.make, key)).compile()
-        return Compiled(jax.jit(run.make).lower(key).compile(), attend, run.layers)
-
+    shapes = [jax.eval_shape(run.make, bench.random_key()) for run in runs]
+    lowered = [jax.jit(run.attend).lower(*arguments) for run, arguments in zip(runs, shapes)]
+    note(f"traced {len(runs)} runs of decode attention")
+    free()
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(build, runs))
+        attends = list(pool.map(lambda each: each.compile(), lowered))
+    note("compiled them")
+    return [Compiled(run.make, attend, run.layers) for run, attend in zip(runs, attends)]

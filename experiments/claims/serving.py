@@ -1,7 +1,13 @@
-"""What the claims about requests a second share: the QPS workload through one engine after the other."""
+"""What the claims about requests a second share: the QPS workload through one engine after the other.
+
+Claims that one command tests share the model, what is compiled for it, and the run of the usual policies: compiling
+takes a minute before the first engine, serving half a minute in each. Hence one repeat, too.
+"""
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from experiments.claims.claim import Row, Verdict
@@ -10,13 +16,14 @@ from experiments.qps import WORKLOAD, Request, measure, parse_args, read_workloa
 from jllm.pretrained import Model
 
 KEPT = (
-    "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
-    "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
+    "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
+    "e2e_ms_p50", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 NOISE = 0.02  # gains below are none
 
 
+@cache
 def make_model(toy: bool) -> Model:
     config = config_of(toy)
     return Model(config, random_params(config, toy), None)
@@ -31,26 +38,34 @@ def workload(toy: bool, count: int | None = None, rate: float | None = None) -> 
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
     """Of experiments.qps: the workload's own, or what a toy has room for."""
-    args = parse_args(["--repeats", "2", "--config", "llama-2-7b"])
+    args = parse_args(["--repeats", "1", "--config", "llama-2-7b"])
     if toy:
-        small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "repeats": 1, "warmup": 0, "dtype": "float32"}
+        small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}
         args = argparse.Namespace(**{**vars(args), **small})
     return argparse.Namespace(**{**vars(args), **changes})
 
 
-def served(model: Model, requests: list[Request], args: argparse.Namespace) -> Row:
-    """The mean over the repeats."""
-    *_, mean = measure(model, requests, args)
+def served(toy: bool, count: int | None = None, **changes: Any) -> Row:
+    """The mean over the repeats, of the first `count` requests under settings of experiments.qps. What a command has
+    served under the same settings is not served again."""
+    plain = vars(settings(toy))
+    return _served(toy, count, tuple(sorted((k, v) for k, v in changes.items() if plain[k] != v)))
+
+
+@cache
+def _served(toy: bool, count: int | None, changes: tuple[tuple[str, Any], ...]) -> Row:
+    args = settings(toy, **dict(changes))
+    print(f"serving {dict(changes)}", file=sys.stderr, flush=True)
+    *_, mean = measure(make_model(toy), workload(toy, count, args.rate), args)
     return {key: mean[key] for key in KEPT if key in mean}
 
 
 def contest(
-    toy: bool, policies: Mapping[str, Mapping[str, Any]], *, model: Model | None = None, **common: Any
+    toy: bool, policies: Mapping[str, Mapping[str, Any]], *, count: int | None = None, **common: Any
 ) -> Iterator[Row]:
     """One row for each of the policies, which are settings of experiments.qps by a name."""
-    model, requests = model or make_model(toy), workload(toy)
     for name, changes in policies.items():
-        yield {"policy": name} | served(model, requests, settings(toy, **common, **changes))
+        yield {"policy": name} | served(toy, count, **common, **changes)
 
 
 def gain_of(rows: list[Row], ours: str, other: str, least: float) -> Verdict:
