@@ -78,8 +78,8 @@ MOSAIC_CASES = tuple(
         ((65, 20), (321, 20), (4, 2), 64, 16, "f16", "bfloat16", None),
         ((63, 2), (257, 129), (2, 2), 128, 128, "bf16", "float16", 65),
         (*_SHORT, (4, 4), 128, 16, "bf16", "bfloat16", None),
-        (*_SHORT, (4, 2), 128, 16, "int8-g8", "bfloat16", 9),
-        (*_SHORT, (4, 4), 64, 8, "int4-g32", "float16", None),
+        (*_SHORT, (4, 2), 128, 16, "int8-g8", "bfloat16", None),
+        (*_SHORT, (4, 4), 64, 8, "int4-g32", "float16", 9),
         (*_SHORT, (4, 1), 256, 16, "bf16", "bfloat16", None),
     )
 )  # fmt: skip

@@ -120,7 +120,9 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
         # What lies past a chunk's rows is nobody's: any rows do, as long as there are some.
         begins.append(refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
     pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
-    for w in range(groups):
+
+    @pl.loop(0, groups)
+    def fetch_queries(w: jax.Array) -> None:
         for i, begin in enumerate(begins):
             source = refs.q.at[pl.ds(begin, BOX), pack.head + w]
             plgpu.copy_gmem_to_smem(source, refs.q_raw.at[w, pl.ds(i * BOX, BOX)], refs.boxes_ready)
@@ -131,7 +133,9 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
         low, keys = lowest_key(plan, refs.tiles[tile, POSITION]), refs.tiles[tile, KEYS]
         entry = jnp.clip(offset // plan.page_size, low // plan.page_size, (keys - 1) // plan.page_size)
         numbers.append(refs.table[refs.tiles[tile, CHUNK], entry])
-    for w in range(groups):
+
+    @pl.loop(0, groups)
+    def fetch_pages(w: jax.Array) -> None:
         pages = _Pages(numbers, jnp.int32(0), pack.head + w)
         pages.copy(plan, refs.k, plan.k_format, blocks + w)
         pages.copy(plan, refs.v, plan.v_format, blocks + w)
