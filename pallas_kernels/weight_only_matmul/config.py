@@ -51,6 +51,11 @@ class Config:
         for name in ("row_tiles", "split", "ctas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.split > 1 and self.tokens > 64:
+            raise ValueError(
+                f"split is {self.split} with {self.tokens} tokens, expected 1: with more than 64 tokens an H200 stopped "
+                "at an illegal instruction"
+            )
         if self.stream:
             if self.tokens not in (8, 16):
                 raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
@@ -106,10 +111,10 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
         return (replace(base, row_tiles=2),)
     base = replace(base, warpgroups=3) if wide else base
     if m > 256:
-        return (in_parts(base, m, n),)
-    half = replace(base, tokens=even_tokens(m, 64))
-    other = replace(half, width=128) if wide else replace(base, warpgroups=3)
-    return in_parts(base, m, n), in_parts(half, m, n), in_parts(other, m, n, most=6)
+        return (base,)
+    half = replace(base, tokens=even_tokens(m, 64))  # twice the work of decoding, but on SMs that would have no tile
+    others = [replace(half, width=128)] if wide else []
+    return in_parts(half, m, n), base, *others
 
 
 def even_tokens(m: int, most: int) -> int:
