@@ -53,7 +53,7 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.split > 1 and self.tokens > 64:
             raise ValueError(
-                f"split is {self.split} with {self.tokens} tokens, expected 1: with more than 64 tokens an H200 stopped "
+                f"split is {self.split} with {self.tokens} tokens, expected 1: with more than 64 tokens a GPU stopped "
                 "at an illegal instruction"
             )
         if self.stream:
