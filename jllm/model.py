@@ -154,7 +154,7 @@ def _plan(
     q = jax.ShapeDtypeStruct((batch.tokens.shape[0] - R, config.num_heads, config.head_dim), dtype)
     chunks = (batch.chunk_cu, batch.chunk_lengths)
     return _Works(
-        decode_attention.make_work(batch.decode_lengths, *heads, window=window) if R else None,
+        decode_attention.make_work(batch.decode_lengths, *heads, window=window, narrow=cache[0].narrow) if R else None,
         prefill_attention.make_work(q, cache[0], *chunks, window=window) if q.shape[0] else None,
     )
 

@@ -75,6 +75,11 @@ class KVPages:
     k: Pages
     v: Pages
 
+    @property
+    def narrow(self) -> bool:
+        """Whether both are stored in 8 or 4 bits."""
+        return all(part.values.dtype.itemsize == 1 for part in (self.k, self.v))
+
 
 def parse_format(name: str, head_dim: int) -> KVFormat:
     """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN or int4-gN with groups of N values along D.

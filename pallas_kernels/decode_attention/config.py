@@ -45,13 +45,15 @@ class Config:
         return self.per_sm * self.sms
 
 
-def choose_config(head_dim: int, queries: int) -> Config:
-    """The configuration for a head dim and the query heads that share a KV head (up to 64 of them).
+def choose_config(head_dim: int, queries: int, narrow: bool = False) -> Config:
+    """The configuration for a head dim, the query heads that share a KV head (up to 64 of them), and K and V both in 8
+    or 4 bits (`narrow`).
 
-    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20). One warpgroup is what
-    shared memory has room for.
+    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
+    ones, whose items are over sooner, so that what an item costs counts for more). One warpgroup is what shared memory
+    has room for.
     """
-    return Config(computing=2 if head_dim <= 128 and queries <= 16 else 1)
+    return Config(computing=2 if head_dim <= 128 and queries <= 16 else 1, split=512 if narrow else 256)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:

@@ -48,7 +48,7 @@ def decode_attention(
     if q.size == 0:
         return q
     if work is None:
-        work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, config=config)
+        work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, narrow=pages.narrow, config=config)
     config = work.config
     shape = shape_of(
         q, pages, scale, window, page_table.shape[1] * page_size, config, interpreted=interpret is not None
@@ -80,9 +80,8 @@ def shape_of(
     kv_heads, page_size = pages.k.values.shape[1:3]
     chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
     columns = -(-queries // 8) * 8
-    narrow = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
-    by_warps = config.by_warps and narrow and fits
+    by_warps = config.by_warps and pages.narrow and fits
     k, v = (
         storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, False))

@@ -64,11 +64,13 @@ def make_work(
     head_dim: int,
     *,
     window: int | None = None,
+    narrow: bool = False,
     config: Config | None = None,
 ) -> Work:
-    """The work list that every layer of a step shares. lengths i32[R] as decode_attention takes them."""
+    """The work list that every layer of a step shares. lengths i32[R] as decode_attention takes them; `narrow`: of K
+    and V that are both in 8 or 4 bits."""
     chunks, queries = query_chunks(num_heads, num_kv_heads, head_dim)
-    config = config or choose_config(head_dim, queries)
+    config = config or choose_config(head_dim, queries, narrow)
     tile, workers, heads = config.tile, config.workers, num_kv_heads * chunks
     rows = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
     lengths = lengths[rows]  # in the order of work; the unused rows at the end have no tiles

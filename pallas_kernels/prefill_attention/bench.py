@@ -64,10 +64,13 @@ class Contender:
     sets: int
 
 
-def mosaic(case: Case, pack: bool = True) -> Contender:
+def mosaic(case: Case, pack: bool | None = None) -> Contender:
+    """The kernel; `pack` forces whether short chunks share a warpgroup."""
+
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
-        config = replace(choose_config(q, pages), pack=pack)
+        config = choose_config(q, pages, len(case.kv_lens))
+        config = config if pack is None else replace(config, pack=pack)
         return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window, config=config)
 
     def attend(*arguments: Any) -> jax.Array:

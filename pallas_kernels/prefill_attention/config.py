@@ -64,14 +64,20 @@ def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
     return tuple(k for k in (1, 2, 4, 8) if block // k >= max(16, min(page_size, block)))
 
 
-def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> Config:
-    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes)."""
-    _, num_heads, head_dim = q.shape
+def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunks: int | None = None) -> Config:
+    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes), and room for so many
+    chunks (None: any).
+
+    Packing is compiled in where chunks are short on average: on an H200 it takes 3.3 times less for 512 chunks of 8
+    tokens, but a tile of 128 rows takes 2.5 us longer beside its code. Packed or alone, a chunk has the same bits.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    pack = num_chunks is None or num_rows < WARPGROUP_ROWS * num_chunks
     converts = any(pool.values.dtype != q.dtype for pool in (pages.k, pages.v))
     if head_dim == 256:  # what shared memory holds
-        return Config(block_kv=64, stages=1 if converts else 2, warpgroups=1, alternate=False)
+        return Config(block_kv=64, stages=1 if converts else 2, warpgroups=1, alternate=False, pack=pack)
     heads = 2 if num_heads // pages.k.values.shape[1] % 2 == 0 else 1
-    return Config(block_kv=64 if converts else 128, heads=heads)
+    return Config(block_kv=64 if converts else 128, heads=heads, pack=pack)
 
 
 def check_supported(q: jax.Array, pages: KVPages, scale: float) -> None:

@@ -44,7 +44,7 @@ def make_work(
     starts last is short: the order decides when a tile is computed, never what it holds. How many share a warpgroup
     depends on their own rows and keys alone.
     """
-    config = config or choose_config(q, pages)
+    config = config or choose_config(q, pages, kv_lens.shape[0])
     packed = packings(config, q.shape[1], pages.k.page_size)
     num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows
     num_tiles = num_rows // tile_rows + num_chunks + 1

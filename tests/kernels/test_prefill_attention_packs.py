@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import Case
-from pallas_kernels.prefill_attention.config import Config, packings
+from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from tests.kernels.helpers import error, missed, same_bits, swap_entries
 from tests.kernels.test_prefill_attention_mosaic import HALF, SMALL, STAGED, interpreted, poisoned, tolerance
 
@@ -80,6 +80,19 @@ def test_a_short_chunk_is_the_same_alone():
         count = rows.stop - rows.start
         alone = jnp.roll(q, -rows.start, axis=0), pages, table[i : i + 1], jnp.asarray([0, count], jnp.int32)
         assert same_bits(run(*alone, kv_lens[i : i + 1])[:count], together[rows]), i
+
+
+def test_a_chunk_is_the_same_packed_and_not():
+    arguments = FEW.inputs()
+    options = {"scale": FEW.scale, "window": None, "interpret": plgpu.InterpretGPUParams()}
+    apart = dataclasses.replace(STAGED, pack=False)
+    outs = [mosaic_sm90.prefill_attention(*arguments, config=config, **options) for config in (STAGED, apart)]
+    assert same_bits(*outs)
+
+
+def test_packing_is_compiled_in_where_chunks_are_short_on_average():
+    q, pages, *_ = FEW.inputs()
+    assert [choose_config(q, pages, n).pack for n in (0, 1, 4, None)] == [False, len(q) < 64, True, True]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
