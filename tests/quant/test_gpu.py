@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,16 +23,23 @@ SCORE = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True, promp
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("bf16", "w8a8")])
 def test_kernels_agree_with_xla(name):
     """Sizes that every kernel takes; a prompt in chunks beside decodes. The mosaic kernels are named, so that those
-    run that are not chosen by themselves."""
+    run that are not chosen by themselves. Rounding moves this small model's logits far: activations in bfloat16 and in
+    float32 lie 0.18 (w8a8) to 0.25 (fp8) of their spread apart, and kernels may not lie further."""
     sizes = {"hidden_size": 512, "intermediate_size": 768, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
     model = tiny_model("bfloat16", **sizes, vocab_size=512)
     model = replace(model, params=quantize(model.params, name))
+    exact = replace(
+        model, params=jax.tree.map(lambda x: x.astype("float32") if x.dtype == "bfloat16" else x, model.params)
+    )
     prompts = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((100, 3, 60, 90))]
-    ours, plain = (serve(model, prompts, [SCORE] * 4, **OPTIONS, backend=backend) for backend in ("mosaic", "xla"))
-    errors = np.concatenate([np.subtract(a.prompt_logprobs, b.prompt_logprobs) for a, b in zip(ours, plain)])
-    spread = np.std(np.concatenate([b.prompt_logprobs for b in plain]))
-    assert spread > 0.5
-    assert np.sqrt(np.mean(errors**2)) < 0.1 * spread
+
+    def scored(model, backend):
+        found = serve(model, prompts, [SCORE] * 4, **OPTIONS, backend=backend)
+        return np.concatenate([each.prompt_logprobs for each in found])
+
+    ours, plain, wide = scored(model, "mosaic"), scored(model, "xla"), scored(exact, "xla")
+    assert np.std(plain) > 0.5
+    assert np.sqrt(np.mean((ours - plain) ** 2)) < max(np.sqrt(np.mean((plain - wide) ** 2)), 0.1 * np.std(plain))
 
 
 @pytest.mark.parametrize("name", ["w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64"])
