@@ -187,7 +187,10 @@ def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cu
         row[f"e2e_ms_p{p}"] = 1e3 * percentile([s.total for s in counted], p)
     good = sum(s.good for s in counted)
     row |= {"good_share": good / len(counted), "goodput": good / len(counted) * row["qps"]}
-    names = ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps")
+    names = (
+        "slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
+        "running_mean", "running_peak", "wasted_share", "fragmentation_mean",
+    )  # fmt: skip
     return row | {name: metrics[name] for name in names}
 
 

@@ -29,8 +29,9 @@ from tests.test_throughput import TINY
 from tests.tiny import tiny_model
 
 METRICS: dict[str, Any] = dict.fromkeys(
-    ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps"), 0
-)
+    ("slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
+     "running_mean", "running_peak", "wasted_share", "fragmentation_mean"), 0
+)  # fmt: skip
 METRICS |= {"inter_token_s": {"p50": 0.01, "p90": 0.02, "p99": 0.03}}
 
 

@@ -1,0 +1,130 @@
+"""KV policies on a device: the QPS workload in a pool too small for it, and beside each run what the simulator says.
+
+    python -m experiments.kv_measured --pool-gib 16 --cases reserve paged extent:quantile extent:oracle
+    python -m experiments.kv_measured --pool-gib 16 32 --requests 256 --kv-cache int8-g8
+
+Random weights of --config; every request allows --allow tokens and is hung up on at the length that the workload says,
+which only the oracle knows. A case is a policy, or policy:predictor. One process serves all, so that steps are compiled
+once; each case is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and
+options, with the cost model as calibrated; `sim_error` is how far its requests a second are from those measured.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.arguments import positive
+from experiments.qps import Request, claim_memory, make_model, measure, read_workload, rounded
+from experiments.qps import parse_args as qps_args
+from experiments.result_file import ResultFile
+from experiments.simulate import Case, Costs, make_costs, simulate
+from experiments.simulation.requests import Sample, Workload
+from jllm.engine.length import Oracle
+from jllm.engine.options import KV_POLICIES
+from jllm.errors import ConfigError, JllmError
+from jllm.pretrained import Model
+
+Row = dict[str, Any]
+KEPT = (
+    "requests", "seconds", "qps", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
+    "goodput", "steps", "slack", "running_mean", "running_peak", "preemptions", "recomputed_tokens", "wasted_share",
+    "fragmentation_mean", "pages_peak", "pages_total",
+)  # fmt: skip
+
+
+def measured(
+    model: Model, requests: list[Request], policy: str, predictor: str | None, args: argparse.Namespace
+) -> Row:
+    """The figures of one engine."""
+    outputs = [request.output for request in requests]
+    oracle = Oracle(lambda prompt, params: outputs[params.seed or 0])  # requests are told apart by their seeds
+    settings = qps_args(["--repeats", "1", "--config", args.config, "--slots", str(args.slots)])
+    changes = {
+        "pool_gib": args.gib, "kv_policy": policy, "length_predictor": oracle if predictor == "oracle" else predictor,
+        "allow": args.allow, "kv_cache": args.kv_cache, "max_step_tokens": args.step_tokens, "warmup": args.warmup,
+    }  # fmt: skip
+    *_, mean = measure(model, requests, argparse.Namespace(**{**vars(settings), **changes}))
+    return {key: mean[key] for key in KEPT}
+
+
+def simulated(
+    costs: Costs, requests: list[Request], policy: str, predictor: str | None, args: argparse.Namespace
+) -> Row:
+    """What the simulator makes of the same."""
+    samples = tuple(Sample((1,) * request.prompt, request.output) for request in requests)
+    case = Case(
+        args.config, None, args.kv_cache, policy, predictor, args.slots, args.gib, step_tokens=args.step_tokens
+    )  # fmt: skip
+    row = simulate(case, costs, Workload("requests", samples, False), max_new_tokens=args.allow)
+    return {f"sim_{key}": row[key] for key in ("qps", "held_mean", "preemption_rate")}
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    requests = read_workload(args.workload, args.requests, None, 0)
+    args.allow = args.allow or max(request.output for request in requests)
+    model = make_model(qps_args(["--config", args.config]))
+    costs = make_costs(args.config, None, args.kv_cache)
+    for gib in args.pool_gib:
+        args.gib = gib
+        for policy, predictor in args.cases:
+            about = {
+                "model": Path(args.config).stem, "kv": args.kv_cache or "bf16", "kv_policy": policy,
+                "predictor": predictor or "none", "pool_gib": gib, "slots": args.slots, "allow": args.allow,
+            }  # fmt: skip
+            row = about | measured(model, requests, policy, predictor, args)
+            row |= simulated(costs, requests, policy, predictor, args)
+            row["sim_error"] = row["sim_qps"] / row["qps"] - 1
+            yield rounded(row) | {"sim_costs": costs.cost.shares.source}
+
+
+def parse_case(text: str) -> tuple[str, str | None]:
+    """extent:quantile -> ("extent", "quantile"). Raises argparse's error for an unknown policy."""
+    policy, _, predictor = text.partition(":")
+    if policy not in KV_POLICIES:
+        raise argparse.ArgumentTypeError(f"{policy!r} is no policy; policies: {', '.join(KV_POLICIES)}")
+    return policy, predictor or None
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = [parse_case(text) for text in ("reserve", "paged", "extent:quantile", "extent:oracle")]
+    parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]")
+    parser.add_argument("--pool-gib", type=float, nargs="+", default=[16.0])
+    parser.add_argument("--requests", type=positive, help="only the first so many (default: all)")
+    parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--kv-cache", help="KV format (default: bf16)")
+    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
+    parser.add_argument("--step-tokens", type=positive, default=2048, help="most in a step")
+    parser.add_argument("--warmup", type=int, default=32, help="requests served before the clock starts")
+    parser.add_argument("--workload", type=Path, default=qps_args([]).workload, help="JSON with requests")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.kv_measured", *(sys.argv[1:] if argv is None else argv)]
+    claim_memory()
+    try:
+        if not all(gib > 0 for gib in args.pool_gib):
+            raise ConfigError(f"--pool-gib must be > 0, not {min(args.pool_gib)}")
+        result = ResultFile(args.results, "kv_measured", command)
+        for row in rows(args):
+            result.add(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        result.finish(bars=[], complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
