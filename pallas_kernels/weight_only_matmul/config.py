@@ -51,10 +51,10 @@ class Config:
         for name in ("row_tiles", "split", "ctas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.split > 1 and self.tokens > 64:
+        if self.split > 1 and self.tokens > 64 and self.warpgroups == 3:
             raise ValueError(
-                f"split is {self.split} with {self.tokens} tokens, expected 1: with more than 64 tokens a GPU stopped "
-                "at an illegal instruction"
+                f"split is {self.split} with {self.tokens} tokens and 3 warpgroups, expected 1: a GPU stopped at an "
+                "illegal instruction"
             )
         if self.stream:
             if self.tokens not in (8, 16):
@@ -109,12 +109,13 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
-    base = replace(base, warpgroups=3) if wide else base
-    if m > 256:
+    if not wide:
+        return (in_parts(base, m, n),)
+    base = replace(base, warpgroups=3)
+    if m > 128:
         return (base,)
     half = replace(base, tokens=even_tokens(m, 64))  # twice the work of decoding, but on SMs that would have no tile
-    others = [replace(half, width=128)] if wide else []
-    return in_parts(half, m, n), base, *others
+    return half, base, replace(half, width=128)
 
 
 def even_tokens(m: int, most: int) -> int:
