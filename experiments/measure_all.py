@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 PYTEST = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short"
-QUANT_STAGES = "decode:bf16:1,64,512 prefill:bf16:64,128,512 decode:bf16:16,128,256 prefill:bf16:1,16,256"
+QUANT_STAGES = "decode:bf16:1,16,64,512 prefill:bf16:64,128,256,512 decode:bf16:128,256 prefill:bf16:1,16"
 
 LEAST = 10  # seconds: with fewer left, nothing is begun
 
@@ -59,18 +59,7 @@ COMMANDS = (
         "quant_steps",
         "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
         f" --stages {QUANT_STAGES} --results {{results}}",
-        280,
-    ),
-    Command(
-        "decode_formats",
-        "-m pallas_kernels.decode_attention.bench --parts formats --label formats --results {results}",
-        90,
-    ),
-    Command(
-        "weight_only_resident",
-        "-m pallas_kernels.weight_only_matmul.bench --rows 1 16 --formats w4a16-g128 nf4:1 w8a16 fp8-weight:1"
-        " --tune w4a16-g128 nf4 w8a16 fp8-weight --label resident --results {results}",
-        70,
+        400,
     ),
     Command(
         "decode_joined",
@@ -80,8 +69,8 @@ COMMANDS = (
     ),
     Command(
         "decode_attention",
-        "-m pallas_kernels.decode_attention.bench --parts bf16 skewed --results {results}",
-        90,
+        "-m pallas_kernels.decode_attention.bench --results {results}",
+        120,
     ),
     Command(
         "decode_by_warpgroups",
@@ -125,15 +114,12 @@ COMMANDS = (
     Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 200),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
     Command("C16", "-m experiments.claims C16 --results {results}", 60),
+    Command("kv_measured", "-m experiments.kv_measured --requests 384 --results {results}", 260),
     Command(
-        "qps-reserve",
-        "-m experiments.qps --pool-gib 16 --kv-policy reserve --allow 1051 --repeats 1 --results {results}",
-        150,
-    ),
-    Command(
-        "qps-paged",
-        "-m experiments.qps --pool-gib 16 --kv-policy paged --allow 1051 --repeats 1 --results {results}",
-        150,
+        "weight_only_middle",
+        "-m pallas_kernels.weight_only_matmul.bench --rows 128 256 --formats w4a16-g128 nf4 w8a16 fp8-weight"
+        " --label middle --results {results}",
+        60,
     ),
     Command("C13", "-m experiments.claims C13 --results {results}", 100),
     Command("C18", "-m experiments.claims C18 --results {results}", 120),
