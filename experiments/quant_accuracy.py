@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from experiments.accuracy_report import bars, part, text_report, write_report
 from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
 from experiments.accuracy_support import check_all_run
 from experiments.arguments import check_draws_only, positive
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, rows_before
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.evaluate import record
@@ -154,18 +155,6 @@ def check_common(args: argparse.Namespace, against: Row) -> None:
         )
 
 
-def rows_before(args: argparse.Namespace, setup: Row) -> list[Row]:
-    """Of a run with the same setup that was interrupted."""
-    for file in sorted(args.results.glob("quant_accuracy*.json"), reverse=True):
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-            if not document["complete"] and all(document.get(key) == value for key, value in setup.items()):
-                return document["rows"]
-        except (OSError, ValueError, KeyError):
-            continue  # no result of ours, or one that nobody can go on with
-    return []
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 (default: the bundled text)")
@@ -213,7 +202,8 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
     if against is not None:
         check_common(args, against)
-    before = rows_before(args, setup)
+    before = rows_before(args.results, name_of(args), setup)
+    start = time.perf_counter()
     todo = jobs(model, reference, texts, args)
     fresh = rows(todo, before)
     first = next(fresh)  # before it replaces a file, it has proved to run
@@ -221,7 +211,9 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
     for row in itertools.chain([first], fresh):
         result.add(row)
     found = result.document["rows"]
-    result.finish(bars=bars(found, against, args.against and args.against.name), complete=True)
+    compared = bars(found, against, args.against and args.against.name)
+    seconds = {} if before else {"seconds": round(time.perf_counter() - start, 1)}
+    result.finish(bars=compared, complete=True, **seconds)
     return result
 
 

@@ -33,7 +33,7 @@ def test_verdicts(times, verdict, met):
 
 def test_a_run_at_toy_size_leaves_rows_and_a_picture(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(c8, "TOY_BATCHES", (2,))
-    assert command.main(["C8", "--results", str(tmp_path)]) == 0
+    assert command.main(["C8", "--toy", "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("claims-C8-*.json")
     document = json.loads(path.read_text())
     assert document["complete"]
@@ -45,3 +45,19 @@ def test_a_run_at_toy_size_leaves_rows_and_a_picture(tmp_path, capsys, monkeypat
     assert int4["floor_over_bf16"] > 1
     assert verdict["verdict"] == "toy size: no verdict"
     assert path.with_suffix(".svg").read_text().count("<path") > 10
+
+
+def test_without_a_gpu_the_rows_are_those_of_the_newest_file(tmp_path):
+    steps = [
+        {"scheme": scheme, "batch": batch, "kv": "bf16", "decode_ms": ms, "floor_ms": ms / 2, "over_bf16": 4 / ms}
+        for scheme, ms in (("bf16", 4.0), (c8.INT4, 2.0), ("nf4", 3.0))
+        for batch in (1, 64)
+    ]
+    prefill = {"scheme": "bf16", "batch": 1, "kv": "bf16", "prefill_ms": 9.0}
+    for day, rows in (("20260101", []), ("20260102", [*steps, prefill])):
+        document = {"experiment": "quant_steps", "device": "NVIDIA H200", "command": "", "rows": rows}
+        (tmp_path / f"quant_steps-{day}-h200.json").write_text(json.dumps(document))
+    found = [*c8.recorded(tmp_path)]
+    assert [(row["scheme"], row["batch"]) for row in found] == [("bf16", 1), ("bf16", 64), (c8.INT4, 1), (c8.INT4, 64)]
+    assert {row["file"] for row in found} == {"quant_steps-20260102-h200.json"}
+    assert found[-1]["floor_over_bf16"] == 2.0
