@@ -157,7 +157,10 @@ def test_two_runs_have_equal_figures_tables_and_pictures(sweep, tmp_path, capsys
         assert "no result file of a GPU has these schemes" in text
     assert "| w8a16 | model | document |" in page
     monkeypatch.setattr(accuracy_report, "draw_all", lambda *args: [])
-    assert sweep(*options, text="text.jsonl") == (0, first)
+    status, second = sweep(*options, text="text.jsonl")
+    assert status == 0
+    assert first.pop("seconds") > 0 < second.pop("seconds")
+    assert second == first
 
 
 def test_group_rows_fall_with_smaller_groups(monkeypatch, tmp_path):
