@@ -1,11 +1,12 @@
 """KV policies on a device: the QPS workload in a pool too small for it, and beside each run what the simulator says.
 
-    python -m experiments.kv_measured --pool-gib 16 --cases reserve paged extent:quantile extent:oracle
+    python -m experiments.kv_measured --pool-gib 16 --cases reserve paged extent:longest extent:oracle
     python -m experiments.kv_measured --pool-gib 16 32 --requests 256 --kv-cache int8-g8
 
 Random weights of --config; every request allows --allow tokens and is hung up on at the length that the workload says,
-which only the oracle knows. A case is a policy, or policy:predictor. One process serves all, so that steps are compiled
-once; each case is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and
+which only the oracle knows. A case is a policy, or policy:predictor; predictors that learn from what has ended are left
+out, since they learn nothing from those who hang up. One process serves all, so that steps are compiled once; each case
+is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and
 options, with the cost model as calibrated; `sim_error` is how far its requests a second are from those measured.
 """
 
@@ -28,6 +29,9 @@ from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import Model
 
 Row = dict[str, Any]
+PREDICTORS: dict[str, tuple[str | None, ...]] = {
+    "reserve": (None,), "paged": (None, "longest", "oracle"), "extent": ("longest", "oracle")
+}  # fmt: skip
 KEPT = (
     "requests", "seconds", "qps", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
     "goodput", "steps", "slack", "running_mean", "running_peak", "preemptions", "recomputed_tokens", "wasted_share",
@@ -73,6 +77,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
             about = {
                 "model": Path(args.config).stem, "kv": args.kv_cache or "bf16", "kv_policy": policy,
                 "predictor": predictor or "none", "pool_gib": gib, "slots": args.slots, "allow": args.allow,
+                "step_tokens": args.step_tokens,
             }  # fmt: skip
             row = about | measured(model, requests, policy, predictor, args)
             row |= simulated(costs, requests, policy, predictor, args)
@@ -81,16 +86,20 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def parse_case(text: str) -> tuple[str, str | None]:
-    """extent:quantile -> ("extent", "quantile"). Raises argparse's error for an unknown policy."""
+    """extent:oracle -> ("extent", "oracle"). Raises argparse's error for what cannot be served."""
     policy, _, predictor = text.partition(":")
     if policy not in KV_POLICIES:
         raise argparse.ArgumentTypeError(f"{policy!r} is no policy; policies: {', '.join(KV_POLICIES)}")
+    known = PREDICTORS[policy]
+    if (predictor or None) not in known:
+        names = ", ".join(f"{policy}:{name}" if name else policy for name in known)
+        raise argparse.ArgumentTypeError(f"{text!r} is no case; of {policy} there are {names}")
     return policy, predictor or None
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = [parse_case(text) for text in ("reserve", "paged", "extent:quantile", "extent:oracle")]
+    cases = [parse_case(text) for text in ("reserve", "paged", "extent:longest", "extent:oracle")]
     parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]")
     parser.add_argument("--pool-gib", type=float, nargs="+", default=[16.0])
     parser.add_argument("--requests", type=positive, help="only the first so many (default: all)")

@@ -63,7 +63,7 @@ COMMANDS = (
     ),
     Command(
         "decode_joined",
-        "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --consecutive --join-pages"
+        "-m pallas_kernels.decode_attention.bench --parts bf16 --heads 32/32 --consecutive --join-pages"
         " --label joined --results {results}",
         60,
     ),
@@ -188,7 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands alone")
     parser.add_argument("--seconds", type=float, default=3600, help="for all together")
-    parser.add_argument("--jobs", type=int, default=8, help="tests that run side by side on a GPU")
+    parser.add_argument(
+        "--jobs", type=int, default=8, help="commands of tests that run side by side on a GPU, 12 processes each"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")

@@ -21,12 +21,12 @@ class ResultFile(result_file.ResultFile):
 
 
 def rows_before(directory: Path, experiment: str, setup: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the latest run with the same setup (what its document says) that was interrupted; none where there is none."""
+    """Of the latest run with the same setup (what its document says), if it was interrupted; else none."""
     for file in sorted(directory.glob(f"{experiment}-*.json"), reverse=True):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-            if not document["complete"] and all(document.get(key) == value for key, value in setup.items()):
-                return document["rows"]
+            if all(document.get(key) == value for key, value in setup.items()):
+                return [] if document["complete"] else document["rows"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # no result of ours, or one that nobody can go on with
     return []

@@ -99,10 +99,21 @@ STEPS = (
         of_bars("{:.0%} to {:.0%} of the floor"),
     ),
     Section(
-        "step_profile",
-        "Where the time of a decode step goes, by kernel",
+        "step_profile.*",
+        "Where the time of a step goes, by kernel",
         "Microseconds of one step by the device's profiler, and what no kernel covers.",
-        (Table(("batch", "kernel", "kind", "calls", "us", "share"), "kernels"),),
+        (
+            Table(
+                ("step", "batch", "context", "input", "kind", "calls", "us", "share"),
+                "by kind",
+                lambda r: r.get("kernel") == "(all)",
+            ),
+            Table(
+                ("step", "batch", "context", "input", "kernel", "kind", "calls", "us", "share"),
+                "kernels",
+                lambda r: r.get("kernel") != "(all)",
+            ),
+        ),
     ),
     Section(
         "throughput.*",
@@ -153,6 +164,22 @@ STEPS = (
             ),
         ),
         first_values("{:.1f} requests a second", "qps"),
+    ),
+    Section(
+        "kv_measured",
+        "KV policies served in a pool too small for the workload, and simulated",
+        "Requests a second and at once, pages taken and left empty; `sim_` is the simulator's, `sim_error` how far its "
+        "requests a second are from those measured.",
+        (
+            Table(
+                (
+                    "kv_policy", "predictor", "pool_gib", "kv", "requests", "qps", "sim_qps", "sim_error",
+                    "running_mean", "sim_held_mean", "preemptions", "wasted_share", "fragmentation_mean",
+                    "ttft_ms_p50", "itl_ms_p99", "slack",
+                ),
+                "by policy",
+            ),
+        ),
     ),
     Section("simulate.*|.*simulation.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
 )  # fmt: skip

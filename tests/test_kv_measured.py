@@ -14,7 +14,7 @@ def test_policies_are_served_and_simulated(tmp_path, capsys):
     workload = tmp_path / "workload.json"
     workload.write_text(json.dumps({"requests": [[9, 20], [5, 3], [7, 12], [3, 30], [12, 6]]}))
     size = ["--slots", "3", "--step-tokens", "16", "--warmup", "0", "--pool-gib", str(6 * 16 * 128 / 2**30)]  # 6 pages
-    cases = ["--cases", "reserve", "paged", "extent:quantile", "extent:oracle"]
+    cases = ["--cases", "reserve", "paged", "extent:longest", "extent:oracle"]
     command = [
         "--config",
         str(config),
@@ -29,7 +29,7 @@ def test_policies_are_served_and_simulated(tmp_path, capsys):
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = {(row["kv_policy"], row["predictor"]): row for row in document["rows"]}
-    assert [*rows] == [("reserve", "none"), ("paged", "none"), ("extent", "quantile"), ("extent", "oracle")]
+    assert [*rows] == [("reserve", "none"), ("paged", "none"), ("extent", "longest"), ("extent", "oracle")]
     for row in rows.values():
         assert row["requests"] == 5
         assert row["qps"] > 0 < row["sim_qps"]
@@ -38,7 +38,11 @@ def test_policies_are_served_and_simulated(tmp_path, capsys):
     assert not rows["reserve", "none"]["preemptions"]
 
 
-def test_unknown_policy(capsys):
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("static", "policies:"), ("reserve:oracle", "of reserve there are reserve"), ("extent", "extent:oracle")],
+)
+def test_what_cannot_be_served(capsys, case, message):
     with pytest.raises(SystemExit):
-        parse_args(["--cases", "static"])
-    assert "policies:" in capsys.readouterr().err
+        parse_args(["--cases", case])
+    assert message in capsys.readouterr().err

@@ -40,8 +40,8 @@ def test_an_interrupted_run_is_found_by_its_setup(tmp_path):
         (tmp_path / name).write_text(json.dumps(document))
 
     setup = {"command": "python -m x", "sha256": "1"}
-    write("x-20260102-cpu.json", complete=False, rows=[1], **setup)
-    write("x-20260103-cpu.json", complete=True, rows=[2], **setup)
+    write("x-20260102-cpu.json", complete=True, rows=[2], **setup)
+    write("x-20260103-cpu.json", complete=False, rows=[1], **setup)
     write("x-20260104-cpu.json", complete=False, rows=[3], **setup | {"sha256": "2"})
     write("x_y-20260105-cpu.json", complete=False, rows=[4], **setup)
     write("x-20260106-cpu.json", rows=[5])
@@ -50,6 +50,8 @@ def test_an_interrupted_run_is_found_by_its_setup(tmp_path):
     assert experiments.result_file.rows_before(tmp_path, "x", setup) == [1]
     assert experiments.result_file.rows_before(tmp_path, "x", setup | {"sha256": "3"}) == []
     assert experiments.result_file.rows_before(tmp_path / "nowhere", "x", setup) == []
+    write("x-20260109-cpu.json", complete=True, rows=[6], **setup)  # since then it came to its end
+    assert experiments.result_file.rows_before(tmp_path, "x", setup) == []
 
 
 @pytest.mark.parametrize(("kind", "error"), [(ResultFile, OSError), (experiments.result_file.ResultFile, OutputError)])

@@ -217,7 +217,8 @@ class Scheduler:
         if not self.prompt_sizes or not (ready or (self.waiting and self.free_slots)):
             return budget
         coming, short = self.policy.admissible(islice(self.waiting, len(self.free_slots)), self.running, budget - ready)
-        if not decodes or (2 * decodes < self.limits.max_slots and not short):
+        if not decodes or not ready + coming or (2 * decodes < self.limits.max_slots and not short):
+            self.held = 0  # whoever finds all of a prompt's pages shared is taken all the same
             return budget
         full = [n for n in self.prompt_sizes if n <= min(ready + coming, budget)]
         self.held = 0 if full else self.held + 1

@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive] [--join-pages]
-        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split 256] [--stages 8]
+        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
@@ -257,7 +257,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", type=int, help="tokens of a work item (default: the configuration's)")
     parser.add_argument("--per-sm", type=int, default=1, help="workers that share a multiprocessor")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
-    parser.add_argument("--join-pages", action="store_true", help="one copy for several pages of consecutive numbers")
+    parser.add_argument(
+        "--join-pages",
+        action="store_true",
+        help="one copy for several pages of consecutive numbers: of K and V in 16 bits",
+    )
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
     changes = {

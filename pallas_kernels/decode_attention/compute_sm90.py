@@ -1,4 +1,4 @@
-"""The warpgroup of decode_attention that computes: online softmax over the tiles of its work items."""
+"""The warpgroups of decode_attention that compute: online softmax over the tiles of their work items."""
 
 import math
 from functools import partial, reduce

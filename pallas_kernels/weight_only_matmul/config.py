@@ -86,7 +86,8 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     Up to 8 rows of x stream: an H200 was fastest with CTAs as small as can be, at every size and format of the
     benchmark. More rows of x are cut as evenly as tiles of at most 128 allow, and K into parts as far as SMs would have
     no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of 192, or with up to 16 rows of
-    x of 96. Above 1024 rows of x tiles of 256 rows of the weight read x less often.
+    x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any. Above 1024
+    rows of x tiles of 256 rows of the weight read x less often.
     """
     wide = n >= 8192
     if m <= 8:

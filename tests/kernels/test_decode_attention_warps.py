@@ -18,44 +18,34 @@ FORMATS = [
 ]  # fmt: skip
 
 
-PAIRED = [("fp8", 64), ("int8-g8", 64), ("int8-g64", 64), ("int4-g8", 128), ("int4-g32", 128), ("int4-g128", 128)]
-CALLS = [(*call, False) for call in FORMATS] + [(*call, True) for call in PAIRED]
-
-
-def stored_tile(name: str, head_dim: int, pair: bool, page_size: int = 16):
+def stored_tile(name: str, head_dim: int, page_size: int = 16):
     """How 64 tokens are stored, the tile and its scales as they are in shared memory, and the values."""
     rng = np.random.default_rng(0)
     fmt = parse_format(name, head_dim)
     values, scales = encode(jnp.asarray(rng.normal(size=(64, head_dim)), jnp.float32), fmt)
     pool = Pages(jnp.zeros((1, 1, page_size, values.shape[-1]), values.dtype), scales, fmt)
-    together = 2 if pair else 1
-    stored = storage(pool, jnp.float16, head_dim, Config(), False, True, together, False)
+    stored = storage(pool, jnp.float16, head_dim, Config(), False, True, False)
     exact = np.asarray(decode(values, scales, fmt, jnp.float32), np.float64)
     if scales is None:
-        return stored, values, None, 0, exact
-    shift = 0 if stored.packed else 8 * stored.groups
-    parts = np.full((stored.parts, stored.scales), np.nan, np.float16)
-    parts[:, shift : shift + stored.tokens * stored.groups] = np.asarray(scales).reshape(stored.parts, -1)
-    return stored, values, parts, shift, exact
+        return stored, values, None, exact
+    return stored, values, np.asarray(scales, np.float16).reshape(stored.parts, stored.scales).copy(), exact
 
 
 @pytest.mark.parametrize("columns", [8, 16])
-@pytest.mark.parametrize(("name", "head_dim", "pair"), CALLS)
-def test_logits_of_each_thread(monkeypatch, name, head_dim, pair, columns):
-    stored, values, scales, shift, exact = stored_tile(name, head_dim, pair)
+@pytest.mark.parametrize(("name", "head_dim"), FORMATS)
+def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
+    stored, values, scales, exact = stored_tile(name, head_dim)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
     with emulated(monkeypatch, warps_sm90, unpack_sm90):
         ordered = warps_sm90.load_queries(stored, queries)
-        values = values.reshape(64 // stored.together, -1)
-        logits = warps_sm90.dot_k(stored, (values, scales, np.int32(shift)), np.int32(0), ordered)
-    tokens = np.asarray(warps_sm90.token_of_row(stored, jnp.arange(64)))
-    assert error(logits, exact[tokens] @ queries.T.astype(np.float64)) < 7e-4
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+    assert error(logits, exact @ queries.T.astype(np.float64)) < 7e-4
 
 
 @pytest.mark.parametrize("columns", [8, 16])
-@pytest.mark.parametrize(("name", "head_dim", "pair"), CALLS)
-def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, pair, columns):
-    stored, values, scales, shift, exact = stored_tile(name, head_dim, pair)
+@pytest.mark.parametrize(("name", "head_dim"), FORMATS)
+def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, columns):
+    stored, values, scales, exact = stored_tile(name, head_dim)
     rng = np.random.default_rng(2)
     low, high = 5, 58
     hidden = np.r_[0:low, high:64]
@@ -65,11 +55,9 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, pa
     else:
         for token in hidden:
             part, at = divmod(token, stored.tokens)
-            scales[part, shift + at * stored.groups : shift + (at + 1) * stored.groups] = np.nan
+            scales[part, at * stored.groups : (at + 1) * stored.groups] = np.nan
     weights = rng.uniform(0, 1, (64, columns)).astype(np.float16)
     weights[hidden] = 0
-    tokens = np.asarray(warps_sm90.token_of_row(stored, jnp.arange(64)))
-    values = values.reshape(64 // stored.together, -1)
     before = rng.normal(size=(4, columns, head_dim)).astype(np.float32)
     factor, top, total = (rng.uniform(1, 2, (4, columns)).astype(np.float32) for _ in range(3))
 
@@ -87,11 +75,12 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, pa
         assert np.array_equal(np.sort(places[..., :head_dim].reshape(-1)), numbers.reshape(-1))
         acc = zeros.copy()
         acc.reshape(-1)[places[..., :head_dim].astype(int).reshape(-1)] = before.reshape(-1)
-        arguments = (stored, (values, scales, np.int32(shift)), np.int32(0), bounds, weights[tokens])
-        acc = warps_sm90.dot_v(*arguments, acc, by_warp(factor))
+        v = values, scales
+        operands = warps_sm90.convert_v(stored, v, np.int32(0), bounds), warps_sm90.weighted(stored, v, bounds, weights)
+        acc = warps_sm90.dot_v(*operands, acc, by_warp(factor))
         sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
         warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), sums)
-        assert np.array_equal(warps_sm90.dot_v(*arguments, zeros, one), warps_sm90.dot_v(*arguments, zeros, one))
+        assert np.array_equal(warps_sm90.dot_v(*operands, zeros, one), warps_sm90.dot_v(*operands, zeros, one))
     exact[hidden] = 0
     expected = np.einsum("wtc,wtd->wcd", weights.reshape(4, 16, columns).astype(np.float64), exact.reshape(4, 16, -1))
     assert error(sums[..., :head_dim], before * factor[..., None] + expected) < 7e-4

@@ -248,15 +248,6 @@ def _inline_mgpu(*, arg_types: Any = (), return_type: Any = None) -> Any:
     return decorate
 
 
-def _rescaled(acc: np.ndarray, factors: list[list[Value]]) -> list[list[list[Value]]]:
-    """warps_sm90's own branches."""
-    elements = [[_elements(x) + _elements(y) for x, y in row] for row in acc]
-    return [
-        [[ARITH.mulf(x, factors[n][i % 2]) for i, x in enumerate(each)] for n, each in enumerate(row)]
-        for row in elements
-    ]
-
-
 def _elements(x: Value) -> list[Value]:
     return [Value(x.data[:, i], x.type.element_type) for i in range(x.data.shape[1])]
 
@@ -266,7 +257,7 @@ def emulated(monkeypatch: Any, *modules: Any):
     """Runs what these modules inline in numpy."""
     layouts = {name: getattr(plgpu, name) for name in ("Layout", "Tiling", "Replicated", "RefType", "ShapeDtypeStruct")}
     pallas = SimpleNamespace(**layouts, inline_mgpu=_inline_mgpu, load=lambda x, **_: x)
-    fakes = {"arith": ARITH, "vector": VECTOR, "llvm": LLVM, "mgpu": MGPU, "plgpu": pallas, "_rescaled": _rescaled}
+    fakes = {"arith": ARITH, "vector": VECTOR, "llvm": LLVM, "mgpu": MGPU, "plgpu": pallas}
     with monkeypatch.context() as patch, ir.Context(), ir.Location.unknown():
         for module in modules:
             for name, fake in fakes.items():
