@@ -37,7 +37,7 @@ def decode_attention(
     lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a row of
     length 0 is unused and comes out zero. Token j of row r is in page page_table[r, j // P] (i32[R, M]); entries past
     the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
-    0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`, told whether K and V are narrow, since its
+    0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`, told whether K and V are narrow: its
     splits decide the order of sums), which all layers of a step share; other backends don't need it, and without it
     each call makes its own. `debug` reads the values first, outside of jit only,
     and raises ValueError for a row whose length or pages are out of range. Raises ValueError where shapes or dtypes

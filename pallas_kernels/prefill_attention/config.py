@@ -69,8 +69,8 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunk
     chunks (None: any).
 
     Packing is compiled in where chunks are short on average, by the room that a step is compiled for: on an H200 512
-    chunks of 8 tokens take 3.3 times less with it, but a tile of 128 rows takes 2.5 us longer beside its code. Packed or
-    alone, a chunk of finite values has the same bits.
+    chunks of 8 tokens take 3.3 times less with it, but a tile of 128 rows takes 2.5 us longer beside its code. Packed
+    or alone, a chunk of finite values has the same bits.
     """
     num_rows, num_heads, head_dim = q.shape
     pack = num_chunks is None or num_rows < WARPGROUP_ROWS * num_chunks
