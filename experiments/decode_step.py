@@ -9,7 +9,6 @@ on average over these steps.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -22,12 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from experiments.result_file import ResultFile
+from experiments.result_file import record
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
-from jllm.errors import JllmError
 from jllm.params import Params
 from jllm.step import Slots, State, jit_step, make_slots
 
@@ -130,20 +128,9 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        result = ResultFile(
-            args.results, "decode_step", ["python", "-m", "experiments.decode_step", *(argv or sys.argv[1:])]
-        )
-        for row in rows(args):
-            result.add({"model": Path(args.config).stem, **row})
-            print(row, flush=True)
-        result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    command = ["python", "-m", "experiments.decode_step", *(sys.argv[1:] if argv is None else argv)]
+    found = ({"model": Path(args.config).stem, **row} for row in rows(args))
+    return record(args.results, "decode_step", command, found, bars=bars, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ compaction  what moving extents together would be worth if it took no time: exte
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from experiments.arguments import positive
 from experiments.cost_model import calibrated
 from experiments.qps import rounded
-from experiments.result_file import ResultFile
+from experiments.result_file import record
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
@@ -31,7 +30,6 @@ from jllm.engine.length import Quantile
 from jllm.engine.options import EngineOptions
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from jllm.errors import JllmError
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)
@@ -114,18 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
     command = ["python", "-m", "experiments.kv_choices", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        result = ResultFile(args.results, f"kv_choices_{args.config}", command, cost_model=vars(calibrated(None)))
-        for row in rows(args):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        result.finish(bars=[], complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    name, costs = f"kv_choices_{args.config}", vars(calibrated(None))
+    return record(args.results, name, command, rows(args), as_json=args.json, cost_model=costs)
 
 
 if __name__ == "__main__":

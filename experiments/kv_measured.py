@@ -11,7 +11,6 @@ options, with the cost model as calibrated; `sim_error` is how far its requests 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import Any
 from experiments.arguments import positive
 from experiments.qps import Request, claim_memory, make_model, measure, read_workload, rounded
 from experiments.qps import parse_args as qps_args
-from experiments.result_file import ResultFile
+from experiments.result_file import record
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
 from jllm.engine.length import Oracle
 from jllm.engine.options import KV_POLICIES
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError
 from jllm.pretrained import Model
 
 Row = dict[str, Any]
@@ -67,6 +66,8 @@ def simulated(
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
+    if not all(gib > 0 for gib in args.pool_gib):
+        raise ConfigError(f"--pool-gib must be > 0, not {min(args.pool_gib)}")
     requests = read_workload(args.workload, args.requests, None, 0)
     args.allow = args.allow or max(request.output for request in requests)
     model = make_model(qps_args(["--config", args.config]))
@@ -119,20 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.kv_measured", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
-    try:
-        if not all(gib > 0 for gib in args.pool_gib):
-            raise ConfigError(f"--pool-gib must be > 0, not {min(args.pool_gib)}")
-        result = ResultFile(args.results, "kv_measured", command)
-        for row in rows(args):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        result.finish(bars=[], complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return record(args.results, "kv_measured", command, rows(args), as_json=args.json)
 
 
 if __name__ == "__main__":

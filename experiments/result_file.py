@@ -1,10 +1,12 @@
 """The result file of experiments: that of the kernels' benchmarks, with the library's error and its packages."""
 
 import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jllm.errors import OutputError
+from jllm.errors import JllmError, OutputError
 from pallas_kernels import result_file
 
 
@@ -18,6 +20,34 @@ class ResultFile(result_file.ResultFile):
             super()._write()
         except OSError as error:
             raise OutputError(str(error)) from None
+
+
+def record(
+    directory: Path,
+    experiment: str,
+    command: Sequence[str],
+    rows: Iterable[dict[str, Any]],
+    *,
+    bars: Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]] = lambda rows: (),
+    shown: Callable[[dict[str, Any]], bool] = lambda row: True,
+    as_json: bool = False,
+    **extra: Any,
+) -> int:
+    """Adds rows to a result file as they come and prints those that are `shown`, then the bars; as the last line, if
+    asked, the whole document. Returns the exit status: 2, after a line that says why, where the library refuses."""
+    try:
+        result = ResultFile(directory, experiment, command, **extra)
+        for row in rows:
+            result.add(row)
+            if shown(row):
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        result.finish(bars=list(bars(result.document["rows"])), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(result.document))
+    return 0
 
 
 def rows_before(directory: Path, experiment: str, setup: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ Rows whose kernel is "(all)" are the totals of a kind.
 
 import argparse
 import collections
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -27,11 +26,10 @@ from tqdm import tqdm
 from experiments.decode_step import filled_slots
 from experiments.quant_steps import KINDS as STEP_KINDS
 from experiments.quant_steps import Case, pack
-from experiments.result_file import ResultFile
+from experiments.result_file import record
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
-from jllm.errors import JllmError
 from jllm.params import Params
 from jllm.step import State, jit_step
 from pallas_kernels.measure import Event, timeline
@@ -154,20 +152,9 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.step_profile", *(argv or sys.argv[1:])]
-    try:
-        result = ResultFile(args.results, "step_profile", command)
-        for row in rows(args):
-            result.add(row)
-            if row["share"] >= 0.002:
-                print(row, flush=True)
-        result.finish(bars=[], complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
+    options = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
+    return record(args.results, "step_profile", command, rows(args), **options)
 
 
 if __name__ == "__main__":
