@@ -136,8 +136,8 @@ def _rate(document: Row, plain: str, name: str) -> float | None:
 
 
 def newest(results: Path, experiment: str) -> tuple[str, Row] | None:
-    """Name and document of the newest results file of an experiment on an H200."""
-    for path in sorted(results.glob(f"{experiment}-*-h200.json"), reverse=True):
+    """Name and document of the newest results file of an experiment on an H200, of runs without a label."""
+    for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-h200.json"), reverse=True):
         return path.name, json.loads(path.read_text(encoding="utf-8"))
     return None
 
