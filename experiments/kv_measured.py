@@ -39,14 +39,14 @@ KEPT = (
 
 
 def measured(
-    model: Model, requests: list[Request], policy: str, predictor: str | None, args: argparse.Namespace
+    model: Model, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
     """The figures of one engine."""
     outputs = [request.output for request in requests]
     oracle = Oracle(lambda prompt, params: outputs[params.seed or 0])  # requests are told apart by their seeds
     settings = qps_args(["--repeats", "1", "--config", args.config, "--slots", str(args.slots)])
     changes = {
-        "pool_gib": args.gib, "kv_policy": policy, "length_predictor": oracle if predictor == "oracle" else predictor,
+        "pool_gib": gib, "kv_policy": policy, "length_predictor": oracle if predictor == "oracle" else predictor,
         "allow": args.allow, "kv_cache": args.kv_cache, "max_step_tokens": args.step_tokens, "warmup": args.warmup,
     }  # fmt: skip
     *_, mean = measure(model, requests, argparse.Namespace(**{**vars(settings), **changes}))
@@ -54,12 +54,12 @@ def measured(
 
 
 def simulated(
-    costs: Costs, requests: list[Request], policy: str, predictor: str | None, args: argparse.Namespace
+    costs: Costs, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
     """What the simulator makes of the same."""
     samples = tuple(Sample((1,) * request.prompt, request.output) for request in requests)
     case = Case(
-        args.config, None, args.kv_cache, policy, predictor, args.slots, args.gib, step_tokens=args.step_tokens
+        args.config, None, args.kv_cache, policy, predictor, args.slots, gib, step_tokens=args.step_tokens
     )  # fmt: skip
     row = simulate(case, costs, Workload("requests", samples, False), max_new_tokens=args.allow)
     return {f"sim_{key}": row[key] for key in ("qps", "held_mean", "preemption_rate")}
@@ -69,19 +69,21 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     if not all(gib > 0 for gib in args.pool_gib):
         raise ConfigError(f"--pool-gib must be > 0, not {min(args.pool_gib)}")
     requests = read_workload(args.workload, args.requests, None, 0)
-    args.allow = args.allow or max(request.output for request in requests)
+    longest = max(request.output for request in requests)
+    args = argparse.Namespace(**{**vars(args), "allow": args.allow or longest})
+    if args.allow < longest:
+        raise ConfigError(f"--allow must be at least the longest output, {longest}, not {args.allow}")
     model = make_model(qps_args(["--config", args.config]))
     costs = make_costs(args.config, None, args.kv_cache)
     for gib in args.pool_gib:
-        args.gib = gib
         for policy, predictor in args.cases:
             about = {
                 "model": Path(args.config).stem, "kv": args.kv_cache or "bf16", "kv_policy": policy,
                 "predictor": predictor or "none", "pool_gib": gib, "slots": args.slots, "allow": args.allow,
                 "step_tokens": args.step_tokens,
             }  # fmt: skip
-            row = about | measured(model, requests, policy, predictor, args)
-            row |= simulated(costs, requests, policy, predictor, args)
+            row = about | measured(model, requests, policy, predictor, gib, args)
+            row |= simulated(costs, requests, policy, predictor, gib, args)
             row["sim_error"] = row["sim_qps"] / row["qps"] - 1
             yield rounded(row) | {"sim_costs": costs.cost.shares.source}
 

@@ -46,3 +46,10 @@ def test_what_cannot_be_served(capsys, case, message):
     with pytest.raises(SystemExit):
         parse_args(["--cases", case])
     assert message in capsys.readouterr().err
+
+
+def test_every_request_is_allowed_what_it_makes(tmp_path, capsys):
+    workload = tmp_path / "workload.json"
+    workload.write_text(json.dumps({"requests": [[9, 20], [5, 3]]}))
+    assert main(["--workload", str(workload), "--allow", "19", "--results", str(tmp_path)]) == 2
+    assert "longest output, 20, not 19" in capsys.readouterr().err

@@ -19,12 +19,8 @@ __all__ = ["Run", "compiled", "contiguous", "moved_bytes", "paged", "size"]
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """attend(*make(key)) is what is timed: the given layers, each one's queries the results of the one before."""
-
-    make: Callable[[jax.Array], tuple[Any, ...]]
-    attend: Callable[..., jax.Array]
-    layers: int
+class Compiled(Run):
+    """One whose `attend` is compiled."""
 
     def timed(self) -> tuple[float, jax.Array]:
         """Microseconds of one layer, and the result of the last."""

@@ -143,12 +143,9 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
 
 
 # The most rows of x with which the kernel runs unasked, by codes. XLA writes the decoded weight to memory and reads it
-# again, on top of a product of 16-bit weights. On an H200 with 512 rows the kernel took 0.41 to 0.67 of XLA's time with
-# all formats measured (w4a16-g128, nf4, w8a16, fp8-weight). Whole steps of a 7B model with 1024 and 4096 rows in the
-# kernel were 1.01 and 0.98 (w4a16-g128) or 0.93 and 0.90 (nf4) times as fast as in bf16. XLA added 72 us for a weight
-# of 4096x12288 (a sixth of that for a pass over sums that it no longer makes) to the 69 of bf16 with 512 rows, or some
-# 590 with 4096: at best 0.9 times bf16's speed there, and less with fewer rows. Eight bits in the kernel take up to
-# 1.33 times as long as bf16: by that count XLA is the faster one from 1000 to 2000 rows on.
+# again, on top of a product of 16-bit weights. On an H200 the kernel took at most 0.90 of XLA's time with 1024 rows, in
+# int4, nf4 and int8 at all four shapes of a 7B layer. With 4096 rows int4 took 0.79 to 0.96, nf4 as long as XLA in sum
+# (0.90 to 1.09), and int8 0.92 to 1.12: more in sum. (experiments/results, weight_only_matmul-large of 2026-11-22.)
 MOST_ROWS = {"int4": 4096, "nf4": 4096, "int8": 1024, "fp8": 1024}
 
 
