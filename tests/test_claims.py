@@ -190,15 +190,20 @@ def test_dequantizing_again_changes_no_bit():
     assert same_bits(*outs)
 
 
-def test_c22_measures_a_token_with_and_without_a_cache():
+def test_c22_measures_a_token_with_and_without_a_cache(monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     config = c22.replace(load_config(c22.CONFIG), **sizes, vocab_size=64)
     params = c22.init_params(c22.replace(config, num_layers=3), jax.random.key(0), jnp.bfloat16)
     jobs = [(48, cached, depth) for cached in (True, False) for depth in c22.DEPTHS]
-    row = c22.cache_row(config, 48, {job: c22.Step(params, config, *job) for job in jobs})
-    assert row["cached_ms"] > 0
-    assert row["recomputed_ms"] > 0
+    steps = {job: c22.Step(params, config, *job) for job in jobs}
+    times = iter((10.0, 30.0, 100.0, 400.0))  # of one and of three layers, with the cache and without
+    monkeypatch.setattr(c22, "microseconds", lambda call: (call(), next(times))[1])
+    row = c22.cache_row(config, 48, steps)
+    assert (row["cached_ms"], row["recomputed_ms"]) == (0.32, 4.75)  # 10 + 31 x 10, 100 + 31 x 150
+    assert row["times"] == 14.84
     assert row["cached_mib"] >= round(2 * 32 * 48 * 32 * 2 / c22.MIB, 1)  # K and V, layers, tokens, 2 x 16, bytes
+    times = iter((10.0, 9.0))
+    assert "three layers took no longer" in c22.cache_row(config, 48, steps)["error"]
 
 
 def test_c22_compares_attention_that_agrees(monkeypatch):

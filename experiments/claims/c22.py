@@ -65,6 +65,8 @@ def cache_row(config: LlamaConfig, length: int, steps: dict[tuple[int, bool, int
     for name, cached in (("cached", True), ("recomputed", False)):
         first, second = (steps[length, cached, depth] for depth in DEPTHS)
         us = [step.microseconds() for step in (first, second)]
+        if us[1] <= us[0]:
+            return row | {"error": f"{name}: three layers took no longer than one ({us[1]:.0f} and {us[0]:.0f} us)"}
         layer = (us[1] - us[0]) / (DEPTHS[1] - DEPTHS[0])
         kept = second.layer_bytes * (config.num_layers if cached else 1)
         row[f"{name}_ms"] = round((us[0] + layer * (config.num_layers - DEPTHS[0])) / 1e3, 3)
