@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache folder, so that a second start compiles nothing."""
+"""Where commands keep compiled steps, so that a second start compiles nothing."""
 
 import os
 import sys
@@ -8,19 +8,17 @@ from jllm.errors import OutputError
 
 
 def default_path() -> Path:
-    """~/Library/Caches/jllm/xla on macOS, elsewhere jllm/xla under $XDG_CACHE_HOME or ~/.cache."""
+    """~/Library/Caches/jllm/steps on macOS, elsewhere jllm/steps under $XDG_CACHE_HOME or ~/.cache."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "jllm" / "xla"
+        return Path.home() / "Library" / "Caches" / "jllm" / "steps"
     xdg = os.environ.get("XDG_CACHE_HOME", "")  # relative ones are to be ignored, says the specification
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "jllm" / "xla"
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "jllm" / "steps"
 
 
-def enable_compile_cache(path: Path | None = None) -> Path:
-    """Keeps what JAX compiles from now on under `path` (None: `default_path`), and returns it.
+def make_compile_cache(path: Path | None = None) -> Path:
+    """The folder `path` (None: `default_path`), made where it is missing, for EngineOptions.executables.
 
-    Every executable is kept, also quick and small ones: JAX's defaults would skip most of them. Changes JAX's settings
-    for the whole process, so this is for commands; the library never calls it. Raises OutputError, and changes
-    nothing, where the folder cannot be written.
+    Raises OutputError where it cannot be written.
     """
     path = (default_path() if path is None else path).expanduser().absolute()
     try:
@@ -29,9 +27,4 @@ def enable_compile_cache(path: Path | None = None) -> Path:
         raise OutputError(f"compile cache {path}: cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise OutputError(f"compile cache {path}: is not writable")
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.arguments import parse_args, sampling_params
@@ -134,7 +135,7 @@ def _stdin_prompt() -> str:
 
 def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
     """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
-    _enable_compile_cache(args)
+    cache = _compile_cache(args)
     from jllm.engine.loop import Engine
     from jllm.pretrained import BUNDLED, load
 
@@ -144,7 +145,7 @@ def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt
         with _named(job):
             prompts.append(_prompt(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
-    engine = Engine(model, **options)
+    engine = Engine(model, **options, executables=cache)
     for job, prompt in zip(jobs, prompts):
         with _named(job):
             engine.check(prompt, job.sampling)
@@ -156,7 +157,7 @@ def _compiled(engine: "Engine") -> str:
     """What compiling ahead took."""
     m = engine.metrics()
     programs = f"{m['compile_programs']} programs compiled in {m['compile_seconds']:.1f} s"
-    return f"{programs}, {m['compile_cache_hits']} of them from the cache"
+    return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 
 def _serve(
@@ -232,15 +233,17 @@ def _named(job: Job) -> Iterator[None]:
 # Around it
 
 
-def _enable_compile_cache(args: Namespace) -> None:
+def _compile_cache(args: Namespace) -> Path | None:
+    """The folder for compiled steps; none if there is to be none, or cannot be."""
     if args.no_compile_cache:
-        return
-    from jllm.compile_cache import enable_compile_cache
+        return None
+    from jllm.compile_cache import make_compile_cache
 
     try:
-        enable_compile_cache(args.compile_cache)
+        return make_compile_cache(args.compile_cache)
     except OutputError as error:
         _note(f"warning: {error}; compiling without it")
+        return None
 
 
 @contextlib.contextmanager

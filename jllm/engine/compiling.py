@@ -3,16 +3,19 @@
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from tqdm import tqdm
 
 from jllm.batch import Rung
 
+T = TypeVar("T")
+Keep = Callable[[jax.stages.Compiled, bool], None]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
@@ -23,6 +26,7 @@ class Compiled:
     programs: int = 0
     seconds: float = 0.0  # until the last of them was there, tracing included
     cache_hits: int = 0  # programs that JAX's persistent cache had
+    loaded: int = 0  # programs that files had (executables.py)
 
 
 def most_needed_first(ladder: Sequence[Rung]) -> list[Rung]:
@@ -41,15 +45,21 @@ class Compiler:
 
     def __init__(self, compiled: Compiled):
         self._compiled, self._start, self._before = compiled, time.perf_counter(), compiled.seconds
-        self._lock, self._threads = threading.Lock(), set[int]()
+        self._lock, self._hits = threading.Lock(), Counter[int]()  # of JAX's cache, by thread of ours
         self._unfinished, self._last, self._listens = 0, False, True
-        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile", lambda: self._threads.add(threading.get_ident()))
+        self._pool = ThreadPoolExecutor(
+            os.cpu_count(), "compile", lambda: self._hits.update({threading.get_ident(): 0})
+        )
         jax.monitoring.register_event_listener(self._count_hit)
 
-    def add(self, lowered: jax.stages.Lowered) -> "Future[jax.stages.Compiled]":
-        with self._lock:
-            self._unfinished += 1
-        return self._pool.submit(self._compile, lowered)
+    def add(self, lowered: jax.stages.Lowered, keep: Keep = lambda *made: None) -> "Future[jax.stages.Compiled]":
+        """keep is called with the program and whether JAX's cache had it, in the thread that made it, before the future
+        is done."""
+        return self._submit(self._compile, lowered, keep)
+
+    def load(self, find: Callable[[], jax.stages.Compiled | None]) -> "Future[jax.stages.Compiled | None]":
+        """A program that a file may have."""
+        return self._submit(self._find, find)
 
     def wait(self, jobs: Iterable[Future]) -> None:
         """Until all are done, with progress on a terminal. Raises what the first of them to fail raises."""
@@ -57,7 +67,8 @@ class Compiler:
         with tqdm(None, "compiling", len(jobs), unit="program", delay=2, leave=False, disable=None) as bar:
             for job in as_completed(jobs):
                 job.result()
-                bar.set_postfix_str(f"{self._compiled.cache_hits} from the cache", refresh=False)
+                cached = self._compiled.cache_hits + self._compiled.loaded
+                bar.set_postfix_str(f"{cached} from the cache", refresh=False)
                 bar.update()
 
     def leave(self) -> None:
@@ -74,17 +85,38 @@ class Compiler:
             self._last, self._unfinished = True, 0
             self._stop_listening()
 
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> "Future[T]":
+        with self._lock:
+            self._unfinished += 1
+        return self._pool.submit(self._finish, work, arguments)
+
+    def _finish(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> T:
         try:
-            made = lowered.compile()
-            with self._lock:
-                self._compiled.programs += 1
-                self._compiled.seconds = self._before + time.perf_counter() - self._start
-            return made
+            return work(*arguments)
         finally:
             with self._lock:
                 self._unfinished -= 1
                 self._stop_listening()
+
+    def _compile(self, lowered: jax.stages.Lowered, keep: Keep) -> jax.stages.Compiled:
+        thread = threading.get_ident()
+        before = self._hits[thread]
+        made = lowered.compile()
+        self._count(loaded=0)
+        keep(made, self._hits[thread] > before)
+        return made
+
+    def _find(self, find: Callable[[], jax.stages.Compiled | None]) -> jax.stages.Compiled | None:
+        found = find()
+        if found is not None:
+            self._count(loaded=1)
+        return found
+
+    def _count(self, loaded: int) -> None:
+        with self._lock:
+            self._compiled.programs += 1
+            self._compiled.loaded += loaded
+            self._compiled.seconds = self._before + time.perf_counter() - self._start
 
     def _stop_listening(self) -> None:
         """Once all is done."""
@@ -93,6 +125,8 @@ class Compiler:
             jax.monitoring.unregister_event_listener(self._count_hit)
 
     def _count_hit(self, event: str, **about: Any) -> None:
-        if event == CACHE_HIT and threading.get_ident() in self._threads:
+        thread = threading.get_ident()
+        if event == CACHE_HIT and thread in self._hits:
             with self._lock:
+                self._hits[thread] += 1
                 self._compiled.cache_hits += 1

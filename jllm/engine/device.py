@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Compiled, Compiler, most_needed_first
+from jllm.engine.executables import Executables
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
@@ -32,8 +35,8 @@ from jllm.step import (
 
 
 class Device:
-    """Owns the state, which every step takes and returns. Executables live in jit_step's own cache, which engines over
-    the same shapes share.
+    """Owns the state, which every step takes and returns. Compiled steps live in jit_step's own cache, which engines
+    over the same shapes share, or in files as well (options.executables) and here.
 
     memory tells how many bytes are free once the weights are there. Raises NoRoomError, before anything is allocated,
     where the options take more.
@@ -49,6 +52,11 @@ class Device:
         self.compiled = Compiled()
         self._compiler: Compiler | None = None
         self._jobs: dict[tuple[Rung, Variant], Future] = {}  # what is being compiled
+        self._files: Executables | None = None
+        if options.executables is not None:
+            devices = sorted(params.norm.devices(), key=lambda device: device.id)
+            self._files = Executables(options.executables, tuple(devices))
+        self._programs: dict[tuple[Rung, Variant], jax.stages.Compiled] = {}  # those of files, or for them
         self.renew()
 
     def renew(self) -> None:
@@ -74,7 +82,10 @@ class Device:
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
         self.used.add((layout.rung, variant))
-        self._state, outputs = jit_step(self._params, self._state, buffer, **self._static(layout, variant))
+        if self._files is None:
+            self._state, outputs = jit_step(self._params, self._state, buffer, **self._static(layout, variant))
+        else:
+            self._state, outputs = self._program(layout.rung, variant)(self._params, self._state, buffer)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
@@ -128,11 +139,17 @@ class Device:
         try:
             pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
             copies = compiler.add(jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages))
-            for rung in most_needed_first(self.sizes.ladder):
-                self._jobs[rung, self._variant_of(rung, variant)] = compiler.add(self._lower(rung, variant))
-            first = next(iter(self._jobs.values()))
-            compiler.wait([copies, first])
-            check_step(first.result(), self._state, self.sizes, self._memory())
+            keys = [(rung, self._variant_of(rung, variant)) for rung in most_needed_first(self.sizes.ladder)]
+            if self._files is not None:
+                jobs = [compiler.load(partial(self._load, *key)) for key in keys if key not in self._programs]
+                compiler.wait(jobs)  # only then is it known what is to be traced
+            for key in keys:
+                if key not in self._programs:
+                    self._jobs[key] = compiler.add(self._lower(*key), partial(self._keep, *key))
+            first = self._jobs.get(keys[0])
+            compiler.wait([copies] if first is None else [copies, first])
+            top = self._programs[keys[0]] if first is None else first.result()
+            check_step(top, self._state, self.sizes, self._memory())
             compiler.leave()
         except BaseException:
             self._stop_compiling()
@@ -157,11 +174,39 @@ class Device:
         return variant if rung.tokens else replace(variant, prompt_logprobs=False)
 
     def _lower(self, rung: Rung, variant: Variant) -> jax.stages.Lowered:
-        variant = self._variant_of(rung, variant)
-        layout = self.layout(rung, variant)
+        return jit_step.lower(*self._arguments(rung, variant), **self._static(self.layout(rung, variant), variant))
+
+    def _arguments(self, rung: Rung, variant: Variant) -> tuple[Params, State, jax.ShapeDtypeStruct]:
+        """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
-        buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        return jit_step.lower(self._params, state, buffer, **self._static(layout, variant))
+        return self._params, state, jax.ShapeDtypeStruct((self.layout(rung, variant).size,), np.int32)
+
+    def _program(self, rung: Rung, variant: Variant) -> jax.stages.Compiled:
+        """From memory, from its file, or compiled now."""
+        if (rung, variant) not in self._programs and self._load(rung, variant) is None:
+            compiler = Compiler(Compiled())
+            try:
+                compiler.wait([compiler.add(self._lower(rung, variant), partial(self._keep, rung, variant))])
+            finally:
+                compiler.close()
+        return self._programs[rung, variant]
+
+    def _load(self, rung: Rung, variant: Variant) -> jax.stages.Compiled | None:
+        assert self._files is not None
+        found = self._files.load(self._path(self._files, rung, variant))
+        if found is not None:
+            self._programs[rung, variant] = found
+        return found
+
+    def _keep(self, rung: Rung, variant: Variant, made: jax.stages.Compiled, cached: bool) -> None:
+        """cached: JAX's persistent cache had it, so that XLA can't serialize it again."""
+        if self._files is not None:
+            self._programs[rung, variant] = made
+            if not cached:
+                self._files.save(self._path(self._files, rung, variant), made)
+
+    def _path(self, files: Executables, rung: Rung, variant: Variant) -> Path:
+        return files.path(self._arguments(rung, variant), self._static(self.layout(rung, variant), variant))
 
     def _static(self, layout: Layout, variant: Variant) -> dict[str, Any]:
         return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}

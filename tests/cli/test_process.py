@@ -17,7 +17,7 @@ import pytest
 import jllm
 from jllm.cli.interrupt import catch_interrupts
 from jllm.cli.main import main
-from jllm.compile_cache import default_path, enable_compile_cache
+from jllm.compile_cache import default_path, make_compile_cache
 from jllm.errors import OutputError
 from tests.cli.cases import SUMMARY
 
@@ -186,13 +186,13 @@ def test_terminal(folder, tmp_path):
 def test_compile_cache_folder(monkeypatch, tmp_path, run):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "jllm" / "xla"
+    assert default_path() == tmp_path / "jllm" / "steps"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored
-    assert default_path() == Path.home() / ".cache" / "jllm" / "xla"
+    assert default_path() == Path.home() / ".cache" / "jllm" / "steps"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert default_path() == Path.home() / "Library" / "Caches" / "jllm" / "xla"
+    assert default_path() == Path.home() / "Library" / "Caches" / "jllm" / "steps"
     with pytest.raises(OutputError, match="compile cache .* cannot be made"):
-        enable_compile_cache(Path("/proc/none"))
+        make_compile_cache(Path("/proc/none"))
 
 
 def test_unwritable_compile_cache_is_only_a_warning(folder, capsys):

@@ -9,7 +9,6 @@ import pytest
 
 from jllm import step as step_module
 from jllm.batch import Rung, make_ladder
-from jllm.compile_cache import enable_compile_cache
 from jllm.engine import compiling
 from jllm.engine.compiling import Compiled, Compiler, most_needed_first
 from jllm.engine.device import Device
@@ -42,14 +41,14 @@ class Gate:
             self.kept.append(lowered)
             return lowered
 
-        def gated(compiler, lowered):
+        def gated(compiler, lowered, keep):
             rung = self.names.get(id(lowered), "copies")
             self.order.append(rung)
             if not self.through.acquire(blocking=False):
                 assert self.opened.wait(60)
                 if self.error is not None:
                     raise self.error
-            return compile(compiler, lowered)
+            return compile(compiler, lowered, keep)
 
         self.names, self.kept = {}, []
         monkeypatch.setattr(Device, "_lower", named)
@@ -149,27 +148,39 @@ def test_close_joins_and_begins_no_more(model, monkeypatch):
         engine.compile_ahead()
 
 
-def test_hits_of_the_persistent_cache_are_counted(tmp_path):
-    settings = ("jax_compilation_cache_dir", *PERSISTENT)
+@pytest.fixture
+def jax_cache(tmp_path):
+    """JAX's own, which keeps everything."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"), "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }  # fmt: skip
     before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_hits_of_the_persistent_cache_are_counted(jax_cache, tmp_path):
+    """And what it had cannot be serialized again: only what XLA has compiled goes to files."""
     model = tiny_model(num_layers=1, hidden_size=24)
-    try:
-        enable_compile_cache(tmp_path)
-        seen = []
-        for _ in range(2):
-            jax.clear_caches()
-            jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.arange(7)))  # not the engine's
-            engine = Engine(model, **OPTIONS)
-            engine.compile_ahead()
-            seen.append((engine.metrics()["compile_programs"], engine.metrics()["compile_cache_hits"]))
-        assert seen == [(5, 0), (5, 5)]
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
-PERSISTENT = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    seen = []
+    for _ in range(2):
+        jax.clear_caches()
+        jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.arange(7)))  # not the engine's
+        engine = Engine(model, **OPTIONS, executables=tmp_path / "steps")
+        engine.compile_ahead()
+        seen.append((engine.metrics()["compile_programs"], engine.metrics()["compile_cache_hits"]))
+        files = list((tmp_path / "steps").iterdir())
+        assert len(files) == 4 * (len(seen) == 1)
+        for path in files:
+            path.unlink()
+        engine.submit(PROMPTS[0], greedy(3))
+        assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
+    assert seen == [(5, 0), (5, 5)]
 
 
 def test_hits_elsewhere_are_not_counted():

@@ -1,0 +1,165 @@
+"""Compiled steps in files: a second start traces nothing and yields the same tokens; what is damaged is made anew."""
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm import step as step_module
+from jllm.batch import Rung
+from jllm.engine import executables
+from jllm.engine.executables import Executables
+from jllm.engine.loop import Engine
+from jllm.engine.options import EngineOptions
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError
+from jllm.step import Variant
+from tests.tiny import greedy, tiny_model
+
+LADDER = (Rung(2, 0, 0), Rung(2, 6, 2))
+OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "ladder": LADDER}
+PROMPTS = [[5, 6, 7], [9, 8]]
+PENALTIES = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True, presence_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_layers=1, hidden_size=40)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """With what a first start left there."""
+    path = tmp_path_factory.mktemp("steps")
+    engine = Engine(model, **OPTIONS, executables=path)
+    engine.compile_ahead()
+    assert engine.metrics()["compile_loaded"] == 0
+    return path
+
+
+def tokens(engine: Engine, sampling: SamplingParams = greedy(6)) -> list[tuple[int, ...]]:
+    ids = [engine.submit(prompt, sampling) for prompt in PROMPTS]
+    done = {e.id: e.completion.token_ids for e in engine.run() if e.completion}
+    return [done[i] for i in ids]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_second_start_traces_nothing(model, folder, monkeypatch, wait):
+    wants = tokens(Engine(model, **OPTIONS))
+    jax.clear_caches()
+    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    engine = Engine(model, **OPTIONS, executables=folder)
+    engine.compile_ahead(wait=wait)
+    assert tokens(engine) == wants
+    m = engine.metrics()
+    assert (m["compile_loaded"], m["compile_cache_hits"], m["compiled_steps"]) == (2, 0, 2)
+    engine.close()
+
+
+def test_what_comes_without_warning_is_kept_and_found_as_well(model, tmp_path, monkeypatch):
+    """A variant that nobody compiled ahead."""
+    engine = Engine(model, **OPTIONS, executables=tmp_path)
+    wants = tokens(engine, PENALTIES)
+    assert wants == tokens(Engine(model, **OPTIONS), PENALTIES)
+    assert len(list(tmp_path.iterdir())) == len(engine._device.used)
+    jax.clear_caches()
+    monkeypatch.setattr(step_module, "tapped_backbone", None)
+    assert tokens(Engine(model, **OPTIONS, executables=tmp_path), PENALTIES) == wants
+
+
+def test_damaged_files_are_made_anew(model, folder):
+    sizes = {path: path.stat().st_size for path in folder.iterdir()}
+    first, second = sizes
+    first.write_bytes(first.read_bytes()[: sizes[first] // 2])
+    second.write_bytes(b"x" + second.read_bytes())
+    engine = Engine(model, **OPTIONS, executables=folder)
+    with pytest.warns(UserWarning, match="cannot be used .*; compiling anew") as warned:
+        engine.compile_ahead()
+    assert len(warned) == len(sizes) == 2
+    assert engine.metrics()["compile_loaded"] == 0
+    assert {path for path in folder.iterdir() if path.stat().st_size > sizes[path] / 2} == set(sizes)
+    assert len(tokens(engine)) == 2
+    again = Engine(model, **OPTIONS, executables=folder)
+    again.compile_ahead()
+    assert again.metrics()["compile_loaded"] == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_files(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    engine = Engine(model, **OPTIONS, executables=tmp_path / "file" / "steps")
+    with pytest.warns(UserWarning, match="could not be kept"):
+        wants = tokens(engine)
+    assert wants == tokens(Engine(model, **OPTIONS))
+
+
+def test_other_options_have_other_files(model, tmp_path):
+    paths = set()
+    for changes in ({}, {"page_size": 16}, {"num_pages": 7}, {"kv_cache": "int8-g8"}, {"backend": "xla"}):
+        device = Engine(model, **OPTIONS | {"executables": tmp_path} | changes)._device
+        for variant in (Variant(), Variant(sort=True)):
+            paths |= {device._path(device._files, rung, variant) for rung in LADDER}
+    assert len(paths) == 5 * 2 * 2
+
+
+def files(folder: Path) -> Executables:
+    return Executables(folder, (jax.devices()[0],))
+
+
+def test_the_question_holds_shapes_trees_settings_and_sources(tmp_path, monkeypatch):
+    base = files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1))
+    assert base == files(tmp_path).path({"a": jax.ShapeDtypeStruct((3,), np.float32)}, ("step", 1))
+    others = [
+        files(tmp_path).path({"a": np.zeros(4, np.float32)}, ("step", 1)),
+        files(tmp_path).path({"a": np.zeros(3, np.int32)}, ("step", 1)),
+        files(tmp_path).path({"b": np.zeros(3, np.float32)}, ("step", 1)),
+        files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 2)),
+    ]
+    with jax.default_matmul_precision("float32"):
+        others.append(files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1)))
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
+    others.append(files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1)))
+    assert len({base, *others}) == 1 + len(others)
+
+    (tmp_path / "jllm").mkdir()
+    source = tmp_path / "jllm" / "a.py"
+    monkeypatch.setattr(executables, "ROOT", tmp_path)
+    found = set()
+    for text in ("x = 1", "x = 2"):
+        source.write_text(text)
+        found.add(files(tmp_path).basis)
+    source.rename(tmp_path / "jllm" / "b.py")
+    found.add(files(tmp_path).basis)
+    assert len(found) == 3
+
+
+def test_what_nobody_used_for_long_goes(tmp_path):
+    kept = files(tmp_path)
+    program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    used, forgotten, new = (tmp_path / f"{name}.pickle" for name in ("used", "forgotten", "new"))
+    kept.save(used, program)
+    forgotten.write_bytes(b"")
+    long_ago = time.time() - 86400 * (executables.KEPT_DAYS + 1)
+    for path in (used, forgotten):
+        os.utime(path, (long_ago, long_ago))
+    assert kept.load(used)(jnp.ones(3)).tolist() == [2, 2, 2]
+    kept.save(new, program)
+    assert sorted(tmp_path.iterdir()) == [new, used]
+
+
+def test_a_program_that_calls_back_is_not_kept(tmp_path):
+    def back(x):
+        return jax.pure_callback(lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct((3,), np.float32), x)
+
+    program = jax.jit(back).lower(jnp.ones(3)).compile()
+    with pytest.warns(UserWarning, match="could not be kept"):
+        files(tmp_path).save(tmp_path / "a.pickle", program)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_option_is_a_path():
+    with pytest.raises(ConfigError, match="executables must be the path of a folder, not 'here'"):
+        EngineOptions(executables="here")
