@@ -1,0 +1,111 @@
+"""How long an engine takes from its weights to the first token of its first request: cold, and with the compiled steps
+that the first start left in files.
+
+    python -m experiments.start_up --config configs/llama-2-7b.json --slots 512
+
+Each start has a process of its own, random weights and an empty compilation cache of JAX's.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.arguments import positive
+from experiments.qps import claim_memory
+from experiments.result_file import record
+from jllm.checkpoint import init_params
+from jllm.config import load_config
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import JllmError
+from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
+
+Row = dict[str, Any]
+BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots
+SAMPLING = SamplingParams(max_new_tokens=2, ignore_eos=True)
+
+
+def start(args: argparse.Namespace, folder: Path) -> Row:
+    """One start, in a process that has not used JAX."""
+    claim_memory()
+    jax.config.update("jax_enable_compilation_cache", False)
+    config = load_config(args.config)
+    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+    model = Model(config, quantize(params, args.quantize) if args.quantize else params, None)
+    jax.block_until_ready(model.params)
+    begin = time.perf_counter()
+    options = {"max_slots": args.slots, "kv_cache": args.kv_cache, "num_pages": args.pages}
+    engine = Engine(model, executables=folder, **options)
+    made = time.perf_counter()
+    sizes = engine.compile_ahead([SAMPLING])
+    ready = time.perf_counter()
+    engine.submit([1, 2, 3], SAMPLING)
+    while not engine.metrics()["output_tokens"]:
+        engine.step()
+    end = time.perf_counter()
+    times = {"start_s": end - begin, "engine_s": made - begin, "ahead_s": ready - made, "first_token_s": end - ready}
+    device = jax.devices()[0]
+    return {
+        "sizes": sizes, "loaded": engine.metrics()["compile_loaded"], **{k: round(v, 2) for k, v in times.items()},
+        "device": f"{device.platform}: {device.device_kind}",
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    about = {"model": Path(args.config).stem, "scheme": args.quantize or args.dtype, "slots": args.slots}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(args.repeats + 1):
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                row = pool.submit(start, args, Path(folder)).result()
+            kind = "warm" if repeat else "cold"
+            print(f"{kind} start: {row['start_s']} s", file=sys.stderr, flush=True)
+            yield {**about, "start": kind, **row}
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        print(f"the files of {row['sizes']} sizes of steps take {size / (1 << 20):.0f} MiB", file=sys.stderr)
+
+
+def bars(rows: list[Row], slots: int) -> Iterator[Row]:
+    """The slowest start of each kind: those of LLaMA-7B with 512 slots on an H200 have a bar."""
+    if slots != 512 or "H200" not in rows[0]["device"] or rows[0]["model"] != "llama-2-7b":
+        return
+    for kind, most in BARS.items():
+        value = max(row["start_s"] for row in rows if row["start"] == kind)
+        name = f"{kind} start, {rows[0]['model']} {rows[0]['scheme']}, {slots} slots"
+        yield {"name": name, "value": value, "unit": "s", "bar": most, "met": value <= most}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--quantize", help="scheme of the weights")
+    parser.add_argument("--slots", type=positive, default=512)
+    parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
+    parser.add_argument("--kv-cache", help="KV format")
+    parser.add_argument("--repeats", type=positive, default=2, help="of the warm start")
+    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    args = parser.parse_args(argv)
+    command = ["python", "-m", "experiments.start_up", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        rows = list(measure(args))  # before this process, too, looks at the device and takes its memory
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    judge = partial(bars, slots=args.slots)
+    return record(args.results, "start_up", command, rows, bars=judge, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
