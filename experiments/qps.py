@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import peers
 from experiments.arguments import positive
 from experiments.decode_step import HBM
 from experiments.floors import make_floor, workload_seconds
@@ -355,9 +356,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    peers.add_options(parser, 110)
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
+    peers.check_options(parser, args)
     if args.rate is not None and not args.rate > 0:
         parser.error(f"--rate must be > 0, not {args.rate}")
     if args.pool_gib is not None and (args.num_pages or not args.pool_gib > 0):
@@ -384,11 +387,15 @@ def main(argv: list[str] | None = None) -> int:
         requests = read_workload(args.workload, args.requests, args.rate, args.seed)
         if not 0 <= args.cut < len(requests):
             raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
+        arrivals = [(r.prompt, r.output, r.arrival) for r in requests]
+        beside = peers.serving(args.peers, arrivals, args.peer_seconds) if args.peers else []
         model = make_model(args)
         result = ResultFile(args.results, name_of(args), command)
         for row in measure(model, requests, args):
             result.add(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        for peer in beside:
+            result.add(peer)
         result.finish(bars=list(bars(row, args)), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -123,8 +123,8 @@ STEPS = (
         (
             Table(
                 (
-                    "model", "scheme", "kv", "batch", "input", "output", "prefill_ms", "h800_prefill_ms", "decode_ms",
-                    "h800_decode_ms", "tokens_s", "h800_tokens_s", "memory_gib", "h800_memory_gib",
+                    "peer", "model", "scheme", "kv", "batch", "input", "output", "prefill_ms", "h800_prefill_ms",
+                    "decode_ms", "h800_decode_ms", "tokens_s", "h800_tokens_s", "memory_gib", "h800_memory_gib",
                     "prefill_floor_fraction", "floor_fraction",
                 ),
                 "by batch",
@@ -156,8 +156,8 @@ STEPS = (
         (
             Table(
                 (
-                    "repeat", "scheme", "kv", "rate", "batching", "prefill", "sampling", "host", "qps", "qps_ci",
-                    "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
+                    "peer", "repeat", "scheme", "kv", "rate", "batching", "prefill", "sampling", "host", "qps",
+                    "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
                     "goodput", "slack", "preemptions", "floor_s",
                 ),
                 "by repeat",

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import peers
 from experiments.arguments import positive
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor
@@ -325,9 +326,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    peers.add_options(parser, 120)
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    peers.check_options(parser, args)
+    return args
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -339,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.throughput", *(sys.argv[1:] if argv is None else argv)]
     source = json.loads(H800.read_text(encoding="utf-8"))["source"]
+    beside = peers.compiled_steps(args.peers, args.peer_seconds) if args.peers else []
     try:
         result = ResultFile(args.results, name_of(args), command, h800=source)
         for row in rows(args):
@@ -348,8 +353,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     decides = on_hopper() and args.layers is None  # anything else is too small to decide
-    found = result.document["rows"]
+    found = list(result.document["rows"])
     complete = bool(found) and not any("error" in row for row in found)
+    for row in beside:
+        result.add(row)
     result.finish(bars=list(bars(found)) if decides else [], complete=complete)
     if args.json:
         print(json.dumps(result.document))
