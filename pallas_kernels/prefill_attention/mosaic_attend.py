@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.mosaic_pack import attend_pack
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs, Tile, for_each_tile
+from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs, Tile, for_each_tile, quotient
 from pallas_kernels.prefill_attention.mosaic_rows import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
 
 
@@ -24,7 +24,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
     def compute_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         del n
-        below = wg // config.heads * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
+        below = quotient(wg, config.heads) * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
         plgpu.barrier_wait(refs.q_ready)
         copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
         plgpu.commit_smem()
@@ -76,10 +76,10 @@ class _Rows:
         # Blocks that every row sees in full need no mask.
         masked, unmasked = partial(self._step, masked=True), partial(self._step, masked=False)
         begin = tile.first + 1
-        full_end = jnp.clip((self.position + 1) // block, begin, tile.last)
+        full_end = jnp.clip(quotient(self.position + 1, block), begin, tile.last)
         if plan.window is not None:
-            full_begin = (self.position + WARPGROUP_ROWS - plan.window + block - 1) // block
-            full_begin = jnp.clip(full_begin, begin, full_end)
+            visible = jnp.maximum(self.position + WARPGROUP_ROWS - plan.window, 0)  # to the last row
+            full_begin = jnp.clip(quotient(visible + block - 1, block), begin, full_end)
             carry = lax.fori_loop(begin, full_begin, masked, carry)
             begin = full_begin
         carry = lax.fori_loop(begin, full_end, unmasked, carry)

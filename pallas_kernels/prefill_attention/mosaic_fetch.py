@@ -18,7 +18,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted, width
-from pallas_kernels.prefill_attention.mosaic_plan import BOX, Pack, Plan, Pool, Refs, Tile, for_each_tile, lowest_key
+from pallas_kernels.prefill_attention.mosaic_plan import (
+    BOX,
+    Pack,
+    Plan,
+    Pool,
+    Refs,
+    Tile,
+    for_each_tile,
+    lowest_key,
+    quotient,
+)
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
 
 
@@ -66,7 +76,8 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
     size, block, slot = plan.page_size, plan.config.block_kv, plan.slot(n)
     # Entries beyond the visible pages name no page: fetch the nearest visible one instead. Entries are all read before
     # any copy is issued, so that their latencies overlap.
-    entries = [jnp.clip(j * block // size + i, tile.low // size, (tile.keys - 1) // size) for i in range(plan.pages)]
+    first, lowest, highest = (quotient(token, size) for token in (j * block, tile.low, tile.keys - 1))
+    entries = [jnp.clip(first + i, lowest, highest) for i in range(plan.pages)]
     begin = lax.rem(j * block, jnp.int32(size))  # within a page that is larger than a block
     pages = _Pages([refs.table[tile.chunk, entry] for entry in entries], begin, tile.head)
     pages.copy(plan, refs.k, plan.k_format, n)
@@ -104,7 +115,7 @@ class _Pages:
                 plgpu.copy_gmem_to_smem(source, pool.raw_scales.at[slot, i, part], pool.raw_ready.at[slot])
 
     def copy_values(self, plan: Plan, pool: Pool, shared: Any, barrier: Any) -> None:
-        run, kv_head = plan.run, self.head // (plan.num_heads // plan.num_kv_heads)
+        run, kv_head = plan.run, plan.kv_head(self.head)
         for i, number in enumerate(self.numbers):
             source = pool.values.at[number, kv_head]
             source = source.at[pl.ds(self.begin, run)] if run < plan.page_size else source
@@ -131,7 +142,7 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
     for at in range(0, plan.config.block_kv, plan.run):
         tile, offset = pack.tile_at(at, plan.config.block_kv), at & (pack.columns - 1)
         low, keys = lowest_key(plan, refs.tiles[tile, POSITION]), refs.tiles[tile, KEYS]
-        entry = jnp.clip(offset // plan.page_size, low // plan.page_size, (keys - 1) // plan.page_size)
+        entry = jnp.clip(*(quotient(token, plan.page_size) for token in (offset, low, keys - 1)))
         numbers.append(refs.table[refs.tiles[tile, CHUNK], entry])
 
     @pl.loop(0, groups)

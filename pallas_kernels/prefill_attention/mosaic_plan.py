@@ -93,7 +93,12 @@ class Pack(NamedTuple):
 
     def tile_at(self, place: int, size: int) -> jax.Array:
         """The same of the slot that a place is in, of so many that all slots have."""
-        return self.tile(place * self.slots // size)
+        return self.tile(quotient(place * self.slots, size))
+
+
+def quotient(a: jax.Array, b: int) -> jax.Array:
+    """Of numbers that are not negative: `//` asks for signs, which is more to run and to lower."""
+    return lax.div(a, jnp.int32(b))
 
 
 def flat_scales(pool: Pages) -> jax.Array | None:
@@ -168,11 +173,14 @@ class Plan:
         """Where in a page's flat scales the copies begin that bring those of a query head, from a token of the page
         on, and where in what they bring those begin."""
         groups = fmt.groups(self.head_dim)
-        start = (head // (self.num_heads // self.num_kv_heads) * self.page_size + token) * groups
+        start = (self.kv_head(head) * self.page_size + token) * groups
         if self.run * groups >= SCALES:
             return start, 0
         begin = jnp.minimum(start, max(0, self.num_kv_heads * self.page_size * groups - SCALES))
         return begin, start - begin
+
+    def kv_head(self, head: jax.Array) -> jax.Array:
+        return quotient(head, self.num_heads // self.num_kv_heads)
 
     def slot(self, n: jax.Array) -> jax.Array:
         """Where the n-th KV block of a CTA lies."""
@@ -231,7 +239,7 @@ def for_each_tile(
     alone = refs.count[0] * (plan.num_heads // plan.config.heads)
     *_, packs = _pack_bounds(plan, refs)
     total = alone + packs[0] * (plan.num_heads // plan.config.warpgroups)
-    rounds, rest = total // ctas, lax.rem(total, jnp.int32(ctas))
+    rounds, rest = quotient(total, ctas), lax.rem(total, jnp.int32(ctas))
 
     def dealt(n: jax.Array) -> jax.Array:
         return jnp.where(lax.rem(n, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
@@ -254,11 +262,11 @@ def for_each_tile(
 
 def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
     sets = plan.num_heads // plan.config.heads
-    index = item // sets
+    index = quotient(item, sets)
     chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
     low = lowest_key(plan, position)
-    first = low // plan.config.block_kv
-    last = (position + rows + (plan.config.block_kv - 1)) // plan.config.block_kv
+    first = quotient(low, plan.config.block_kv)
+    last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
     head = (item - index * sets) * plan.config.heads
     return Tile(chunk, row, rows, position, keys, head, low, first, last)
 
@@ -273,14 +281,14 @@ def _pack_bounds(plan: Plan, refs: Refs) -> list[tuple[jax.Array, jax.Array]]:
     bounds = [(jnp.int32(0), refs.count[0])]
     for i, slots in enumerate(plan.packings):
         (packs, tiles), count = bounds[-1], refs.count[1 + i]
-        bounds.append((packs + (count + (slots - 1)) // slots, tiles + count))
+        bounds.append((packs + quotient(count + (slots - 1), slots), tiles + count))
     return bounds
 
 
 def _pack(plan: Plan, refs: Refs, item: jax.Array) -> Pack:
     """Reads the counts again: what is kept in registers, the loops over KV blocks lack."""
     sets = plan.num_heads // plan.config.warpgroups
-    number = item // sets
+    number = quotient(item, sets)
     head = (item - number * sets) * plan.config.warpgroups
     bounds = _pack_bounds(plan, refs)
     first = chunks = slots = rows = columns = jnp.int32(0)

@@ -38,8 +38,8 @@ class Row:
 
     def offsets(self) -> Pieces:
         """f32: where in a chunk this warpgroup's logits are."""
-        first = self.warpgroup * (self.config.pieces * PIECE)
-        return [(_iota() + (first + i * PIECE)).astype(jnp.float32) for i in range(self.config.pieces)]
+        first = _iota() + self.warpgroup * (self.config.pieces * PIECE)
+        return [(first + i * PIECE).astype(jnp.float32) for i in range(self.config.pieces)]
 
     def raw(self, chunk: Any) -> Pieces:
         """A chunk's logits as they are."""
