@@ -178,7 +178,7 @@ class Engine:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
         for sample in range(request.started):
             if (request_id, sample) in self._live:
-                self._finish(self._live[request_id, sample], "abort")
+                self._finish(self._live[request_id, sample], "abort", time.perf_counter())
 
     def step(self) -> list[Event]:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
@@ -320,7 +320,7 @@ class Engine:
         """One new token of an unfinished sequence, read at `now`."""
         seq = live.seq
         if token == NOT_FINITE:
-            self._finish(live, "error")
+            self._finish(live, "error", now)
             return
         if token < 0:
             raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
@@ -333,29 +333,29 @@ class Engine:
             self._newest[live.last_token] += 1
         live.last_token = now
         if token in live.stop_ids:
-            self._finish(live, "stop")
+            self._finish(live, "stop", now)
             return
         if outputs.logprobs is not None and seq.params.logprobs is not None:
             live.logprobs.append(token_logprob(token, outputs, row, seq.params.logprobs))
         ended = len(seq.prompt) + len(seq.output) >= seq.max_length
         if live.output.may_wait:
             if ended:
-                self._finish(live, "length", token)
+                self._finish(live, "length", now, token)
             else:
                 self._events.append(News(live, token))
             return
         live.output.push(token)
         if live.output.stopped:
-            self._finish(live, "stop")
+            self._finish(live, "stop", now)
         elif ended:
-            self._finish(live, "length")
+            self._finish(live, "length", now)
         else:
             text, tokens = live.output.take(final=False)
             if text or tokens:
                 self._events.append(Event(seq.request_id, seq.sample, text, tokens))
 
-    def _finish(self, live: Live, reason: str, token: int | None = None) -> None:
-        """token: the last one, if its text is still to be made."""
+    def _finish(self, live: Live, reason: str, now: float, token: int | None = None) -> None:
+        """now: when its last token was read; token: that one, if its text is still to be made."""
         seq = live.seq
         if reason == "length" and not live.output.may_wait:
             live.output.finish()
@@ -370,7 +370,7 @@ class Engine:
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
             self._counts.requests_finished += 1
-        total = time.perf_counter() - live.submitted
+        total = now - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
         self._events.append(News(live, token, reason, total))

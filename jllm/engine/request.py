@@ -112,7 +112,7 @@ class Timings:
     """Seconds on a monotonic clock, counted from submission."""
 
     first_token: float | None  # None when no token came
-    total: float
+    total: float  # until its last token was read, or it was aborted
     prompt_tokens: int
     output_tokens: int  # tokens kept in the completion
 
