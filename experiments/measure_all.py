@@ -24,7 +24,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 PYTEST = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short"
-QUANT_STAGES = "decode:bf16:1,16,64,512 prefill:bf16:64,128,256,512 decode:bf16:128,256 prefill:bf16:1,16"
+BATCHES = "1,16,64,128,256,512"
+QUANT_STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
 
 LEAST = 10  # seconds: with fewer left, nothing is begun
 
@@ -56,21 +57,37 @@ COMMANDS = (
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
     Command(
+        "decode_attention",
+        "-m pallas_kernels.decode_attention.bench --results {results}",
+        170,
+    ),
+    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
+    Command("C16", "-m experiments.claims C16 --results {results}", 60),
+    Command("start_up", "-m experiments.start_up --results {results}", 240),
+    Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
+    Command(
         "quant_steps",
         "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
         f" --stages {QUANT_STAGES} --results {{results}}",
-        400,
+        560,
     ),
+    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
+    Command("throughput_kv", "-m experiments.throughput --scheme bf16 --kv-cache int8-g8 --results {results}", 200),
+    Command("throughput_w8a8", "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}", 200),
+    Command(
+        "throughput_8b",
+        "-m experiments.throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16 --results {results}",
+        200,
+    ),
+    Command("qps_kv", "-m experiments.qps --kv-cache int8-g8 --repeats 2 --results {results}", 200),
+    Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
+    # One process: a minute of compiling, and the run of the usual policies, are shared.
+    Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
     Command(
         "decode_joined",
         "-m pallas_kernels.decode_attention.bench --parts bf16 --heads 32/32 --consecutive --join-pages"
         " --label joined --results {results}",
         60,
-    ),
-    Command(
-        "decode_attention",
-        "-m pallas_kernels.decode_attention.bench --results {results}",
-        120,
     ),
     Command(
         "decode_by_warpgroups",
@@ -98,7 +115,6 @@ COMMANDS = (
         "-m pallas_kernels.int8_matmul.bench --peer-rows 1 16 64 512 --seconds 40 --results {results}",
         60,
     ),
-    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 120),
     Command("C5", "-m experiments.claims C5 --results {results}", 100),
     Command("C21", "-m experiments.claims C21 --results {results}", 90),
     Command("C22", "-m experiments.claims C22 --results {results}", 90),
@@ -111,9 +127,6 @@ COMMANDS = (
         90,
     ),
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
-    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 200),
-    Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
-    Command("C16", "-m experiments.claims C16 --results {results}", 60),
     Command("kv_measured", "-m experiments.kv_measured --requests 384 --results {results}", 260),
     Command(
         "weight_only_middle",
@@ -125,8 +138,6 @@ COMMANDS = (
     Command("C18", "-m experiments.claims C18 --results {results}", 120),
     Command("C14", "-m experiments.claims C14 --results {results}", 120),
     Command("C19", "-m experiments.claims C19 --results {results}", 90),
-    # One process: a minute of compiling, and the run of the usual policies, are shared.
-    Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
 )
 
 
