@@ -322,6 +322,29 @@ ACCURACY = (
 
 LIBRARY = (
     Section("first_command", "The first command, from start to the last of 64 tokens"),
+    Section(
+        "start_up",
+        "An engine's start, from its weights to the first token",
+        "Cold, and warm: with the compiled steps that the cold start left in files. Each in a process of its own.",
+        (
+            Table(
+                (
+                    "model",
+                    "scheme",
+                    "slots",
+                    "start",
+                    "sizes",
+                    "loaded",
+                    "start_s",
+                    "engine_s",
+                    "ahead_s",
+                    "first_token_s",
+                ),
+                "by start",
+            ),
+        ),
+        first_values("{:.1f} s cold", "start_s"),
+    ),
     Section("load_memory", "Memory while a checkpoint loads"),
     Section("devices.*", "What a model costs by device"),
 )

@@ -63,7 +63,9 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    about = {"model": Path(args.config).stem, "scheme": args.quantize or args.dtype, "slots": args.slots}
+    path = Path(args.config)
+    name = path.parent.name if path.stem == "config" else path.stem
+    about = {"model": name, "scheme": args.quantize or args.dtype, "slots": args.slots}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats + 1):
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
