@@ -84,18 +84,19 @@ def serving(folder: Path, lengths: Sequence[tuple[int, int, float]], seconds: fl
 
 
 def _run(script: Path, options: Sequence[str], seconds: float) -> list[Row]:
-    """What a script wrote, or why it wrote nothing."""
+    """What a script wrote; then, where it failed or wrote nothing, why."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out.json"
         command = [sys.executable, str(script), *options, "--out", str(out)]
         print(f"peer: {script.name} {' '.join(options)}", file=sys.stderr, flush=True)
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
-            said = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
-            why = said[-1][:200]
+            status, said = done.returncode, done.stdout.strip().splitlines()
+            why = f"exit status {status}" + (f": {said[-1][:200]}" if said else "")
         except subprocess.TimeoutExpired:
-            why = f"took more than {seconds:.0f} s"
+            status, why = -1, f"took more than {seconds:.0f} s"
         try:
-            return json.loads(out.read_text()) or [{"error": why}]
+            rows = json.loads(out.read_text())
         except (OSError, ValueError):
-            return [{"error": why}]
+            rows = []
+    return rows + [{"error": why}] if status or not rows else rows

@@ -361,6 +361,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
+    if args.peers and args.host_only:
+        parser.error("--peers measures a device, and --host-only does without")
     if args.rate is not None and not args.rate > 0:
         parser.error(f"--rate must be > 0, not {args.rate}")
     if args.pool_gib is not None and (args.num_pages or not args.pool_gib > 0):

@@ -1,6 +1,8 @@
 """On a device (`pytest -m gpu -n 0`): the numbers are right there too, and the cache is updated in place."""
 
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from tests.parity import FAMILIES, OPTIONS, PARITY, expected
 from tests.tiny import CONFIG, serve, tiny_model
 
 pytestmark = pytest.mark.gpu
+LADDER = (Rung(4, 0, 0), Rung(4, 128, 4))
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -76,6 +79,28 @@ def test_the_bundled_model_tells_a_story():
     judge = SamplingParams(temperature=0.0, max_new_tokens=1, prompt_logprobs=True)
     verdict = jllm.generate(jllm.load(dtype="float32"), [prompt + list(story.token_ids)], judge)[0]
     assert np.mean(verdict.prompt_logprobs[len(prompt) - 1 :]) > -2.0
+
+
+def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+    """Kernels included; and what a step needs beside its arguments is still known."""
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        (cold, none, needs), (warm, loaded, still) = (pool.submit(start, tmp_path).result() for _ in range(2))
+    assert warm == cold
+    assert (none, loaded) == (0, 2)
+    assert still == needs > 0
+
+
+def start(folder):
+    """In a process of its own: tokens, programs that were loaded, and bytes that the largest step needs."""
+    engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, ladder=LADDER, executables=folder)
+    engine.compile_ahead()
+    loaded = engine.metrics()["compile_loaded"]
+    ids = [engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=20)) for prompt in ([5] * 150, [6, 7])]
+    done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
+    (needs,) = {
+        p.memory_analysis().temp_size_in_bytes for (rung, _), p in engine._device._programs.items() if rung.tokens
+    }
+    return [done[i] for i in ids], loaded, needs
 
 
 @pytest.mark.parametrize("kv_cache", [None, "int8-g8", "fp8"])

@@ -30,7 +30,7 @@ def test_the_best_variant_of_each_batch_counts(tmp_path):
         {"quant": "bf16", "batch": 32, "error": "out of memory"}, ROW | {"batch": 32, "decode_ms": 6.0, "attn": "fa2"},
         ROW | {"batch": 32, "decode_ms": 7.0, "attn": "flex"}, {"quant": "bf16", "batch": 128, "error": "no"},
     ])  # fmt: skip
-    one, many, failed = peers.compiled_steps(tmp_path, 5)
+    one, many, failed = peers.compiled_steps(tmp_path, 60)
     assert (one["batch"], one["decode_ms"], one["variant"], many["decode_ms"]) == (1, 4.0, "cdt/fa2", 6.0)
     assert one["tokens_s"] == pytest.approx(256 / (0.044 + 256 * 0.004), rel=1e-4)
     assert (failed["peer"], failed["error"]) == (peers.COMPILED, "no")
@@ -42,23 +42,32 @@ def test_serving_has_the_workload(tmp_path):
         "ttft_p99_s": 0.7, "latency_p50_s": 0.9, "cut_off": False,
     }  # fmt: skip
     script(tmp_path, "peer_hf.py", [row, {"part": "cb", "error": "no room"}])
-    served, failed = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], 5)
+    served, failed = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], 60)
     assert (served["qps"], served["ttft_ms_p50"], served["output_tokens_s"]) == (2, 500.0, 9.1235)
     assert failed["error"] == "no room"
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    ("raise SystemExit('no module torch')", "no module torch"), ("", "exit status 0"),
-    ("import time; time.sleep(60)", "took more than 2 s"),
+@pytest.mark.parametrize(("text", "seconds", "why"), [
+    ("raise SystemExit('no module torch')", 60, "exit status 1: no module torch"), ("", 60, "exit status 0"),
+    ("import time; time.sleep(60)", 1, "took more than 2 s"),
 ])  # fmt: skip
-def test_what_fails_says_why(tmp_path, text, why):
+def test_what_fails_says_why(tmp_path, text, seconds, why):
     (tmp_path / "peer_torch.py").write_text(text)
-    (row,) = peers.compiled_steps(tmp_path, 1)
-    assert row["error"].startswith(why)
+    (row,) = peers.compiled_steps(tmp_path, seconds)
+    assert row["error"] == why
+
+
+def test_what_fails_later_says_why_too(tmp_path):
+    script(tmp_path, "peer_torch.py", [ROW | {"batch": 1, "decode_ms": 5.0, "attn": "flex"}])
+    with (tmp_path / "peer_torch.py").open("a") as file:
+        file.write("raise SystemExit('out of memory')")
+    done, failed = peers.compiled_steps(tmp_path, 60)
+    assert done["decode_ms"] == 5.0
+    assert failed["error"] == "exit status 1: out of memory"
 
 
 def test_a_missing_script_or_another_model_is_said(tmp_path, capsys):
-    (row,) = peers.compiled_steps(tmp_path, 5)
+    (row,) = peers.compiled_steps(tmp_path, 60)
     assert "peer_torch.py" in row["error"]
     for options, says in (
         ([str(tmp_path / "none")], "is not a folder"),

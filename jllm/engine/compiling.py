@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from jllm.batch import Rung
 
 T = TypeVar("T")
-Keep = Callable[[jax.stages.Compiled, bool], None]
+Keep = Callable[[jax.stages.Compiled], None]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
@@ -45,16 +44,13 @@ class Compiler:
 
     def __init__(self, compiled: Compiled):
         self._compiled, self._start, self._before = compiled, time.perf_counter(), compiled.seconds
-        self._lock, self._hits = threading.Lock(), Counter[int]()  # of JAX's cache, by thread of ours
+        self._lock, self._threads = threading.Lock(), set[int]()
         self._unfinished, self._last, self._listens = 0, False, True
-        self._pool = ThreadPoolExecutor(
-            os.cpu_count(), "compile", lambda: self._hits.update({threading.get_ident(): 0})
-        )
+        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile", lambda: self._threads.add(threading.get_ident()))
         jax.monitoring.register_event_listener(self._count_hit)
 
-    def add(self, lowered: jax.stages.Lowered, keep: Keep = lambda *made: None) -> "Future[jax.stages.Compiled]":
-        """keep is called with the program and whether JAX's cache had it, in the thread that made it, before the future
-        is done."""
+    def add(self, lowered: jax.stages.Lowered, keep: Keep = lambda made: None) -> "Future[jax.stages.Compiled]":
+        """keep is called with the program, in the thread that made it, before the future is done."""
         return self._submit(self._compile, lowered, keep)
 
     def load(self, find: Callable[[], jax.stages.Compiled | None]) -> "Future[jax.stages.Compiled | None]":
@@ -99,11 +95,9 @@ class Compiler:
                 self._stop_listening()
 
     def _compile(self, lowered: jax.stages.Lowered, keep: Keep) -> jax.stages.Compiled:
-        thread = threading.get_ident()
-        before = self._hits[thread]
         made = lowered.compile()
         self._count(loaded=0)
-        keep(made, self._hits[thread] > before)
+        keep(made)
         return made
 
     def _find(self, find: Callable[[], jax.stages.Compiled | None]) -> jax.stages.Compiled | None:
@@ -125,8 +119,6 @@ class Compiler:
             jax.monitoring.unregister_event_listener(self._count_hit)
 
     def _count_hit(self, event: str, **about: Any) -> None:
-        thread = threading.get_ident()
-        if event == CACHE_HIT and thread in self._hits:
+        if event == CACHE_HIT and threading.get_ident() in self._threads:
             with self._lock:
-                self._hits[thread] += 1
                 self._compiled.cache_hits += 1

@@ -1,5 +1,6 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,10 +15,11 @@ from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Compiled, Compiler, most_needed_first
-from jllm.engine.executables import Executables
+from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
+from jllm.errors import ConfigError
 from jllm.fit import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
@@ -54,14 +56,19 @@ class Device:
         self._jobs: dict[tuple[Rung, Variant], Future] = {}  # what is being compiled
         self._files: Executables | None = None
         if options.executables is not None:
-            devices = sorted(params.norm.devices(), key=lambda device: device.id)
-            self._files = Executables(options.executables, tuple(devices))
+            self._files = make_files(Path(options.executables), params)
         self._programs: dict[tuple[Rung, Variant], jax.stages.Compiled] = {}  # those of files, or for them
+        self._loaded: set[Path] = set()
         self.renew()
 
     def renew(self) -> None:
-        """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only."""
+        """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
+        do programs and their files: one that was loaded may be what failed."""
         self._state: State | None = None
+        self._programs.clear()
+        for path in self._loaded:
+            path.unlink(missing_ok=True)
+        self._loaded.clear()
         check_room(self._options, self._config, self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet
         limits = self.sizes.limits
@@ -71,6 +78,7 @@ class Device:
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self._stop_compiling()
+        self._programs.clear()
         del self._params
         self._state = None
 
@@ -130,8 +138,8 @@ class Device:
         return len(self.sizes.ladder)
 
     def start_compiling(self, variant: Variant) -> None:
-        """The same in the background: returns once all is traced, and the rung that holds every step is compiled.
-        Until another is there, steps take a larger one (see ladder). Raises NoRoomError for a step that takes more
+        """The same in the background: returns once all is loaded or traced, and the rung that holds every step is
+        there. Until another is, steps take a larger one (see ladder). Raises NoRoomError for a step that takes more
         memory than is left."""
         assert self._state is not None
         self._stop_compiling()
@@ -141,11 +149,12 @@ class Device:
             copies = compiler.add(jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages))
             keys = [(rung, self._variant_of(rung, variant)) for rung in most_needed_first(self.sizes.ladder)]
             if self._files is not None:
-                jobs = [compiler.load(partial(self._load, *key)) for key in keys if key not in self._programs]
-                compiler.wait(jobs)  # only then is it known what is to be traced
+                loads = [partial(self._load, key, self._path(*key)) for key in keys if key not in self._programs]
+                compiler.wait(map(compiler.load, loads))  # only then is it known what is to be traced
             for key in keys:
                 if key not in self._programs:
-                    self._jobs[key] = compiler.add(self._lower(*key), partial(self._keep, *key))
+                    keep = partial(self._keep, key, self._path(*key))
+                    self._jobs[key] = compiler.add(self._lower(*key), keep)
             first = self._jobs.get(keys[0])
             compiler.wait([copies] if first is None else [copies, first])
             top = self._programs[keys[0]] if first is None else first.result()
@@ -182,31 +191,35 @@ class Device:
         return self._params, state, jax.ShapeDtypeStruct((self.layout(rung, variant).size,), np.int32)
 
     def _program(self, rung: Rung, variant: Variant) -> jax.stages.Compiled:
-        """From memory, from its file, or compiled now."""
-        if (rung, variant) not in self._programs and self._load(rung, variant) is None:
-            compiler = Compiler(Compiled())
-            try:
-                compiler.wait([compiler.add(self._lower(rung, variant), partial(self._keep, rung, variant))])
-            finally:
-                compiler.close()
-        return self._programs[rung, variant]
+        """From memory, from its file, or compiled now, which nobody counts as compiled ahead."""
+        key = rung, variant
+        if key not in self._programs:
+            path = self._path(rung, variant)
+            if self._load(key, path) is None:
+                self._keep(key, path, self._lower(rung, variant).compile())
+        return self._programs[key]
 
-    def _load(self, rung: Rung, variant: Variant) -> jax.stages.Compiled | None:
-        assert self._files is not None
-        found = self._files.load(self._path(self._files, rung, variant))
+    def _load(self, key: tuple[Rung, Variant], path: Path | None) -> jax.stages.Compiled | None:
+        if self._files is None or path is None:
+            return None
+        found = self._files.load(path)
         if found is not None:
-            self._programs[rung, variant] = found
+            self._programs[key] = found
+            self._loaded.add(path)
         return found
 
-    def _keep(self, rung: Rung, variant: Variant, made: jax.stages.Compiled, cached: bool) -> None:
-        """cached: JAX's persistent cache had it, so that XLA can't serialize it again."""
-        if self._files is not None:
-            self._programs[rung, variant] = made
-            if not cached:
-                self._files.save(self._path(self._files, rung, variant), made)
+    def _keep(self, key: tuple[Rung, Variant], path: Path | None, made: jax.stages.Compiled) -> None:
+        if self._files is None or path is None:
+            return
+        self._programs[key] = made
+        if not jax_cache_is_on():
+            self._files.save(path, made)
 
-    def _path(self, files: Executables, rung: Rung, variant: Variant) -> Path:
-        return files.path(self._arguments(rung, variant), self._static(self.layout(rung, variant), variant))
+    def _path(self, rung: Rung, variant: Variant) -> Path | None:
+        """Of a program's file. For the thread that traces."""
+        if self._files is None:
+            return None
+        return self._files.path(self._arguments(rung, variant), self._static(self.layout(rung, variant), variant))
 
     def _static(self, layout: Layout, variant: Variant) -> dict[str, Any]:
         return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
@@ -219,6 +232,17 @@ class Device:
         S, V = self.sizes.limits.max_slots, self._config.vocab_size
         penalties = make_penalties(S, V, SamplingParams.MAX_LOGIT_BIAS) if wanted else None
         return State(state.cache, state.slots, penalties)
+
+
+def make_files(folder: Path, params: Params) -> Executables:
+    """For the device that has the weights. Raises ConfigError for weights on several."""
+    device, *others = params.norm.devices()
+    if others:
+        raise ConfigError(f"executables are for one device, and the weights are on {1 + len(others)}: leave them out")
+    if jax_cache_is_on():
+        why = "JAX's own compilation cache is on, and XLA cannot serialize what that has had"
+        warnings.warn(f"no compiled step is kept in {folder}: {why}", stacklevel=2)
+    return Executables(folder, device)
 
 
 def _power_of_two(n: int) -> int:

@@ -1,8 +1,8 @@
-"""Compiled steps in files: a later start on the same device neither traces nor compiles them.
+"""Compiled programs in files: a later start on the same device neither traces nor compiles them.
 
 JAX's persistent cache is asked with a lowered program, and tracing and lowering are most of what a start with kernels
 takes. Here the question is what decides about the program: the sources, versions and settings, the device, and the
-arguments' shapes.
+arguments' shapes. The two don't go together: what JAX's cache has had XLA cannot serialize a second time.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import hashlib
 import os
 import pickle
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -33,20 +34,21 @@ NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")  # how 
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs under `folder`, for the devices that they run on. Files are pickles: whoever can write to the
-    folder can run code here, as with JAX's own cache."""
+    """Compiled programs under `folder`, for one device. Files are pickles: whoever can write to the folder can run code
+    here, as with JAX's own cache."""
 
     folder: Path
-    devices: tuple[jax.Device, ...]
+    device: jax.Device
     basis: str = field(init=False, repr=False)  # a hash of sources, versions and the device
 
     def __post_init__(self):
-        object.__setattr__(self, "basis", _digest(repr(tuple(_surroundings(self.devices[0]))).encode()))
+        object.__setattr__(self, "basis", _digest(repr(tuple(_surroundings(self.device))).encode()))
 
     def path(self, arguments: Any, static: Any) -> Path:
-        """Of the program for arguments (a pytree of arrays or of shapes) and static ones (with a faithful repr)."""
+        """Of the program for arguments (a pytree of arrays or of shapes) and static ones (with a faithful repr). To be
+        asked in the thread that traces: JAX's settings may be a thread's own."""
         leaves, tree = jax.tree.flatten(arguments)
-        shapes = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in leaves]
+        shapes = [(x.shape, str(x.dtype), getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves]
         question = repr((self.basis, _settings(), str(tree), shapes, static))
         return self.folder / f"{_digest(question.encode())}.pickle"
 
@@ -55,8 +57,10 @@ class Executables:
         try:
             with path.open("rb") as file:
                 serialized, in_tree, out_tree = pickle.load(file)
-            os.utime(path)  # used
-            return deserialize_and_load(serialized, in_tree, out_tree, execution_devices=self.devices)
+            with contextlib.suppress(OSError):  # somebody else's
+                os.utime(path)  # used
+            client, devices = self.device.client, [self.device]
+            return deserialize_and_load(serialized, in_tree, out_tree, backend=client, execution_devices=devices)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # pickle alone names eight kinds, and a damaged file may raise any
@@ -65,26 +69,27 @@ class Executables:
 
     def save(self, path: Path, compiled: jax.stages.Compiled) -> None:
         """Whole or not at all. What cannot be kept is compiled again next time."""
-        part = path.with_suffix(f".{os.getpid()}")
         try:
             content = pickle.dumps(serialize(compiled))
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(content)
-            part.replace(path)
-            self._forget()
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as part:
+                part.write(content)
+            os.replace(part.name, path)
         except UNKEPT as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            warnings.warn(f"a compiled step could not be kept in {self.folder}: {error}", stacklevel=2)
+            warnings.warn(f"a compiled program could not be kept in {self.folder}: {error}", stacklevel=2)
+        self._forget()
 
     def _forget(self) -> None:
-        """Files of other versions, of models that nobody runs any more."""
-        for path in self.folder.glob("*.pickle"):
-            try:
+        """Files of other versions, of models that nobody runs any more, and parts whose writer was killed."""
+        for path in self.folder.glob("*"):
+            with contextlib.suppress(OSError):  # another process was quicker
                 if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
                     path.unlink()
-            except FileNotFoundError:  # another process was quicker
-                pass
+
+
+def jax_cache_is_on() -> bool:
+    """Whether JAX's own persistent cache may have had what is compiled."""
+    return bool(jax.config.jax_compilation_cache_dir) and jax.config.jax_enable_compilation_cache
 
 
 def _surroundings(device: jax.Device) -> Iterator[Any]:

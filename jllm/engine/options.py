@@ -1,9 +1,9 @@
 """Sizes of an engine, checked against the model before anything is allocated."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from jllm.batch import FEW_SLOTS, Rung, make_ladder
@@ -48,7 +48,7 @@ class EngineOptions:
     watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
-    executables: Path | None = None  # a folder for compiled steps, which a second start need not trace (executables.py)
+    executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
     )
@@ -77,7 +77,7 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
-        if self.executables is not None and not isinstance(self.executables, Path):
+        if not isinstance(self.executables, str | os.PathLike | None):
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
