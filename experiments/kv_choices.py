@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from experiments.arguments import positive
 from experiments.cost_model import calibrated
-from experiments.qps import rounded
-from experiments.result_file import record
+from experiments.result_file import record, rounded
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth

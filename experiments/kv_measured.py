@@ -6,8 +6,8 @@
 Random weights of --config; every request allows --allow tokens and is hung up on at the length that the workload says,
 which only the oracle knows. A case is a policy, or policy:predictor; predictors that learn from what has ended are left
 out, since they learn nothing from those who hang up. One process serves all, so that steps are compiled once; each case
-is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and
-options, with the cost model as calibrated; `sim_error` is how far its requests a second are from those measured.
+is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and options, with
+the cost model as calibrated; `sim_error` is how far its requests a second are from those measured.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import positive
-from experiments.qps import Request, claim_memory, make_model, measure, read_workload, rounded
+from experiments.qps import Request, claim_memory, make_model, measure, read_workload
 from experiments.qps import parse_args as qps_args
-from experiments.result_file import record
+from experiments.result_file import record, rounded
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
 from jllm.engine.length import Oracle
@@ -58,9 +58,7 @@ def simulated(
 ) -> Row:
     """What the simulator makes of the same."""
     samples = tuple(Sample((1,) * request.prompt, request.output) for request in requests)
-    case = Case(
-        args.config, None, args.kv_cache, policy, predictor, args.slots, gib, step_tokens=args.step_tokens
-    )  # fmt: skip
+    case = Case(args.config, None, args.kv_cache, policy, predictor, args.slots, gib, step_tokens=args.step_tokens)
     row = simulate(case, costs, Workload("requests", samples, False), max_new_tokens=args.allow)
     return {f"sim_{key}": row[key] for key in ("qps", "held_mean", "preemption_rate")}
 

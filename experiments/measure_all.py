@@ -56,11 +56,7 @@ COMMANDS = (
         timed=False,
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
-    Command(
-        "decode_attention",
-        "-m pallas_kernels.decode_attention.bench --results {results}",
-        170,
-    ),
+    Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170),
     Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
     Command("C16", "-m experiments.claims C16 --results {results}", 60),
     Command("start_up", "-m experiments.start_up --results {results}", 240),

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.result_file import rounded
+
 Row = dict[str, Any]
 COMPILED, SERVING = "torch.compile and CUDA graphs", "transformers' continuous batching"
 MODEL = "llama-2-7b"
@@ -48,18 +50,18 @@ def compiled_steps(folder: Path, seconds: float) -> list[Row]:
         if "error" in row:
             best.setdefault(row.get("batch", 0), {"peer": COMPILED} | row)
         elif row["decode_ms"] < best.get(row["batch"], {}).get("decode_ms", float("inf")):
-            best[row["batch"]] = {
+            best[row["batch"]] = rounded({
                 "peer": COMPILED, "batch": row["batch"], "input": row["input_len"], "output": row["output_len"],
                 "prefill_ms": row["prefill_ms"], "decode_ms": row["decode_ms"], "memory_gib": row["mem_gib"],
                 "tokens_s": _tokens_s(row), "variant": f"{row['mode']}/{row['attn']}",
-            }  # fmt: skip
+            })  # fmt: skip
     return list(best.values())
 
 
 def _tokens_s(row: Row) -> float:
     """As throughput.py has it: of the output, over the time of prefill and of all decode steps."""
     ms = row["prefill_ms"] + row["output_len"] * row["decode_ms"]
-    return float(f"{1e3 * row['batch'] * row['output_len'] / ms:.5g}")
+    return 1e3 * row["batch"] * row["output_len"] / ms
 
 
 def serving(folder: Path, lengths: Sequence[tuple[int, int, float]], seconds: float) -> list[Row]:
@@ -79,7 +81,7 @@ def serving(folder: Path, lengths: Sequence[tuple[int, int, float]], seconds: fl
                 "ttft_ms_p99": 1e3 * row["ttft_p99_s"], "e2e_ms_p50": 1e3 * row["latency_p50_s"],
                 "cut_off": row["cut_off"],
             }  # fmt: skip
-        rows.append({"peer": SERVING} | {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()})
+        rows.append(rounded({"peer": SERVING} | row))
     return rows
 
 

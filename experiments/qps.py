@@ -38,7 +38,7 @@ from experiments import peers
 from experiments.arguments import positive
 from experiments.decode_step import HBM
 from experiments.floors import make_floor, workload_seconds
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, rounded
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
@@ -212,10 +212,6 @@ def half_interval(values: Sequence[float]) -> float | None:
     if n < 2:
         return None
     return T_95[min(n - 1, len(T_95)) - 1] * statistics.stdev(values) / math.sqrt(n)
-
-
-def rounded(row: Row) -> Row:
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def make_model(args: argparse.Namespace) -> Model:

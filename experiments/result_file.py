@@ -50,6 +50,11 @@ def record(
     return 0
 
 
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Floats to five digits."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
 def rows_before(directory: Path, experiment: str, setup: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the latest run with the same setup (what its document says), if it was interrupted; else none."""
     for file in sorted(directory.glob(f"{experiment}-*.json"), reverse=True):

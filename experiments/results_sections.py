@@ -329,15 +329,7 @@ LIBRARY = (
         (
             Table(
                 (
-                    "model",
-                    "scheme",
-                    "slots",
-                    "start",
-                    "sizes",
-                    "loaded",
-                    "start_s",
-                    "engine_s",
-                    "ahead_s",
+                    "model", "scheme", "slots", "start", "sizes", "loaded", "start_s", "engine_s", "ahead_s",
                     "first_token_s",
                 ),
                 "by start",
@@ -347,7 +339,7 @@ LIBRARY = (
     ),
     Section("load_memory", "Memory while a checkpoint loads"),
     Section("devices.*", "What a model costs by device"),
-)
+)  # fmt: skip
 
 CLAIMS = (Section(r"claims-(C\d+)", "Claim {}", tables=CLAIM_TABLES, answer=verdict),)
 FALLBACK = Section(".*", "")

@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments.arguments import positive
-from experiments.qps import claim_memory
+from experiments.qps import bar, claim_memory, make_model
 from experiments.result_file import record
-from jllm.checkpoint import init_params
-from jllm.config import load_config
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
-from jllm.pretrained import Model
-from jllm.quant.quantize import quantize
 
 Row = dict[str, Any]
 BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots
@@ -40,9 +35,7 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
     """One start, in a process that has not used JAX."""
     claim_memory()
     jax.config.update("jax_enable_compilation_cache", False)
-    config = load_config(args.config)
-    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
-    model = Model(config, quantize(params, args.quantize) if args.quantize else params, None)
+    model = make_model(args)
     jax.block_until_ready(model.params)
     begin = time.perf_counter()
     options = {"max_slots": args.slots, "kv_cache": args.kv_cache, "num_pages": args.pages}
@@ -63,7 +56,7 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    path = Path(args.config)
+    path = Path(args.model or args.config)
     name = path.parent.name if path.stem == "config" else path.stem
     about = {"model": name, "scheme": args.quantize or args.dtype, "slots": args.slots}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,14 +76,15 @@ def bars(rows: list[Row], slots: int) -> Iterator[Row]:
         return
     for kind, most in BARS.items():
         value = max(row["start_s"] for row in rows if row["start"] == kind)
-        name = f"{kind} start, {rows[0]['model']} {rows[0]['scheme']}, {slots} slots"
-        yield {"name": name, "value": value, "unit": "s", "bar": most, "met": value <= most}
+        yield bar(f"{kind} start, {rows[0]['model']} {rows[0]['scheme']}, {slots} slots", value, "s", most, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(host_only=False)  # qps.make_model asks
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--model", help="a model's directory or id, instead of random weights")
+    parser.add_argument("--dtype", default="bfloat16", help="of random weights")
     parser.add_argument("--quantize", help="scheme of the weights")
     parser.add_argument("--slots", type=positive, default=512)
     parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")

@@ -33,7 +33,7 @@ from experiments import peers
 from experiments.arguments import positive
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, rounded
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -260,7 +260,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
     note(f"compiled {len(bench.steps)} steps")
     for case in cases:
         try:
-            row = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in bench.row(case).items()}
+            row = rounded(bench.row(case))
         except jax.errors.JaxRuntimeError as error:  # of a kernel or of memory: the other rows go on
             yield {**about, **vars(case), "error": str(error).partition("\n")[0][:200]}
             bench.renew()

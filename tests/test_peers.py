@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import peers, throughput
+from tests.test_throughput import TINY
 
 ROW = {"quant": "bf16", "input_len": 8, "output_len": 256, "prefill_ms": 44.0, "mem_gib": 13.0, "mode": "cdt"}
 SCRIPT = """
@@ -78,9 +79,7 @@ def test_a_missing_script_or_another_model_is_said(tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
-def test_they_are_beside_ours_and_decide_nothing(tmp_path, monkeypatch):
-    from tests.test_throughput import TINY
-
+def test_they_are_beside_ours_and_decide_nothing(tmp_path):
     (tmp_path / "llama-2-7b.json").write_text(json.dumps(TINY))
     script(tmp_path, "peer_torch.py", [ROW | {"batch": 1, "decode_ms": 5.0, "attn": "flex"}])
     options = ["--config", str(tmp_path / "llama-2-7b.json"), "--rows", "1x8x4", "--dtype", "float32", "--repeats", "1"]
