@@ -43,6 +43,8 @@ class Executables:
 
     def __post_init__(self):
         object.__setattr__(self, "basis", _digest(repr(tuple(_surroundings(self.device))).encode()))
+        if self.device.platform == "gpu":
+            _tell_where_kernels_link()
 
     def path(self, arguments: Any, static: Any) -> Path:
         """Of the program for arguments (a pytree of arrays or of shapes) and static ones (with a faithful repr). To be
@@ -85,6 +87,13 @@ class Executables:
             with contextlib.suppress(OSError):  # another process was quicker
                 if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
                     path.unlink()
+
+
+def _tell_where_kernels_link() -> None:
+    """A Mosaic GPU kernel's host code, when it is loaded, looks up the library that launches kernels, whose place JAX
+    names as it imports what lowers kernels: a start that lowers nothing would not import it."""
+    with contextlib.suppress(ImportError):  # JAX for another maker's GPU
+        import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def jax_cache_is_on() -> bool:
