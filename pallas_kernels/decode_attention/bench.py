@@ -116,7 +116,7 @@ def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -
         q = random_normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
         lengths = jnp.asarray(case.lengths, jnp.int32)
         narrow = jax.eval_shape(partial(random_pages, random_key(), num_pages, case)).narrow
-        config = replace(choose_config(case.head_dim, case.heads[0] // case.heads[1], narrow), **changes)
+        config = replace(choose_config(case.head_dim, case.heads[0] // case.heads[1], case.heads[1], narrow), **changes)
         listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames="config")
         work = listed(lengths, *case.heads, case.head_dim, config=config)
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
-    parser.add_argument("--computing", type=int, choices=[1, 2], default=2, help="warpgroups of 64 tokens of a tile")
+    parser.add_argument("--computing", type=int, choices=[1, 2], default=2, help="warpgroups, of a head each")
     parser.add_argument("--split", type=int, help="tokens of a work item (default: the configuration's)")
     parser.add_argument("--per-sm", type=int, default=1, help="workers that share a multiprocessor")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")

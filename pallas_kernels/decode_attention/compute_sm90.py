@@ -1,6 +1,7 @@
 """The warpgroups of decode_attention that compute: online softmax over the tiles of their work items."""
 
 import math
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -95,7 +96,7 @@ def compute_item(
     out_ref: Any,
     part_ref: Any,
     item: Item,
-    state: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum, jax.Array | None],
+    state: tuple[jax.Array, jax.Array, jax.Array, Sum, jax.Array | None],
     *,
     q_raw: Any,
     q_s: Any,
@@ -107,16 +108,16 @@ def compute_item(
     full: Any,
     free: Any,
     **others: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Sum, jax.Array | None]:
-    """Online softmax over a warpgroup's share of an item's tiles, added to what came before; and the result, or a
+) -> tuple[jax.Array, jax.Array, jax.Array, Sum, jax.Array | None]:
+    """Online softmax over an item's tiles, of a warpgroup's head, added to what came before; and the result, or a
     partial one, if that's all.
 
-    state: tiles and heads so far, the slot of the next partial result, whether a sum was sent for which other_free is
-    still to be waited for, the sum of the head's splits so far and, by warps, its queries in registers.
+    state: tiles and heads so far, the slot of the next partial result, the sum of the head's splits so far and, by
+    warps, its queries in registers.
     """
-    tile, columns = shape.config.tile, shape.columns
-    tiles, heads, part, sent, before, queries = state
-    q_s, own_s, of_query = (x.at[warpgroup] for x in (q_s, part_s, of_query))
+    tiles, heads, part, before, queries = state
+    item = replace(item, head=item.head + warpgroup)
+    q_s, part_s, of_query, out_s = (x.at[warpgroup] for x in (q_s, part_s, of_query, out_s))
     others |= {name: others[name].at[warpgroup] for name in ("p_s", "reduced") if name in others}
 
     def enter() -> jax.Array | None:
@@ -124,17 +125,17 @@ def compute_item(
         plgpu.barrier_wait(q_full.at[q_slot])
         if shape.by_warps:  # the last queries have been read
             _warps(shape).wait_for_warps()
-        _stage_queries(q_raw.at[q_slot], q_s, of_query.at[0])
+        _stage_queries(q_raw.at[q_slot, warpgroup], q_s, of_query.at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
         return _warps(shape).load_queries(shape.k, q_s) if shape.by_warps else None
 
     queries = lax.cond(item.enters, enter, lambda: queries)
     heads = heads + item.enters.astype(jnp.int32)
-    first_tile, end_tile = tile_range(shape, item)
+    first_tile, end_tile = tile_range(item)
     log2_scale: Any = shape.scale * math.log2(math.e)
     if q_s.dtype != q_raw.dtype:
         factors = plgpu.load(of_query.at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * log2_scale
-        log2_scale = lax.broadcast_in_dim(factors, (ROWS, columns), [1])
+        log2_scale = lax.broadcast_in_dim(factors, (ROWS, shape.columns), [1])
 
     attend: Any = partial(_by_warpgroup, shape, item, q_s)
     if shape.by_warps:
@@ -142,10 +143,10 @@ def compute_item(
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
-        tokens = j * tile + warpgroup * ROWS  # the first of this warpgroup's
         plgpu.barrier_wait(full.at[slot])
-        seen = jnp.logical_and(tokens < item.high, tokens + ROWS > item.low)
-        summed = lax.cond(seen, lambda: attend(log2_scale, tokens, (slot, warpgroup), carry, **others), lambda: carry)
+        summed = attend(log2_scale, j * ROWS, (slot, warpgroup), carry, **others)
+        if shape.by_warps and not shape.by_lanes:  # interpreted: TMA must not overtake loads
+            plgpu.commit_smem()
         plgpu.barrier_arrive(free.at[slot])
         return summed
 
@@ -160,14 +161,10 @@ def compute_item(
     total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
-    @pl.when(jnp.logical_and(whole, warpgroup == shape.finisher))
+    @pl.when(whole)
     def _whole() -> None:
-        if shape.by_warps:
-            result = _of_warps(shape, total, own_s, part_s, **others)
-        else:
-            everything = total if shape.config.computing == 1 else _add(shape, total, _receive(shape, **others))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            result = _scaled(shape, everything.acc, 1 / everything.total)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        result = _of_warps(shape, total, part_s) if shape.by_warps else _scaled(shape, total.acc, 1 / total.total)
         result = result.astype(out_s.dtype)
         if shape.by_warps:
             out_s[...] = result
@@ -177,45 +174,30 @@ def compute_item(
         queries = pl.ds(first_query(shape, item.row, item.head), shape.queries)
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[queries])
 
-    if shape.config.computing == 2:
-
-        @pl.when(jnp.logical_and(whole, warpgroup == 0))
-        def _help() -> None:
-            _send(shape, total, sent, own_s, **others)
-
     tiles = tiles + end_tile - first_tile
-    sent_before, sent = sent, jnp.where(whole, 1, sent)
     if not shape.slots:
-        return tiles, heads, part, sent, total, queries
+        return tiles, heads, part, total, queries
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
 
     @pl.when(partly)
     def _part() -> None:
-        if shape.by_warps and shape.config.computing == 2:
-
-            @pl.when(jnp.logical_and(sent_before > 0, warpgroup == 0))
-            def _wait() -> None:
-                plgpu.barrier_wait(others["other_free"])
-
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if shape.by_warps:
-            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
+            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s)
             plgpu.commit_smem()
             for warp in range(4):
-                sums = own_s.at[warp, pl.ds(0, shape.queries)]
+                sums = part_s.at[warp, pl.ds(0, shape.queries)]
                 plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
             return
         transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        own_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
+        part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
         for i, number in enumerate((total.top, total.total)):
             of_query[1 + i] = number
-            own_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
+            part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
+        plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
 
-    if shape.by_warps:
-        sent = jnp.where(partly, 0, sent)
-    return tiles, heads, part + partly.astype(jnp.int32), sent, total, queries
+    return tiles, heads, part + partly.astype(jnp.int32), total, queries
 
 
 def _by_warpgroup(
@@ -282,16 +264,11 @@ def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> 
     return jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
 
 
-def _of_warps(
-    shape: Shape, total: Sum, own_s: Any, part_s: Any, *, other_full: Any = None, other_free: Any = None, **_: Any
-) -> jax.Array:
+def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
     """The result of a head [columns, D]: the sums of all warps together, in their order."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
+    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s)
     plgpu.commit_smem()
-    if shape.config.computing == 2:
-        plgpu.barrier_wait(other_full)
-    parts = [part_s.at[w, i] for w in range(shape.config.computing) for i in range(4)]
+    parts = [part_s.at[i] for i in range(4)]
 
     def number(part: Any, i: int) -> jax.Array:
         return plgpu.load(part.at[:, shape.head_dim + i], layout=_BY_ROWS.reduce(1), optimized=False)
@@ -303,41 +280,7 @@ def _of_warps(
     factors = [jnp.exp2(top - reduce(jnp.maximum, tops)) for top in tops]
     weights = reduce(jnp.add, [number(part, 1) * factor for part, factor in zip(parts, factors)])
     accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=_BY_ROWS, optimized=False) for part in parts]
-    acc = reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)])
-    if shape.config.computing == 2:
-        plgpu.barrier_arrive(other_free)
-    return acc * wide(1 / weights)
-
-
-def _send(
-    shape: Shape, total: Sum, sent: jax.Array, own_s: Any, *, other_full: Any, other_free: Any, other_s: Any = None,
-    **_: Any,
-) -> None:  # fmt: skip
-    """What the first warpgroup has summed, to the second, which has fewer tokens where they do not fill a tile."""
-
-    @pl.when(sent > 0)
-    def _wait() -> None:
-        plgpu.barrier_wait(other_free)
-
-    if shape.by_warps:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, own_s)
-    else:
-        other_s[pl.ds(0, shape.head_dim)] = total.acc
-        other_s[shape.head_dim] = total.top
-        other_s[shape.head_dim + 1] = total.total
-    plgpu.barrier_arrive(other_full)
-
-
-def _receive(shape: Shape, *, other_s: Any, other_full: Any, other_free: Any, **_: Any) -> Sum:
-    plgpu.barrier_wait(other_full)
-    acc = plgpu.load(other_s.at[pl.ds(0, shape.head_dim)], layout=plgpu.Layout.WGMMA, optimized=False)
-    top, total = (
-        plgpu.load(other_s.at[shape.head_dim + i], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        for i in range(2)
-    )
-    plgpu.barrier_arrive(other_free)
-    return Sum(top, total, acc)
+    return reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)]) * wide(1 / weights)
 
 
 def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:

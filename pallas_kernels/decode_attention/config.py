@@ -7,16 +7,16 @@ import jax
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import KVPages
 
-ROWS = 64  # tokens of a tile that a warpgroup computes with: of one wgmma
+ROWS = 64  # tokens of a tile, of which a warpgroup has those of one head: of one wgmma
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and resources of the kernel. `computing`, `split`, `most_splits` and `by_warps` change bits."""
+    """Sizes and resources of the kernel. `split`, `most_splits` and `by_warps` change bits."""
 
-    computing: int = 2  # warpgroups that compute: each has 64 tokens of a tile, and a sum of its own
-    split: int = 256  # tokens of one work item: fixed, so that a result doesn't depend on its company,
-    most_splits: int = 32  # but doubled until so many are enough for a row
+    computing: int = 2  # warpgroups that compute: each has a head of its own
+    split: int = 128  # tokens of one work item: fixed, so that a result doesn't depend on its company,
+    most_splits: int = 32  # but doubled until so many are enough for a row, and where one of twice the size is
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
@@ -27,8 +27,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.computing not in (1, 2):
             raise ValueError(f"computing is {self.computing}, expected 1 or 2")
-        if self.split < self.tile or self.split.bit_count() != 1:
-            raise ValueError(f"split is {self.split}, expected a power of two, at least a tile of {self.tile} tokens")
+        if self.split < ROWS or self.split.bit_count() != 1:
+            raise ValueError(f"split is {self.split}, expected a power of two, at least a tile of {ROWS} tokens")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}, expected at least 2")
         for name in ("most_splits", "per_sm", "sms", "dequantize"):
@@ -36,24 +36,22 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
     @property
-    def tile(self) -> int:
-        """Tokens that are copied to shared memory, and freed there, together."""
-        return ROWS * self.computing
-
-    @property
     def workers(self) -> int:
         return self.per_sm * self.sms
 
 
-def choose_config(head_dim: int, queries: int, narrow: bool = False) -> Config:
-    """The configuration for a head dim, the query heads that share a KV head (up to 64 of them), and K and V both in 8
-    or 4 bits (`narrow`).
+def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False) -> Config:
+    """The configuration for a head dim, the query heads that share a KV head (up to 64 of them), the heads that a row
+    has work for, and K and V both in 8 or 4 bits (`narrow`).
 
     Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
-    ones, whose items are over sooner, so that what an item costs counts for more). One warpgroup is what shared memory
-    has room for.
+    ones, whose items are over sooner, so that what an item costs counts for more). Of what needs more shared memory,
+    and of a number of heads that has no pairs, a CTA has one head at a time.
     """
-    return Config(computing=2 if head_dim <= 128 and queries <= 16 else 1, split=512 if narrow else 256)
+    small = head_dim <= 128 and queries <= 16
+    computing = 2 if small and heads % 2 == 0 else 1
+    tokens = (512 if narrow else 256) // computing
+    return Config(computing=computing, split=tokens, per_sm=2 if small and computing == 1 else 1)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:

@@ -18,10 +18,11 @@ WARPS = 4
 
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
-    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up.
+    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up. The
+    second warpgroup's parts are counted on from the first's.
 
-    By TMA a warp has consecutive pages of K or of V: of a warpgroup's tokens, or of half of them. By lanes it has all
-    of a page, so that few numbers of pages are read."""
+    By TMA a warp has consecutive pages of K or of V: those of a warpgroup, or half of them. By lanes it has all of a
+    page, so that few numbers of pages are read."""
     count = shape.k.parts * shape.config.computing
     every = [(i, name) for i in range(count) for name in names]
     if shape.by_lanes and count >= WARPS:
@@ -58,12 +59,12 @@ def copy_item(
     state: how many tiles and queries came before.
     """
     tiles, heads = state
-    tile, stages, page_size, size = shape.config.tile, full.shape[0], shape.page_size, shape.k.tokens
+    stages, page_size, size, each = full.shape[0], shape.page_size, shape.k.tokens, shape.k.parts
 
     def page_of(token: jax.Array) -> jax.Array:
         return lax.div(token, jnp.int32(page_size))  # `//` minds signs
 
-    kv_head = kv_head_of(shape, item.head)
+    kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
     if with_queries:
 
         @pl.when(item.enters)
@@ -74,17 +75,19 @@ def copy_item(
             def _wait() -> None:
                 plgpu.barrier_wait(q_free.at[q_slot])
 
-            queries = pl.ds(first_query(shape, item.row, item.head), shape.queries)
-            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_raw.at[q_slot, pl.ds(0, shape.queries)], q_full.at[q_slot])
+            for w in range(shape.config.computing):
+                queries = pl.ds(first_query(shape, item.row, item.head + w), shape.queries)
+                target = q_raw.at[q_slot, w, pl.ds(0, shape.queries)]
+                plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[q_slot])
 
         heads = heads + item.enters.astype(jnp.int32)
     first_page, last_page = page_of(item.low), page_of(item.high - 1)
-    first_tile, end_tile = tile_range(shape, item)
-    numbers, joined = sorted({i for i, _ in parts}), shape.k.joined
+    first_tile, end_tile = tile_range(item)
+    numbers, joined = sorted({i % each for i, _ in parts}), shape.k.joined
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
-        wanted = (page_of(j * tile + i * size) for i in numbers)
+        wanted = (page_of(j * ROWS + i * size) for i in numbers)
         return tuple(table_ref[item.row, jnp.clip(page, first_page, last_page)] for page in wanted)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -99,36 +102,36 @@ def copy_item(
         def copy(name: str, page: Any, i: int, offset: Any, count: int = 1) -> None:
             """Part i and what follows, of `count` pages."""
             stored = shape.k if name.startswith("k") else shape.v
-            warpgroup, part = divmod(i, stored.parts)
+            warpgroup, part = divmod(i, each)
             source: Any
             target: Any
             if name in ("k", "v"):
-                source, target = stored.value_slice(kv_head, offset), stored.value_part(part)
+                source, target = stored.value_slice(kv_heads[warpgroup], offset), stored.value_part(part)
             else:
-                source, target = stored.scale_slice(kv_head, offset)[0], stored.scale_part(part)
+                source, target = stored.scale_slice(kv_heads[warpgroup], offset)[0], stored.scale_part(part)
             into = targets[name]
             if count > 1:
                 page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
             plgpu.copy_gmem_to_smem(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
 
-        def place(i: int) -> tuple[jax.Array, Any]:
-            """Whether part i has tokens to read, and where in its page they begin."""
-            token = j * tile + i * size
+        def place(part: int) -> tuple[jax.Array, Any]:
+            """Whether a part has tokens to read, and where in its page they begin."""
+            token = j * ROWS + part * size
             there = jnp.logical_and(page_of(token) >= first_page, page_of(token) <= last_page)
             return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
 
         def by_lanes() -> None:
-            for i in numbers:
-                there, offset = place(i)
+            for part in numbers:
+                there, offset = place(part)
 
                 @pl.when(there)
-                def _copy(i: int = i, offset: jax.Array = offset) -> None:
-                    token = kv_head * page_size + offset
-                    for name in (name for number, name in parts if number == i):
+                def _copy(part: int = part, offset: jax.Array = offset) -> None:
+                    for i, name in ((i, name) for i, name in parts if i % each == part):
                         stored = shape.k if name.startswith("k") else shape.v
                         bytes_ = stored.token_bytes(name)
+                        token = kv_heads[i // each] * page_size + offset
                         copy_rows(
-                            sources[name], targets[name], pages[numbers.index(i)], token * bytes_,
+                            sources[name], targets[name], pages[numbers.index(part)], token * bytes_,
                             (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
                             page_bytes=shape.kv_heads * page_size * bytes_, size=size * bytes_,
                             row=bytes_ if name in ("k", "v") else None,
@@ -136,11 +139,11 @@ def copy_item(
 
         def one_by_one() -> None:
             for i, name in parts:
-                there, offset = place(i)
+                there, offset = place(i % each)
 
                 @pl.when(there)
                 def _copy(i: int = i, name: str = name, offset: Any = offset) -> None:
-                    copy(name, pages[numbers.index(i)], i, offset)
+                    copy(name, pages[numbers.index(i % each)], i, offset)
 
                 @pl.when(jnp.logical_not(there))
                 def _skip() -> None:  # what the tile holds there is masked
@@ -159,12 +162,13 @@ def copy_item(
         @pl.when(consecutive)
         def _together() -> None:
             for name in sorted({name for _, name in parts}):
+                own = sorted(i for i, other in parts if other == name)
                 if shape.k.interpreted:  # it has no other view of the tiles
-                    for number, i in enumerate(numbers):
+                    for number, i in enumerate(own):
                         copy(name, pages[0] + number, i, 0)
                     continue
-                copy(name, pages[0], numbers[0], 0, joined)
-                for _ in numbers[1:]:  # as many arrivals as copies one by one
+                copy(name, pages[0], own[0], 0, joined)
+                for _ in own[1:]:  # as many arrivals as copies one by one
                     plgpu.barrier_arrive(full.at[slot])
 
         pl.when(jnp.logical_not(consecutive))(one_by_one)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, MASKED, PAD, Shape, first_query
 from pallas_kernels.decode_attention.work import Work
 
-_MOST_CTAS = 8  # of one head that was cut: one a query, in turns if there are more
+_MOST_CTAS = 8  # of what was cut: one a query, in turns if there are more
 _ROW = plgpu.Layout.TILED(  # each warp has all of a row, two elements a lane
     plgpu.Tiling(((64,), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
@@ -24,6 +24,7 @@ def merge_cuts(
     """Fills in the results [R * H, D] of heads that were cut, from their partial ones."""
     result = jax.new_ref(out)
     chunks, each = -(-shape.splits // FETCHED), shape.sums
+    queries = shape.config.computing * shape.queries
     plgpu.kernel(
         partial(_merge_kernel, shape),
         scratch_types={
@@ -32,7 +33,7 @@ def merge_cuts(
             "out_s": plgpu.SMEM((1, shape.head_dim), out.dtype),
             "full": plgpu.Barrier(num_arrivals=2 * each, num_barriers=chunks),
         },
-        grid=(min(shape.queries, _MOST_CTAS), shape.config.workers),
+        grid=(min(queries, _MOST_CTAS), shape.config.workers),
         grid_names=("query", "worker"),
         compiler_params=COMPILER,
         interpret=interpret,
@@ -45,25 +46,29 @@ def _merge_kernel(
     shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
     """One query of one head: its partial results' sum, from left to right, as compute_item adds up splits; and then of
-    all warpgroups or warps."""
-    worker, head_dim, warpgroups = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
-    row, head, slot, count = (cuts_ref[i, worker] for i in range(4))
+    all warps that have sums."""
+    worker, head_dim, sums_of = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
+    row, item, slot, count = (cuts_ref[i, worker] for i in range(4))
     fetches = lax.div(count + (FETCHED - 1), jnp.int32(FETCHED))
+    queries = jnp.where(count > 0, shape.config.computing * shape.queries, 0)
 
-    @pl.loop(lax.axis_index("query"), jnp.where(count > 0, shape.queries, 0), step=lax.axis_size("query"))
-    def _query(query: jax.Array) -> None:
+    @pl.loop(lax.axis_index("query"), queries, step=lax.axis_size("query"))
+    def _query(index: jax.Array) -> None:
+        warpgroup, query = (f(index, jnp.int32(shape.queries)) for f in (lax.div, lax.rem))
+        head = item * shape.config.computing + warpgroup
+
         @pl.loop(0, fetches)
         def _fetch(i: jax.Array) -> None:
             rows = pl.ds(i * FETCHED, FETCHED)
-            for w in warpgroups:
-                source = part_ref.at[w, pl.ds(slot + i * FETCHED, FETCHED), pl.ds(query, 1)]
+            for w in sums_of:
+                source = part_ref.at[warpgroup * shape.sums + w, pl.ds(slot + i * FETCHED, FETCHED), pl.ds(query, 1)]
                 plgpu.copy_gmem_to_smem(source.at[..., pl.ds(0, head_dim)], parts_s.at[w, rows], full.at[i])
                 plgpu.copy_gmem_to_smem(source.at[..., pl.ds(head_dim, PAD)], weights_s.at[w, rows], full.at[i])
 
         def top_of(i: jax.Array, top: jax.Array) -> jax.Array:
             plgpu.barrier_wait(full.at[i])
             for j in range(FETCHED):
-                for w in warpgroups:
+                for w in sums_of:
                     at = i * FETCHED + j
                     top = jnp.maximum(top, jnp.where(at < count, weights_s[w, at, 0, 0], MASKED))
             return top
@@ -74,7 +79,7 @@ def _merge_kernel(
             for j in range(FETCHED):
                 at = i * FETCHED + j
                 there, added = at < count, []
-                for w, (total, acc) in zip(warpgroups, sums):
+                for w, (total, acc) in zip(sums_of, sums):
                     factor = jnp.where(there, jnp.exp2(weights_s[w, at, 0, 0] - top), 0.0)
                     part = plgpu.load(parts_s.at[w, at, 0], layout=_ROW, optimized=False)
                     total = total + jnp.where(there, weights_s[w, at, 0, 1], 0.0) * factor
@@ -83,7 +88,7 @@ def _merge_kernel(
             return sums
 
         zeros = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), _ROW)
-        sums = lax.fori_loop(jnp.int32(0), fetches, add, ((jnp.float32(0), zeros),) * len(warpgroups))
+        sums = lax.fori_loop(jnp.int32(0), fetches, add, ((jnp.float32(0), zeros),) * shape.sums)
         total, acc = jax.tree.map(lambda *both: sum(both[1:], both[0]), *sums)
         out_s[0] = (acc * (1 / total)).astype(out_s.dtype)
         plgpu.commit_smem()

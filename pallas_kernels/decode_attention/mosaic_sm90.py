@@ -1,6 +1,7 @@
 """decode_attention for Hopper GPUs: a persistent Mosaic kernel over balanced work items, and one that merges splits.
 
-Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one or two compute.
+Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one or two compute,
+each a head of its own: what they have of a tile is the same tokens.
 Tokens are the rows of both products, K Q^T [tile, queries] and V^T P [D, queries], so that the few queries of a KV head
 fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. Online softmax: Milakov & Gimelshein
 2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as
@@ -23,7 +24,7 @@ from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, p
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
 from pallas_kernels.decode_attention.storage_sm90 import shared_bytes_of_worker, storage
-from pallas_kernels.decode_attention.work import Work, make_work, max_slots, query_chunks, row_splits
+from pallas_kernels.decode_attention.work import Work, items_of_row, make_work, max_slots, query_chunks, row_splits
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 
@@ -53,11 +54,10 @@ def decode_attention(
     shape = shape_of(
         q, pages, scale, window, page_table.shape[1] * page_size, config, interpreted=interpret is not None
     )
-    chunks = shape.chunks
-    if (work.rows.shape, work.heads, work.window) != ((num_rows,), kv_heads * chunks, window):
+    if (work.rows.shape, work.heads, work.window) != ((num_rows,), shape.items, window):
         raise ValueError(
-            f"the work list is for {work.rows.shape[0]} rows, {work.heads} heads and window {work.window}, "
-            f"the call has {num_rows}, {kv_heads * chunks} and {window}"
+            f"the work list is for {work.rows.shape[0]} rows of {work.heads} items and window {work.window}, "
+            f"the call has {num_rows} of {shape.items} and {window}"
         )
     out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
     if shape.slots:
@@ -86,7 +86,8 @@ def shape_of(
         storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
-    splits, slots = max_slots(num_rows, max_tokens, kv_heads * chunks, window, config)
+    items = items_of_row(kv_heads * chunks, config)
+    splits, slots = max_slots(num_rows, max_tokens, items, window, config)
     return Shape(
         rows=num_rows,
         num_heads=num_heads,
@@ -96,6 +97,7 @@ def shape_of(
         queries=queries,
         chunks=chunks,
         columns=columns,
+        items=items,
         splits=splits,
         slots=slots,
         scale=scale,
@@ -111,26 +113,23 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
     arrivals = len(copying) if shape.by_lanes else sum(copying)
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
     each = config.computing
-    other: dict[str, Any] = {"other_full": plgpu.Barrier(), "other_free": plgpu.Barrier()}
     own: dict[str, Any] = {"part_s": plgpu.SMEM((each, 4, columns, head_dim + PAD), jnp.float32)}
     if not shape.by_warps:
-        other |= {"other_s": plgpu.SMEM((head_dim + 2, columns), jnp.float32)}
         own["part_s"] = plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32)
         own["p_s"] = swizzled((each, columns, ROWS), shape.v.dtype)
         own["reduced"] = plgpu.SMEM((each, 256), jnp.float32)
     return {
-        "q_raw": plgpu.SMEM((2, columns, head_dim), dtype),
+        "q_raw": plgpu.SMEM((2, each, columns, head_dim), dtype),
         "q_s": swizzled((each, columns, head_dim), shape.k.dtype),
         **own,
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
-        "out_s": plgpu.SMEM((columns, head_dim), dtype),
+        "out_s": plgpu.SMEM((each, columns, head_dim), dtype),
         "of_query": plgpu.SMEM((each, 3, columns), jnp.float32),
-        "q_full": plgpu.Barrier(num_barriers=2),
+        "q_full": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=each, num_barriers=stages),
-        **(other if each == 2 else {}),
     }
 
 
@@ -154,7 +153,8 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [R * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD]."""
+    """Results [R * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
+    warpgroup's sums after the other's."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
     sources = {"k": shape.k.rows(pages.k.values), "v": shape.v.rows(pages.v.values)}
@@ -165,7 +165,7 @@ def _attend(
         partial(_attend_kernel, shape, work.window, tuple(sources)),
         out_type=(
             jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
+            jax.ShapeDtypeStruct((config.computing * shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
         scratch_types=fitting_scratch(shape, dtype, tuple(sources)),
         grid=(config.workers,),
@@ -208,8 +208,7 @@ def _attend_kernel(
         if stored.joined > 1 and not stored.interpreted:
             scratch[name], scratch[f"{name}_pages"] = scratch[name]
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
-    heads = shape.kv_heads * shape.chunks
-    items = items_ref[worker]
+    computing, items = shape.config.computing, items_ref[worker]
 
     def for_each_item(body: Any, state: Any) -> Any:
         """Calls body(Item, state) -> state over this worker's items."""
@@ -226,9 +225,10 @@ def _attend_kernel(
             high = jnp.minimum(lax.shift_left(first + index + 1, log2), length)
             ends = index == splits - 1
             begins, last = jnp.logical_or(index == 0, count == 0), count == items - 1
-            state = body(Item(row, head, low, high, begins, index == 0, ends, index <= count, last), state)
+            item = Item(row, head * computing, low, high, begins, index == 0, ends, index <= count, last)
+            state = body(item, state)
             index, head = jnp.where(ends, 0, index + 1), jnp.where(ends, head + 1, head)
-            over = head == heads
+            over = head == shape.items
             used, head = jnp.where(over, used + 1, used), jnp.where(over, 0, head)
             this_row = tuple(jnp.where(over, *pair) for pair in zip(next_row, (row, length, log2)))
             return used, head, index, this_row, state
@@ -236,24 +236,18 @@ def _attend_kernel(
         at = (first_ref[0, worker], first_ref[1, worker], first_ref[2, worker])
         return lax.fori_loop(jnp.int32(0), items, step, (*at, row_at(at[0]), state))[-1]
 
-    @pl.when(role < shape.config.computing)
+    @pl.when(role < computing)
     def _compute() -> None:
-        @pl.when(role == shape.finisher)
+        @pl.when(role == 0)
         def _clear() -> None:
-            clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"])
+            clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"].at[0])
 
         compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
         zero = jnp.int32(0)
-        begin = (zero, zero, slots_ref[worker], zero, empty_sum(shape), no_queries(shape))
-        _, _, _, sent, *_ = for_each_item(compute, begin)
+        for_each_item(compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape)))
         plgpu.wait_smem_to_gmem(0)
-        if shape.config.computing == 2:
 
-            @pl.when(jnp.logical_and(role == 0, sent > 0))
-            def _drain() -> None:
-                plgpu.barrier_wait(scratch["other_free"])
-
-    @pl.when(role == shape.config.computing)
+    @pl.when(role == computing)
     def _copy() -> None:
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.config import Config
+from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 
 MASKED = -1e30  # finite: the difference of two is a number
@@ -28,9 +28,10 @@ class Shape:
     kv_heads: int  # K
     head_dim: int  # D
     page_size: int  # P
-    queries: int  # query heads of one work item
-    chunks: int  # work items that share a KV head
+    queries: int  # query heads that a warpgroup has at a time: with their KV head, a head of its work
+    chunks: int  # heads of work that share a KV head
     columns: int  # `queries` padded to what wgmma wants
+    items: int  # work items a row and split: heads of work, or pairs of them
     splits: int  # partial results of a head, at most; 0: no row is ever split
     slots: int  # and of all
     scale: float
@@ -48,19 +49,14 @@ class Shape:
         return self.k.by_warps
 
     @property
-    def finisher(self) -> int:
-        """The warpgroup that has the results of whole heads."""
-        return self.config.computing - 1
-
-    @property
     def by_lanes(self) -> bool:
         """Whether lanes copy, and a copying warp arrives once a tile; else TMA, and each copy arrives."""
         return self.k.by_lanes
 
     @property
     def sums(self) -> int:
-        """Sums of a worker, of which its partial results consist."""
-        return self.config.computing * (4 if self.by_warps else 1)
+        """Sums of a warpgroup, of which its partial results consist."""
+        return 4 if self.by_warps else 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Item:
     """Scalars of one work item."""
 
     row: jax.Array
-    head: jax.Array  # KV head and chunk of query heads
+    head: jax.Array  # KV head and chunk of query heads, of the first warpgroup: the next has the next
     low: jax.Array  # its first visible key
     high: jax.Array  # and the one after its last
     enters: jax.Array  # whether it is this worker's first of the head
@@ -102,6 +98,6 @@ def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
     return row * shape.num_heads + kv_head * shape.group + offset
 
 
-def tile_range(shape: Shape, item: Item) -> tuple[jax.Array, jax.Array]:
-    tile = jnp.int32(shape.config.tile)
+def tile_range(item: Item) -> tuple[jax.Array, jax.Array]:
+    tile = jnp.int32(ROWS)
     return lax.div(item.low, tile), lax.div(item.high + (tile - 1), tile)

@@ -1,8 +1,9 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of one KV head's keys of one row. Splits end at multiples of a number of tokens that depends on
-the row's own length alone, so that a row's result doesn't depend on its company. Items are ordered by row, head and
-split; each worker takes a contiguous run of about equally many tiles.
+A work item is one split of the keys of one row, of one KV head or of a pair of them: as many as warpgroups compute.
+Splits end at multiples of a number of tokens that depends on the row's own length alone, so that a row's result doesn't
+depend on its company. Items are ordered by row, head and split; each worker takes a contiguous run of about equally
+many tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
 them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_attention.config import Config, choose_config
+from pallas_kernels.decode_attention.config import ROWS, Config, choose_config
 
 
 @jax.tree_util.register_dataclass
@@ -31,15 +32,18 @@ class Work:
     items: jax.Array  # i32[W] how many it has
     slots: jax.Array  # i32[W] where its partial results begin
     cuts: jax.Array  # i32[4, W] row, head, first partial result and number of them, of the head that goes on after it
-    heads: int = field(metadata={"static": True})  # items a row and split
+    # ("head" stands for what an item has: a head, or a pair)
+    heads: int = field(metadata={"static": True})  # items a row and split: its heads, or pairs of them
     window: int | None = field(metadata={"static": True})
     config: Config = field(metadata={"static": True})
 
 
 def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.Array:
-    """Tokens of a split of rows of `length` keys: config.split, doubled until config.most_splits cover what is seen."""
+    """Tokens of a split of rows of `length` keys: config.split, doubled until config.most_splits cover what is seen, or
+    one of twice the size does."""
     seen = length if window is None else jnp.minimum(length, window)
     doublings = 32 - lax.clz(jnp.maximum(seen - 1, 0) // (config.split * config.most_splits))
+    doublings = jnp.where(seen <= 2 * config.split, 1, doublings)
     return config.split.bit_length() - 1 + doublings
 
 
@@ -57,6 +61,13 @@ def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int,
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
 
 
+def items_of_row(heads: int, config: Config) -> int:
+    """Work items a row and split. Raises ValueError for heads that warpgroups can't share."""
+    if heads % config.computing:
+        raise ValueError(f"computing is {config.computing}, expected 1 for an odd number of heads ({heads})")
+    return heads // config.computing
+
+
 def make_work(
     lengths: jax.Array,
     num_heads: int,
@@ -68,10 +79,11 @@ def make_work(
     config: Config | None = None,
 ) -> Work:
     """The work list that every layer of a step shares. lengths i32[R] as decode_attention takes them; `narrow`: of K
-    and V that are both in 8 or 4 bits."""
+    and V that are both in 8 or 4 bits. Raises ValueError where `config` has pairs of an odd number of heads."""
     chunks, queries = query_chunks(num_heads, num_kv_heads, head_dim)
-    config = config or choose_config(head_dim, queries, narrow)
-    tile, workers, heads = config.tile, config.workers, num_kv_heads * chunks
+    config = config or choose_config(head_dim, queries, num_kv_heads * chunks, narrow)
+    heads = items_of_row(num_kv_heads * chunks, config)
+    tile, workers = ROWS, config.workers
     rows = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
     lengths = lengths[rows]  # in the order of work; the unused rows at the end have no tiles
     log2_splits = log2_of_split(lengths, window, config)
@@ -116,6 +128,8 @@ def make_work(
 
 def max_slots(num_rows: int, max_tokens: int, heads: int, window: int | None, config: Config) -> tuple[int, int]:
     """The most partial results of a head and of all, for rows of up to `max_tokens` keys; 0 if none is ever split."""
+    if max_tokens <= 2 * config.split:
+        return 0, 0
     most = min(-(-max_tokens // config.split), config.most_splits + (window is not None))
     if window is not None:
         most = min(most, (window - 2) // config.split + 2 if window > 1 else 1)

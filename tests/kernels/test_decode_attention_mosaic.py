@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_sm90, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.decode_attention.config import Config, check_proven, check_supported, choose_config
+from pallas_kernels.decode_attention.config import ROWS, Config, check_proven, check_supported, choose_config
 from pallas_kernels.decode_attention.lanes_sm90 import CHUNK, swizzle_of, swizzled_place
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks, row_splits
@@ -34,7 +34,7 @@ SMALL = Case(
     dtype="bfloat16",
 )
 TINY = Config(
-    split=128, most_splits=8, per_sm=1, sms=2, stages=2, join_pages=True
+    split=64, most_splits=8, per_sm=1, sms=2, stages=2, join_pages=True
 )  # threads are what race detection takes long for
 NARROW = dataclasses.replace(TINY, computing=1)
 
@@ -69,14 +69,14 @@ INTERPRETED = [
         dataclasses.replace(TINY, computing=1, split=256),
     ),
     (small(lengths=(200,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), NARROW),
-    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), TINY),
+    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), NARROW),
     (
-        small(lengths=(70, 300), heads=(4, 1), k_format="fp8", v_format="int4-g8"),
+        small(lengths=(70, 300), heads=(4, 2), k_format="fp8", v_format="int4-g8"),
         dataclasses.replace(TINY, by_warps=False, sms=3),
     ),
     (small(lengths=(500, 30), heads=(4, 2), k_format="int8-g8", v_format="fp8"), dataclasses.replace(TINY, sms=3)),
-    (small(lengths=(70, 0, 20), heads=(2, 1), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
-    (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), TINY),
+    (small(lengths=(70, 0, 20), heads=(4, 4), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
+    (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), NARROW),
 ]
 
 
@@ -90,12 +90,12 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut(kv):
-    case = small(lengths=(500, 40), heads=(2, 1), k_format=kv, v_format=kv)
+    case = small(lengths=(500, 40), heads=(2, 2), k_format=kv, v_format=kv)
     q, pages, table, lengths = case.inputs()
     out = interpreted(case, (q, pages, table, lengths))
     assert same_bits(out, interpreted(case, (q, pages, table, lengths)))
-    for sms in (1, 5):
-        config = dataclasses.replace(TINY, sms=sms)
+    for sms, computing in ((1, 2), (5, 2), (3, 1)):
+        config = dataclasses.replace(TINY, sms=sms, computing=computing)
         alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), config, races=False)
         assert same_bits(out[:1], alone)
 
@@ -154,13 +154,13 @@ def check_runs(case: Case, run, one_by_one) -> None:
 )
 def test_pages_with_consecutive_numbers(runs, settings, config):
     """Wherever pages are, the results are the same, in every bit."""
-    case = small(lengths=(140, 70), heads=(2, 1), **settings)
+    case = small(lengths=(140, 70), heads=(2, 2), **settings)
     expected = interpreted(case, case.inputs(), config, races=False)
     assert same_bits(expected, interpreted(case, with_runs(case, RUNS[runs]), config))
 
 
 def test_seeded_faults_are_caught():
-    case = small(lengths=(130,), heads=(2, 1), window=100)
+    case = small(lengths=(130,), heads=(2, 2), window=100)
     q, pages, table, lengths = case.inputs()
     expected = reference.decode_attention(q, pages, table, lengths, case.scale, case.window)
 
@@ -220,11 +220,11 @@ def test_the_work_list_has_every_item_once_and_is_balanced(seed, window):
     longest = (60, 600, 5000, 300, 2000)[seed]
     lengths = np.where(rng.random(9) < 0.3, 0, rng.integers(1, longest, 9)).astype(np.int32)
     config = dataclasses.replace(TINY, sms=(1, 5, 16, 40, 100)[seed])
-    work = jax.jit(partial(make_work, window=window, config=config), static_argnums=(1, 2, 3))(lengths, 6, 3, 64)
+    work = jax.jit(partial(make_work, window=window, config=config), static_argnums=(1, 2, 3))(lengths, 6, 6, 64)
     expected, of_row, starts, size = [], {}, {}, {}
     for row, length in enumerate(lengths.tolist()):
         starts[row] = 0 if window is None else max(length - window, 0)
-        size[row] = config.split
+        size[row] = config.split * (2 if length - starts[row] <= 2 * config.split else 1)
         while length - starts[row] > config.most_splits * size[row]:
             size[row] *= 2
         of_row[row] = -(-length // size[row]) - starts[row] // size[row]
@@ -235,8 +235,8 @@ def test_the_work_list_has_every_item_once_and_is_balanced(seed, window):
     for worker, row, _, split in items:
         split += starts[row] // size[row]
         low, high = max(starts[row], split * size[row]), min(int(lengths[row]), (split + 1) * size[row])
-        loads[worker] += -(-high // config.tile) - low // config.tile
-    assert loads.max() - loads.mean() <= max(size.values()) // config.tile
+        loads[worker] += -(-high // ROWS) - low // ROWS
+    assert loads.max() - loads.mean() <= max(size.values()) // ROWS
 
     written = partial_results(work)
     assert sorted(written) == list(range(len(written)))
@@ -257,6 +257,13 @@ def test_a_work_list_of_another_batch_is_refused():
     work = make_work(lengths, *SMALL.heads, SMALL.head_dim, window=5, config=TINY)
     with pytest.raises(ValueError, match="window 5"):
         mosaic_sm90.decode_attention(q, pages, table, lengths, SMALL.scale, None, work)
+
+
+def test_an_odd_number_of_heads_has_no_pairs():
+    with pytest.raises(ValueError, match=r"expected 1 for an odd number of heads \(3\)"):
+        make_work(jnp.ones(2, jnp.int32), 6, 3, 64, config=TINY)
+    for chosen, heads in ((2, 8), (1, 3), (1, 1)):
+        assert make_work(jnp.ones(2, jnp.int32), 2 * heads, heads, 64).config.computing == chosen
 
 
 def shapes(case: Case):
@@ -315,7 +322,7 @@ def test_lowers_with_copies_of_several_pages(page_size):
     case = small(lengths=(300,), page_size=page_size, head_dim=128, heads=(4, 4))
 
     def kinds(join: bool) -> int:
-        config = dataclasses.replace(choose_config(128, 1), join_pages=join)
+        config = dataclasses.replace(choose_config(128, 1, 4), join_pages=join)
         f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
         return str(f.trace(*shapes(case)).jaxpr).count("copy_gmem_to_smem")
 
@@ -358,7 +365,7 @@ def test_lanes_put_chunks_where_tma_would(row, width):
 )
 def test_narrow_formats_lower_for_cuda_by_warps_and_by_warpgroups(k_format, v_format, head_dim, by_warps):
     case = small(lengths=(100,), k_format=k_format, v_format=v_format, head_dim=head_dim)
-    config = dataclasses.replace(choose_config(head_dim, 2), by_warps=by_warps)
+    config = dataclasses.replace(choose_config(head_dim, 2, 2), by_warps=by_warps)
     f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
     text = f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
     assert ("mma.sync" in text) == by_warps
@@ -370,15 +377,16 @@ def test_every_supported_call_fits_shared_memory(head_dim):
     groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
     formats = ("bf16", "f16", "fp8", *groups)
     tried = 0
-    for dtype, num_heads, page_size, k_format in product(("bfloat16", "float16"), (1, 9, 17, 64), (8, 128), formats):
+    heads = [(1, 1), (9, 1), (17, 1), (64, 1), (2, 2), (32, 2)]
+    for dtype, (num_heads, kv_heads), page_size, k_format in product(("bfloat16", "float16"), heads, (8, 128), formats):
         for v_format, by_warps in ((k_format, True), (k_format, False), ("bf16", True), ("int8-g8", True)):
-            case = small(heads=(num_heads, 1), head_dim=head_dim, page_size=page_size, dtype=dtype,
+            case = small(heads=(num_heads, kv_heads), head_dim=head_dim, page_size=page_size, dtype=dtype,
                          k_format=k_format, v_format=v_format)  # fmt: skip
             if not supported(case):
                 continue
             q, pages, *_ = shapes(case)
-            config = choose_config(head_dim, query_chunks(num_heads, 1, head_dim)[1])
-            config = dataclasses.replace(config, by_warps=by_warps)
+            chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
+            config = dataclasses.replace(choose_config(head_dim, queries, kv_heads * chunks), by_warps=by_warps)
             shape = mosaic_sm90.shape_of(q, pages, case.scale, None, 512, config, interpreted=False)
             scratch = mosaic_sm90.fitting_scratch(shape, q.dtype, ("k", "v", "k_scales", "v_scales"))
             assert shared_bytes(scratch, REDUCTIONS) <= SHARED_MEMORY
@@ -406,7 +414,7 @@ def test_what_has_not_run_on_a_device_is_no_default():
 def test_configurations_say_what_is_wrong():
     for changes, message in (
         ({"computing": 3}, "expected 1 or 2"),
-        ({"split": 64}, "at least a tile of 128"),
+        ({"split": 32}, "at least a tile of 64"),
         ({"split": 384}, "power of two"),
         ({"stages": 1}, "at least 2"),
         ({"sms": 0}, "sms is 0"),
@@ -449,7 +457,7 @@ def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_for
     formats = {"k_format": k_format, "v_format": v_format}
     lengths = (8 * page_size + 3, 5 * page_size - 2)
     case = small(lengths=lengths, heads=heads, head_dim=head_dim, page_size=page_size, **formats)
-    config = choose_config(head_dim, heads[0] // heads[1])
+    config = choose_config(head_dim, heads[0] // heads[1], heads[1])
 
     def run(arguments, config):
         return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
@@ -468,7 +476,7 @@ def test_other_configurations_on_the_device(kv, changes):
     case = small(lengths=(1300, 1, 0, 300), heads=(4, 2), head_dim=128, k_format=kv, v_format=kv)
     arguments = poisoned(case)
     expected = reference.decode_attention(*arguments, case.scale, case.window)
-    plain = choose_config(case.head_dim, 2)
+    plain = choose_config(case.head_dim, 2, 2)
     for config in (plain, dataclasses.replace(plain, **changes)):
         out = mosaic_sm90.decode_attention(*arguments, case.scale, case.window, config=config)
         assert error(out, expected) < TOLERANCE[case.dtype]
