@@ -253,9 +253,9 @@ def main(argv: list[str] | None = None) -> int:
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
-    parser.add_argument("--computing", type=int, choices=[1, 2], default=2, help="warpgroups, of a head each")
-    parser.add_argument("--split", type=int, help="tokens of a work item (default: the configuration's)")
-    parser.add_argument("--per-sm", type=int, default=1, help="workers that share a multiprocessor")
+    parser.add_argument("--computing", type=int, choices=[1, 2], help="warpgroups, of a head each")
+    parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
+    parser.add_argument("--per-sm", type=int, help="workers that share a multiprocessor (these three: as configured)")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     parser.add_argument(
         "--join-pages",
@@ -266,9 +266,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     changes = {
         "by_warps": not args.by_warpgroups, "join_pages": args.join_pages, "stages": args.stages,
-        "computing": args.computing, "per_sm": args.per_sm, "consecutive": args.consecutive,
+        "consecutive": args.consecutive,
     }  # fmt: skip
-    changes |= {} if args.split is None else {"split": args.split}
+    tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
+    changes |= {name: value for name, value in tuned.items() if value is not None}
     rows = table(args.parts, args.heads, args.formats, args.cells, **changes)
     return record("decode_attention", args, argv, rows, summarize)
 

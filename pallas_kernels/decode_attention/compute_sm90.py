@@ -145,7 +145,7 @@ def compute_item(
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
         plgpu.barrier_wait(full.at[slot])
         summed = attend(log2_scale, j * ROWS, (slot, warpgroup), carry, **others)
-        if shape.by_warps and not shape.by_lanes:  # interpreted: TMA must not overtake loads
+        if shape.by_warps and shape.k.interpreted:  # by TMA then, which must not overtake loads
             plgpu.commit_smem()
         plgpu.barrier_arrive(free.at[slot])
         return summed

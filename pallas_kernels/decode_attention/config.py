@@ -7,7 +7,7 @@ import jax
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import KVPages
 
-ROWS = 64  # tokens of a tile, of which a warpgroup has those of one head: of one wgmma
+ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Config:
 
     computing: int = 2  # warpgroups that compute: each has a head of its own
     split: int = 128  # tokens of one work item: fixed, so that a result doesn't depend on its company,
-    most_splits: int = 32  # but doubled until so many are enough for a row, and where one of twice the size is
+    most_splits: int = 32  # but doubled until so many are enough for a row, and once where two would be
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
@@ -70,7 +70,7 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
             )
     group = q.shape[1] // pages.k.values.shape[1]
     stored = pages.k.format.dtype, pages.v.format.dtype
-    large = group > 8 if head_dim == 256 else head_dim == 128 and 8 < group <= 16  # beyond, a smaller tile is chosen
+    large = group > 8 if head_dim == 256 else head_dim == 128 and 8 < group <= 16  # beyond: one head a CTA
     if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and large:
         raise NotImplementedError(  # for copies of both in the queries' dtype
             f"the mosaic kernel has no room for float16 queries over bfloat16 K and V of head dim {head_dim} with "

@@ -46,7 +46,7 @@ def _merge_kernel(
     shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
     """One query of one head: its partial results' sum, from left to right, as compute_item adds up splits; and then of
-    all warps that have sums."""
+    its warps, where each has one."""
     worker, head_dim, sums_of = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
     row, item, slot, count = (cuts_ref[i, worker] for i in range(4))
     fetches = lax.div(count + (FETCHED - 1), jnp.int32(FETCHED))

@@ -1,7 +1,7 @@
 """decode_attention for Hopper GPUs: a persistent Mosaic kernel over balanced work items, and one that merges splits.
 
 Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one or two compute,
-each a head of its own: what they have of a tile is the same tokens.
+each a head of its own: a tile is the same 64 tokens of each.
 Tokens are the rows of both products, K Q^T [tile, queries] and V^T P [D, queries], so that the few queries of a KV head
 fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. Online softmax: Milakov & Gimelshein
 2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as

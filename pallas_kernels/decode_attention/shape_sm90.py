@@ -33,7 +33,7 @@ class Shape:
     columns: int  # `queries` padded to what wgmma wants
     items: int  # work items a row and split: heads of work, or pairs of them
     splits: int  # partial results of a head, at most; 0: no row is ever split
-    slots: int  # and of all
+    slots: int  # and of all: those of a pair share a number
     scale: float
     config: Config
     k: Storage

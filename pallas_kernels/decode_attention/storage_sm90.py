@@ -32,7 +32,7 @@ _RUNS_OF_2 = plgpu.Layout.TILED(plgpu.Tiling(((64, 4), (16, 4), (2,))), (-5,), (
 
 @dataclass(frozen=True)
 class Storage:
-    """K or V of a kernel: in a tile each warpgroup has 64 tokens, copied in `parts` of up to a page."""
+    """K or V of a kernel: in a tile each warpgroup has 64 tokens of its head, copied in `parts` of up to a page."""
 
     format: KVFormat
     dtype: Any  # of the product

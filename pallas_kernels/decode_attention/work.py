@@ -1,6 +1,7 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of the keys of one row, of one KV head or of a pair of them: as many as warpgroups compute.
+A work item is one split of the keys of one row, for one KV head (or a chunk of its query heads) or for a pair of them:
+as many as warpgroups compute.
 Splits end at multiples of a number of tokens that depends on the row's own length alone, so that a row's result doesn't
 depend on its company. Items are ordered by row, head and split; each worker takes a contiguous run of about equally
 many tiles.
@@ -23,7 +24,8 @@ from pallas_kernels.decode_attention.config import ROWS, Config, choose_config
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Work:
-    """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i."""
+    """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i. A head
+    is what an item has here: one, or a pair."""
 
     rows: jax.Array  # i32[R] the used rows first
     lengths: jax.Array  # i32[R] of these rows: 0 for the unused ones at the end
@@ -32,15 +34,14 @@ class Work:
     items: jax.Array  # i32[W] how many it has
     slots: jax.Array  # i32[W] where its partial results begin
     cuts: jax.Array  # i32[4, W] row, head, first partial result and number of them, of the head that goes on after it
-    # ("head" stands for what an item has: a head, or a pair)
     heads: int = field(metadata={"static": True})  # items a row and split: its heads, or pairs of them
     window: int | None = field(metadata={"static": True})
     config: Config = field(metadata={"static": True})
 
 
 def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.Array:
-    """Tokens of a split of rows of `length` keys: config.split, doubled until config.most_splits cover what is seen, or
-    one of twice the size does."""
+    """Log2 of the tokens of a split of rows of `length` keys: of config.split, doubled until config.most_splits cover
+    what is seen, and once where two would, so that short rows are not split (but where a window straddles an end)."""
     seen = length if window is None else jnp.minimum(length, window)
     doublings = 32 - lax.clz(jnp.maximum(seen - 1, 0) // (config.split * config.most_splits))
     doublings = jnp.where(seen <= 2 * config.split, 1, doublings)
@@ -55,7 +56,7 @@ def row_splits(length: jax.Array, log2_split: jax.Array, window: int | None) -> 
 
 
 def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Work items a KV head, and the query heads of each (the last ones overlap where they don't divide)."""
+    """Heads of work a KV head, and the query heads of each (the last ones overlap where they don't divide)."""
     most = 16 if head_dim > 128 else 64  # that shared memory has room for
     chunks = -(-(num_heads // num_kv_heads) // most)
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
