@@ -49,16 +49,21 @@ def products_us(params: Params, config: LlamaConfig, rows: int, heads: int) -> f
 def measure(toy: bool) -> Iterator[Row]:
     config = config_of(toy)
     params = random_params(config, toy)
-    args = argparse.Namespace(page_size=16, kv_cache=None)
     for batch, context in ((2, 16),) if toy else DECODE:
-        run = decode_steps(params, config, batch, argparse.Namespace(**vars(args), context=context), STEPS)
-        us = microseconds(run) / STEPS
-        yield share_row("decode", batch, context, us, products_us(params, config, batch, batch))
-        if jax.default_backend() == "gpu":
-            yield from kinds("decode", batch, context, run)
+        yield from decoding(params, config, batch, context)
     for tokens in (16,) if toy else PREFILL:
         us = Step(params, config, tokens, False, config.num_layers).microseconds()
         yield share_row("prefill", 1, tokens, us, products_us(params, config, tokens, 1))
+
+
+def decoding(params: Params, config: LlamaConfig, batch: int, context: int) -> Iterator[Row]:
+    """A case's rows. Its pages are gone with it: two cases' don't fit an H200."""
+    args = argparse.Namespace(page_size=16, kv_cache=None, context=context)
+    run = decode_steps(params, config, batch, args, STEPS)
+    us = microseconds(run) / STEPS
+    yield share_row("decode", batch, context, us, products_us(params, config, batch, batch))
+    if jax.default_backend() == "gpu":
+        yield from kinds("decode", batch, context, run)
 
 
 def share_row(phase: str, batch: int, tokens: int, us: float, products: float) -> Row:

@@ -46,12 +46,11 @@ def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False)
 
     Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
     ones, whose items are over sooner, so that what an item costs counts for more). Of what needs more shared memory,
-    and of a number of heads that has no pairs, a CTA has one head at a time.
+    and of a number of heads that has no pairs, a CTA has one head at a time: two CTAs a multiprocessor would be better
+    for short contexts only.
     """
-    small = head_dim <= 128 and queries <= 16
-    computing = 2 if small and heads % 2 == 0 else 1
-    tokens = (512 if narrow else 256) // computing
-    return Config(computing=computing, split=tokens, per_sm=2 if small and computing == 1 else 1)
+    computing = 2 if head_dim <= 128 and queries <= 16 and heads % 2 == 0 else 1
+    return Config(computing=computing, split=(512 if narrow else 256) // computing)
 
 
 def check_supported(q: jax.Array, pages: KVPages) -> None:

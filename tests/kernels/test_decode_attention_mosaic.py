@@ -443,7 +443,9 @@ def test_on_the_device(case):
     arguments = poisoned(case)
     run = jax.jit(partial(decode_attention, scale=case.scale, window=case.window, backend="mosaic"))
     out = run(*arguments)
-    assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
+    both_narrow = arguments[1].narrow and case.dtype == "float16"  # then codes times scales are rounded to it as well
+    tolerance = 7e-4 if both_narrow else TOLERANCE[case.dtype]
+    assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < tolerance
     assert same_bits(out, run(*arguments))
 
 
