@@ -56,18 +56,27 @@ COMMANDS = (
         timed=False,
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
-    Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170),
-    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
-    Command("C16", "-m experiments.claims C16 --results {results}", 60),
+    Command("C13", "-m experiments.claims C13 --results {results}", 100),
+    Command("C19", "-m experiments.claims C19 --results {results}", 90),
+    Command("qps_kv", "-m experiments.qps --kv-cache int8-g8 --repeats 2 --results {results}", 200),
+    Command(
+        "decode_step",
+        "-m experiments.decode_step --batch 1 16 64 128 256 --backend xla default --results {results}",
+        90,
+    ),
+    Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
+    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
     Command("start_up", "-m experiments.start_up --results {results}", 240),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
+    Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170),
+    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
     Command(
         "quant_steps",
         "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
         f" --stages {QUANT_STAGES} --results {{results}}",
         560,
     ),
-    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
+    Command("C16", "-m experiments.claims C16 --results {results}", 60),
     Command("throughput_kv", "-m experiments.throughput --scheme bf16 --kv-cache int8-g8 --results {results}", 200),
     Command("throughput_w8a8", "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}", 200),
     Command(
@@ -75,7 +84,6 @@ COMMANDS = (
         "-m experiments.throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16 --results {results}",
         200,
     ),
-    Command("qps_kv", "-m experiments.qps --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     # One process: a minute of compiling, and the run of the usual policies, are shared.
     Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
@@ -117,12 +125,6 @@ COMMANDS = (
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
     Command("sample", "-m pallas_kernels.sample.bench --results {results}", 90),
     Command("norm_quant", "-m pallas_kernels.norm_quant.bench --rows 1 8192 128 512 --results {results}", 60),
-    Command(
-        "decode_step",
-        "-m experiments.decode_step --batch 1 16 64 128 256 --backend xla default --results {results}",
-        90,
-    ),
-    Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
     Command("kv_measured", "-m experiments.kv_measured --requests 384 --results {results}", 260),
     Command(
         "weight_only_middle",
@@ -130,10 +132,8 @@ COMMANDS = (
         " --label middle --results {results}",
         60,
     ),
-    Command("C13", "-m experiments.claims C13 --results {results}", 100),
     Command("C18", "-m experiments.claims C18 --results {results}", 120),
     Command("C14", "-m experiments.claims C14 --results {results}", 120),
-    Command("C19", "-m experiments.claims C19 --results {results}", 90),
 )
 
 
