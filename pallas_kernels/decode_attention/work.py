@@ -1,10 +1,9 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of the keys of one row, for one KV head (or a chunk of its query heads) or for a pair of them:
-as many as warpgroups compute.
-Splits end at multiples of a number of tokens that depends on the row's own length alone, so that a row's result doesn't
-depend on its company. Items are ordered by row, head and split; each worker takes a contiguous run of about equally
-many tiles.
+A work item is one split of the keys of one row, for as many heads as warpgroups compute: a KV head with a chunk of its
+query heads, or a pair of these, which is what "head" stands for below. Splits end at multiples of a number of tokens
+that depends on the row's own length alone, so that a row's result doesn't depend on its company. Items are ordered by
+row, head and split; each worker takes a contiguous run of about equally many tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
 them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
@@ -24,8 +23,7 @@ from pallas_kernels.decode_attention.config import ROWS, Config, choose_config
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Work:
-    """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i. A head
-    is what an item has here: one, or a pair."""
+    """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i."""
 
     rows: jax.Array  # i32[R] the used rows first
     lengths: jax.Array  # i32[R] of these rows: 0 for the unused ones at the end
@@ -127,14 +125,15 @@ def make_work(
     )
 
 
-def max_slots(num_rows: int, max_tokens: int, heads: int, window: int | None, config: Config) -> tuple[int, int]:
-    """The most partial results of a head and of all, for rows of up to `max_tokens` keys; 0 if none is ever split."""
+def max_slots(num_rows: int, max_tokens: int, items: int, window: int | None, config: Config) -> tuple[int, int]:
+    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with so many items a split; 0
+    if none is ever split."""
     if max_tokens <= 2 * config.split:
         return 0, 0
     most = min(-(-max_tokens // config.split), config.most_splits + (window is not None))
     if window is not None:
         most = min(most, (window - 2) // config.split + 2 if window > 1 else 1)
-    return (most, min(num_rows * heads, config.workers - 1) * most) if most > 1 else (0, 0)
+    return (most, min(num_rows * items, config.workers - 1) * most) if most > 1 else (0, 0)
 
 
 def _exclusive_sum(x: jax.Array) -> jax.Array:
