@@ -65,6 +65,11 @@ COMMANDS = (
         90,
     ),
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
+    Command(
+        "step_profile_serve",
+        "-m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16 --results {results}",
+        90,
+    ),
     Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
     Command("start_up", "-m experiments.start_up --results {results}", 240),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),

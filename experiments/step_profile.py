@@ -2,9 +2,11 @@
 
     python -m experiments.step_profile --config configs/llama-2-7b.json --batch 1 64 256
     python -m experiments.step_profile --kind prefill --batch 128 512 --input 8
+    python -m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16
 
 Random weights. Decoding: every slot at --context tokens of KV; prefill: a prompt of --input tokens for each slot, from
-the beginning. Kernels of one name are added up and sorted into kinds: matmul, attention, cache (rotary embedding and
+the beginning; serve: an engine whose slots all decode, some tokens after --context, with all that its host does between
+two steps. Kernels of one name are added up and sorted into kinds: matmul, attention, cache (rotary embedding and
 the write), norm and activation, sampling, and the rest, which is everything between them; XLA's names hide some
 products there. The gap is the time in which no kernel ran, from the first kernel of the profiled steps to the last.
 Rows whose kernel is "(all)" are the totals of a kind.
@@ -21,19 +23,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from experiments.decode_step import filled_slots
+from experiments.qps import bar, claim_memory
 from experiments.quant_steps import KINDS as STEP_KINDS
 from experiments.quant_steps import Case, pack
 from experiments.result_file import record
+from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
 from jllm.params import Params
+from jllm.pretrained import Model
 from jllm.step import State, jit_step
 from pallas_kernels.measure import Event, timeline
 
+PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
+MOST_GAP = 0.03  # of a step
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
     ("cache", r"cache_update"),
@@ -85,6 +95,36 @@ def _steps(
     return run
 
 
+def serving_steps(
+    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
+) -> Callable[[], None]:
+    """A function that runs `steps` steps of an engine in which every slot decodes."""
+    prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
+    output = 4 * steps + 2 * -(-batch * args.context // prompts) + batch  # it is called a few times
+    pages_each = -(-(args.context + output) // args.page_size)
+    engine = Engine(
+        Model(config, params, None),
+        max_slots=batch,
+        num_pages=batch * pages_each,
+        page_size=args.page_size,
+        kv_cache=args.kv_cache,
+        max_step_tokens=batch + prompts,
+        ladder=(Rung(batch, 0, 0), Rung(batch, prompts, min(batch, 64))),
+        prefix_cache=False,
+    )
+    sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
+    rng = np.random.default_rng(0)
+    waiting = {engine.submit(rng.integers(3, config.vocab_size, args.context).tolist(), sampling) for _ in range(batch)}
+    while waiting:
+        waiting -= {event.id for event in engine.step()}
+
+    def run() -> None:
+        for _ in range(steps):
+            engine.step()
+
+    return run
+
+
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
     """One row a kernel name, the longest first, and one for the gaps."""
     times: dict[str, list[float]] = collections.defaultdict(list)
@@ -118,9 +158,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a try")
-    parser.add_argument("--kind", choices=STEP_KINDS, default="decode", help="of the step")
+    parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="of the step")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="slots, or prompts")
-    parser.add_argument("--context", type=int, default=256, help="decode: KV tokens of each slot at the start")
+    parser.add_argument("--context", type=int, default=256, help="decode, serve: KV tokens of each slot at the start")
     parser.add_argument("--input", type=int, default=8, help="prefill: tokens of each prompt")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
@@ -137,24 +177,39 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
     params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
     for batch in tqdm(args.batch, delay=2):
-        step: dict[str, Any] = {"model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype}
-        if args.kind == "decode":
-            run = decode_steps(params, config, batch, args, args.steps)
-            step |= {"step": "decode", "context": args.context}
-        else:
-            run = prefill_steps(params, config, batch, args, args.steps)
-            step |= {"step": "prefill", "input": args.input}
-        jax.block_until_ready(run())
-        found = list(table(timeline(run), args.steps))
-        for row in (*found, *totals(found)):
-            yield step | row
+        yield from of_batch(params, config, batch, args)
+
+
+def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of one number of slots or prompts; their pages are gone with it."""
+    make = {"decode": decode_steps, "prefill": prefill_steps, "serve": serving_steps}[args.kind]
+    length = "input" if args.kind == "prefill" else "context"
+    step = {
+        "model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype, "step": args.kind,
+        length: getattr(args, length),
+    }  # fmt: skip
+    run = make(params, config, batch, args, args.steps)
+    jax.block_until_ready(run())
+    found = list(table(timeline(run), args.steps))
+    for row in (*found, *totals(found)):
+        yield step | row
+
+
+def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The time between kernels in which an engine's decode steps leave the device idle."""
+    for row in rows:
+        if row["kind"] == "gap" and row["step"] == "serve":
+            name = f"gap between an engine's decode steps, {row['model']} KV {row['kv']}, batch {row['batch']}"
+            yield bar(name, row["share"], "1", MOST_GAP, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
-    options = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
-    return record(args.results, "step_profile", command, rows(args), **options)
+    claim_memory()
+    name = "step_profile_serve" if args.kind == "serve" else "step_profile"
+    options = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json, "bars": bars}
+    return record(args.results, name, command, rows(args), **options)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from experiments import peers
 from experiments.arguments import positive
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor
+from experiments.qps import claim_memory
 from experiments.result_file import ResultFile, rounded
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
@@ -344,6 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.throughput", *(sys.argv[1:] if argv is None else argv)]
     source = json.loads(H800.read_text(encoding="utf-8"))["source"]
     beside = peers.compiled_steps(args.peers, args.peer_seconds) if args.peers else []
+    claim_memory()
     try:
         result = ResultFile(args.results, name_of(args), command, h800=source)
         for row in rows(args):

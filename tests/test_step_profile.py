@@ -1,5 +1,6 @@
 """The table of a step's kernels, from events made by hand, and the steps that are profiled."""
 
+import inspect
 import json
 
 import jax
@@ -7,7 +8,15 @@ import numpy as np
 import pytest
 
 from experiments import step_profile
-from experiments.step_profile import decode_steps, kind_of, parse_args, prefill_steps, table, totals
+from experiments.step_profile import (
+    decode_steps,
+    kind_of,
+    parse_args,
+    prefill_steps,
+    serving_steps,
+    table,
+    totals,
+)
 from pallas_kernels.measure import Event
 from tests.test_decode_step import TOY
 from tests.tiny import tiny_model
@@ -77,7 +86,21 @@ def test_every_slot_of_a_profiled_step_makes_a_token():
     np.testing.assert_array_equal(prompts(), first)  # the same prompts again
 
 
-@pytest.mark.parametrize(("kind", "length"), [("decode", ("context", 20)), ("prefill", ("input", 5))])
+def test_an_engine_whose_slots_all_decode_is_profiled():
+    model = tiny_model()
+    run = serving_steps(model.params, model.config, 3, parse_args(["--context", "20"]), 4)
+    engine = inspect.getclosurevars(run).nonlocals["engine"]
+    before = engine.metrics()["output_tokens"]
+    run()
+    assert engine.metrics()["output_tokens"] == before + 3 * 4
+    run()
+    run()
+    assert engine.metrics()["running"] == 3  # called a few times
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [("decode", ("context", 20)), ("prefill", ("input", 5)), ("serve", ("context", 20))]
+)
 def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     def timeline(run):
         jax.block_until_ready(run())
@@ -89,9 +112,11 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     options = ["--config", str(config), "--layers", "1", "--kind", kind, "--batch", "2", "--dtype", "float32"]
     options += ["--context", "20", "--input", "5", "--steps", "1", "--results", str(tmp_path)]
     assert step_profile.main(options) == 0
-    (file,) = tmp_path.glob("step_profile-*.json")
+    (file,) = tmp_path.glob("step_profile*.json")
     rows = json.loads(file.read_text())["rows"]
     assert [(row["kernel"], row["kind"]) for row in rows] == [
         ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"), ("(all)", "matmul"), ("(all)", "sampling"),
     ]  # fmt: skip
     assert all((row["step"], row["batch"], row[length[0]]) == (kind, 2, length[1]) for row in rows)
+    bars = json.loads(file.read_text())["bars"]
+    assert [bar["met"] for bar in bars] == ([False] if kind == "serve" else [])  # idle for a fifth of the time
