@@ -68,7 +68,7 @@ COMMANDS = (
     Command(
         "step_profile_serve",
         "-m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16 --results {results}",
-        90,
+        150,
     ),
     Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
     Command("start_up", "-m experiments.start_up --results {results}", 240),

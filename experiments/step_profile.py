@@ -8,16 +8,19 @@ Random weights. Decoding: every slot at --context tokens of KV; prefill: a promp
 the beginning; serve: an engine whose slots all decode, some tokens after --context, with all that its host does between
 two steps. Kernels of one name are added up and sorted into kinds: matmul, attention, cache (rotary embedding and
 the write), norm and activation, sampling, and the rest, which is everything between them; XLA's names hide some
-products there. The gap is the time in which no kernel ran, from the first kernel of the profiled steps to the last.
+products there. The gap is the time in which neither a kernel nor a copy ran, from the first of the steps to the last.
 Rows whose kernel is "(all)" are the totals of a kind.
 """
 
 import argparse
 import collections
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.step import State, jit_step
@@ -95,34 +99,43 @@ def _steps(
     return run
 
 
-def serving_steps(
-    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
-) -> Callable[[], None]:
-    """A function that runs `steps` steps of an engine in which every slot decodes."""
+def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """An engine's options in which so many slots decode --steps steps four times, and the tokens that each makes."""
     prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
-    output = 4 * steps + 2 * -(-batch * args.context // prompts) + batch  # it is called a few times
-    pages_each = -(-(args.context + output) // args.page_size)
-    engine = Engine(
-        Model(config, params, None),
-        max_slots=batch,
-        num_pages=batch * pages_each,
-        page_size=args.page_size,
-        kv_cache=args.kv_cache,
-        max_step_tokens=batch + prompts,
-        ladder=(Rung(batch, 0, 0), Rung(batch, prompts, min(batch, 64))),
-        prefix_cache=False,
-    )
+    chunks = min(batch, 64)
+    filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
+    output = 4 * args.steps + filling + 2 * Scheduler.PATIENCE  # the last prompts may wait; tokens are read late
+    options = {
+        "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
+        "page_size": args.page_size, "kv_cache": args.kv_cache, "max_step_tokens": batch + prompts,
+        "ladder": (Rung(batch, 0, 0), Rung(batch, prompts, chunks)), "prefix_cache": False,
+    }  # fmt: skip
+    return options, output
+
+
+@contextmanager
+def serving(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[Engine]:
+    """An engine whose slots all decode."""
+    options, output = serving_sizes(batch, args)
+    engine = Engine(Model(config, params, None), **options)
     sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
     rng = np.random.default_rng(0)
-    waiting = {engine.submit(rng.integers(3, config.vocab_size, args.context).tolist(), sampling) for _ in range(batch)}
-    while waiting:
-        waiting -= {event.id for event in engine.step()}
+    prompts = rng.integers(3, config.vocab_size, (batch, args.context)).tolist()
+    try:
+        engine.compile_ahead([sampling])
+        waiting = {engine.submit(prompt, sampling) for prompt in prompts}
+        while waiting:
+            waiting -= {event.id for event in engine.step()}
+        yield engine
+    finally:
+        engine.close()
 
-    def run() -> None:
-        for _ in range(steps):
-            engine.step()
 
-    return run
+def serve_steps(engine: Engine, steps: int) -> list[jax.Array]:
+    """Runs so many steps; what is there once the last of them, whose tokens nobody has read yet, has ended."""
+    for _ in range(steps):
+        engine.step()
+    return jax.live_arrays()
 
 
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
@@ -137,8 +150,11 @@ def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
             "kernel": name, "kind": kind_of(name), "calls": round(len(all_us) / steps, 1), "us": round(us, 2),
             "share": round(us * steps / span, 4),
         }  # fmt: skip
-    idle = (span - sum(event.us for event in events)) / steps
-    yield {"kernel": "(none)", "kind": "gap", "us": round(idle, 2), "share": round(idle * steps / span, 4)}
+    idle, end = 0.0, -math.inf
+    for event in sorted(events, key=lambda event: event.start_us):  # copies may run beside kernels
+        idle += max(0.0, event.start_us - end) if end > -math.inf else 0.0
+        end = max(end, event.start_us + event.us)
+    yield {"kernel": "(none)", "kind": "gap", "us": round(idle / steps, 2), "share": round(idle / span, 4)}
 
 
 def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -182,25 +198,30 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one number of slots or prompts; their pages are gone with it."""
-    make = {"decode": decode_steps, "prefill": prefill_steps, "serve": serving_steps}[args.kind]
     length = "input" if args.kind == "prefill" else "context"
     step = {
         "model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype, "step": args.kind,
         length: getattr(args, length),
     }  # fmt: skip
-    run = make(params, config, batch, args, args.steps)
-    jax.block_until_ready(run())
-    found = list(table(timeline(run), args.steps))
+    with ExitStack() as stack:
+        run: Callable[[], Any]
+        if args.kind == "serve":
+            run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), args.steps)
+        else:
+            make = decode_steps if args.kind == "decode" else prefill_steps
+            run = make(params, config, batch, args, args.steps)
+        jax.block_until_ready(run())
+        found = list(table(timeline(run, python=False), args.steps))
     for row in (*found, *totals(found)):
         yield step | row
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The time between kernels in which an engine's decode steps leave the device idle."""
+    """The time in which an engine's decode steps leave the device idle."""
     for row in rows:
         if row["kind"] == "gap" and row["step"] == "serve":
-            name = f"gap between an engine's decode steps, {row['model']} KV {row['kv']}, batch {row['batch']}"
-            yield bar(name, row["share"], "1", MOST_GAP, most=True)
+            where = f"{row['model']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
+            yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,7 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
     name = "step_profile_serve" if args.kind == "serve" else "step_profile"
-    options = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json, "bars": bars}
+    options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
+    if args.layers is None:  # fewer are too small to decide
+        options["bars"] = bars
     return record(args.results, name, command, rows(args), **options)
 
 

@@ -55,10 +55,14 @@ class Event(NamedTuple):
     us: float
 
 
-def timeline(run: Callable[[], Any], repeats: int = 1) -> list[Event]:
-    """What `repeats` calls of `run` put on the device, in order. Raises RuntimeError where the profiler saw none."""
+def timeline(run: Callable[[], Any], repeats: int = 1, python: bool = True) -> list[Event]:
+    """What `repeats` calls of `run` put on the device, in order. Without `python` the profiler does not follow Python,
+    which takes time. Raises RuntimeError where it saw nothing."""
+    options = jax.profiler.ProfileOptions()
+    if not python:
+        options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
+        with jax.profiler.trace(directory, profiler_options=options):
             jax.block_until_ready([run() for _ in range(repeats)][-1])
         (path,) = Path(directory).rglob("*.xplane.pb")
         planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if "GPU" in plane.name]

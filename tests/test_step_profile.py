@@ -1,6 +1,5 @@
 """The table of a step's kernels, from events made by hand, and the steps that are profiled."""
 
-import inspect
 import json
 
 import jax
@@ -13,7 +12,9 @@ from experiments.step_profile import (
     kind_of,
     parse_args,
     prefill_steps,
-    serving_steps,
+    serve_steps,
+    serving,
+    serving_sizes,
     table,
     totals,
 )
@@ -86,30 +87,35 @@ def test_every_slot_of_a_profiled_step_makes_a_token():
     np.testing.assert_array_equal(prompts(), first)  # the same prompts again
 
 
-def test_an_engine_whose_slots_all_decode_is_profiled():
-    model = tiny_model()
-    run = serving_steps(model.params, model.config, 3, parse_args(["--context", "20"]), 4)
-    engine = inspect.getclosurevars(run).nonlocals["engine"]
-    before = engine.metrics()["output_tokens"]
-    run()
-    assert engine.metrics()["output_tokens"] == before + 3 * 4
-    run()
-    run()
-    assert engine.metrics()["running"] == 3  # called a few times
+@pytest.mark.parametrize(("batch", "context"), [(3, 20), (1, 5), (70, 3)])
+def test_an_engine_whose_slots_all_decode_is_profiled(batch, context):
+    model, args = tiny_model(), parse_args(["--context", str(context), "--steps", "4"])
+    with serving(model.params, model.config, batch, args) as engine:
+        for _ in range(3):
+            before = engine.metrics()["output_tokens"]
+            jax.block_until_ready(serve_steps(engine, 4))
+            assert engine.metrics()["output_tokens"] == before + 4 * batch
+            assert engine.metrics()["running"] == batch
+
+
+def test_the_profile_of_a_full_engine_fits_a_device():
+    """7B in 16 bits beside 512 slots: 8 MiB a page."""
+    options, _ = serving_sizes(512, parse_args(["--context", "136", "--steps", "16"]))
+    assert options["num_pages"] * 8 < 64 * 1024
 
 
 @pytest.mark.parametrize(
     ("kind", "length"), [("decode", ("context", 20)), ("prefill", ("input", 5)), ("serve", ("context", 20))]
 )
 def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
-    def timeline(run):
+    def timeline(run, python):
         jax.block_until_ready(run())
         return [Event("gemm_tall", 0.0, 3.0), Event("sample", 4.0, 1.0)]
 
     monkeypatch.setattr(step_profile, "timeline", timeline)
     config = tmp_path / "toy.json"
     config.write_text(json.dumps(TOY))
-    options = ["--config", str(config), "--layers", "1", "--kind", kind, "--batch", "2", "--dtype", "float32"]
+    options = ["--config", str(config), "--kind", kind, "--batch", "2", "--dtype", "float32"]
     options += ["--context", "20", "--input", "5", "--steps", "1", "--results", str(tmp_path)]
     assert step_profile.main(options) == 0
     (file,) = tmp_path.glob("step_profile*.json")
