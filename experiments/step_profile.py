@@ -14,7 +14,6 @@ Rows whose kernel is "(all)" are the totals of a kind.
 
 import argparse
 import collections
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -143,16 +142,17 @@ def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[re.sub(r"[_.]?\d+", "", event.name)[:60]].append(event.us)
-    span = max(event.start_us + event.us for event in events) - min(event.start_us for event in events)
+    first = min(event.start_us for event in events)
+    span = max(event.start_us + event.us for event in events) - first
     for name, all_us in sorted(times.items(), key=lambda item: -sum(item[1])):
         us = sum(all_us) / steps
         yield {
             "kernel": name, "kind": kind_of(name), "calls": round(len(all_us) / steps, 1), "us": round(us, 2),
             "share": round(us * steps / span, 4),
         }  # fmt: skip
-    idle, end = 0.0, -math.inf
+    idle, end = 0.0, first
     for event in sorted(events, key=lambda event: event.start_us):  # copies may run beside kernels
-        idle += max(0.0, event.start_us - end) if end > -math.inf else 0.0
+        idle += max(0.0, event.start_us - end)
         end = max(end, event.start_us + event.us)
     yield {"kernel": "(none)", "kind": "gap", "us": round(idle / steps, 2), "share": round(idle / span, 4)}
 

@@ -76,6 +76,18 @@ def test_totals_are_of_each_kind_but_the_gap():
     assert [row["share"] for row in found] == pytest.approx([14 / 16, 1 / 16])
 
 
+def test_what_overlaps_is_busy_once():
+    """A copy within a kernel, and one that outlasts it, neither in order."""
+    events = [
+        Event("copy", 8.0, 4.0),
+        Event("copy", 1.0, 2.0),
+        Event("gemm_tall", 0.0, 5.0),
+        Event("gemm_tall", 6.0, 4.0),
+    ]
+    (gap,) = [row for row in table(events, steps=2) if row["kind"] == "gap"]
+    assert (gap["us"], gap["share"]) == (0.5, pytest.approx(1 / 12, abs=1e-4))
+
+
 def test_every_slot_of_a_profiled_step_makes_a_token():
     model = tiny_model()
     args = parse_args(["--context", "20", "--input", "5"])
