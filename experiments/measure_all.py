@@ -77,7 +77,7 @@ COMMANDS = (
     Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
     Command(
         "quant_steps",
-        "-m experiments.quant_steps --backend mosaic --steps 10 --repeats 2 --threads 14"
+        "-m experiments.quant_steps --backend mosaic --steps 20 --repeats 2 --threads 14"
         f" --stages {QUANT_STAGES} --results {{results}}",
         560,
     ),

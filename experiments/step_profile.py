@@ -6,10 +6,10 @@
 
 Random weights. Decoding: every slot at --context tokens of KV; prefill: a prompt of --input tokens for each slot, from
 the beginning; serve: an engine whose slots all decode, some tokens after --context, with all that its host does between
-two steps. Kernels of one name are added up and sorted into kinds: matmul, attention, cache (rotary embedding and
-the write), norm and activation, sampling, and the rest, which is everything between them; XLA's names hide some
-products there. The gap is the time in which neither a kernel nor a copy ran, from the first of the steps to the last.
-Rows whose kernel is "(all)" are the totals of a kind.
+two steps; the first few are not counted, as the profiler takes its time to begin. Kernels of one name are added up and
+sorted into kinds: matmul, attention, cache (rotary embedding and the write), norm and activation, sampling, and the
+rest, which is everything between them; XLA's names hide some products there. The gap is the time in which neither a
+kernel nor a copy ran, from the first of the steps to the last. Rows whose kernel is "(all)" are the totals of a kind.
 """
 
 import argparse
@@ -42,11 +42,13 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
 from pallas_kernels.measure import Event, timeline
 
 PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
 MOST_GAP = 0.03  # of a step
+SKIPPED = 3  # steps of an engine's profile
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
     ("cache", r"cache_update"),
@@ -99,11 +101,13 @@ def _steps(
 
 
 def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """An engine's options in which so many slots decode --steps steps four times, and the tokens that each makes."""
+    """An engine's options in which so many slots decode four profiles' steps, and the tokens that each makes."""
     prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
     chunks = min(batch, 64)
     filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
-    output = 4 * args.steps + filling + 2 * Scheduler.PATIENCE  # the last prompts may wait; tokens are read late
+    output = (
+        4 * (args.steps + SKIPPED) + filling + 2 * Scheduler.PATIENCE
+    )  # the last prompts may wait; tokens are read late
     options = {
         "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
         "page_size": args.page_size, "kv_cache": args.kv_cache, "max_step_tokens": batch + prompts,
@@ -135,6 +139,18 @@ def serve_steps(engine: Engine, steps: int) -> list[jax.Array]:
     for _ in range(steps):
         engine.step()
     return jax.live_arrays()
+
+
+def steady(events: list[Event], steps: int) -> list[Event]:
+    """Of the events of so many steps, those of whole steps after the first SKIPPED, by a kernel (no copy) that each has
+    once: the latest in a step. Raises RuntimeError where there is none."""
+    counts = collections.Counter(event.name for event in events)
+    once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Memcpy")]
+    if not once:
+        raise RuntimeError(f"no kernel ran once in each of {steps} steps")
+    last = max(once, key=lambda event: event.start_us)
+    marks = sorted(event.start_us for event in once if event.name == last.name)
+    return [event for event in events if marks[SKIPPED - 1] <= event.start_us < marks[-1]]
 
 
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
@@ -180,7 +196,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=int, default=8, help="prefill: tokens of each prompt")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--scheme", default="bf16", help="of the weights")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
     parser.add_argument("--steps", type=int, default=4, help="steps in one profile")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
@@ -192,6 +209,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.layers:
         config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
     params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+    if args.scheme != "bf16":
+        params = quantize(params, args.scheme)
     for batch in tqdm(args.batch, delay=2):
         yield from of_batch(params, config, batch, args)
 
@@ -200,18 +219,20 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
     """Rows of one number of slots or prompts; their pages are gone with it."""
     length = "input" if args.kind == "prefill" else "context"
     step = {
-        "model": Path(args.config).stem, "batch": batch, "kv": args.kv_cache or args.dtype, "step": args.kind,
-        length: getattr(args, length),
+        "model": Path(args.config).stem, "scheme": args.scheme, "batch": batch,
+        "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),
     }  # fmt: skip
     with ExitStack() as stack:
         run: Callable[[], Any]
         if args.kind == "serve":
-            run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), args.steps)
+            profiled = args.steps + SKIPPED
+            run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), profiled)
         else:
             make = decode_steps if args.kind == "decode" else prefill_steps
             run = make(params, config, batch, args, args.steps)
         jax.block_until_ready(run())
-        found = list(table(timeline(run, python=False), args.steps))
+        events = timeline(run, python=False)
+    found = list(table(steady(events, profiled) if args.kind == "serve" else events, args.steps))
     for row in (*found, *totals(found)):
         yield step | row
 
@@ -220,7 +241,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The time in which an engine's decode steps leave the device idle."""
     for row in rows:
         if row["kind"] == "gap" and row["step"] == "serve":
-            where = f"{row['model']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
+            where = f"{row['model']} {row['scheme']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 
 

@@ -4,8 +4,9 @@
     python -m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --config configs/llama-3-8b.json
 
 Random weights. Prefill: the prompts of the batch in as many steps as the engine takes, at most --step-tokens each.
-Decode: every slot at input + output / 2 tokens of KV, greedy. Both as steps dispatched one after the other, each fed by
-the state that the one before left, and timed together on the host's clock; the best of --repeats. Tokens a second are
+Decode: every slot at input + output / 2 tokens of KV on average, greedy. Both as steps dispatched one after the other,
+each fed by the state that the one before left, and timed together on the host's clock, for --seconds at least since
+the first one's dispatch is in it; the best of --repeats. Tokens a second are
 those of the output over the time of prefill and all decode steps. Memory: weights, the KV of all tokens of the batch at
 their end, and what the larger of the two steps needs besides.
 
@@ -155,9 +156,10 @@ class Bench:
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
         buffers = [jax.device_put(pack_prefill(size.rung, chunks, case.input)) for chunks in spans]
-        times = max(1, self.args.steps // len(buffers))
+        run, tokens = self.steps[size.rung], len(spans[-1])
         self._place(case, 0)
-        seconds = self._time(self.steps[size.rung], buffers * times, len(spans[-1]))
+        times = self._times(self._time(run, buffers, tokens), len(buffers))
+        seconds = self._best(run, buffers * times, tokens) / times
         floor = sum(
             self.floor.seconds(
                 sum(n for *_, n in chunks),
@@ -167,14 +169,21 @@ class Bench:
             )
             for chunks in spans
         )
-        return seconds / times, floor
+        return seconds, floor
 
     def decode(self, case: Case) -> float:
-        """Seconds of one decode step of a row."""
+        """Seconds of one decode step of a row: of so many in the middle of its output."""
         layout = Layout(Rung(case.batch, 0, 0), deltas=8)
-        buffer = jax.device_put(pack_decode(layout, range(case.batch)))
+        buffer, run = jax.device_put(pack_decode(layout, range(case.batch))), self.steps[layout.rung]
         self._place(case, case.context)
-        return self._time(self.steps[layout.rung], [buffer] * self.args.steps, case.batch) / self.args.steps
+        estimate = self._time(run, [buffer] * self.args.steps, case.batch) / self.args.steps
+        steps = max(self.args.steps, min(self._times(estimate, 1), case.output))
+        self._place(case, max(1, case.context - steps // 2))
+        return self._best(run, [buffer] * steps, case.batch) / steps
+
+    def _times(self, seconds: float, steps: int) -> int:
+        """How often what takes so many seconds and steps is timed together."""
+        return max(1, self.args.steps // steps, math.ceil(self.args.seconds / seconds))
 
     def _place(self, case: Case, context: int) -> None:
         """A row's slots with pages of their own and `context` tokens in them; the others are empty."""
@@ -186,21 +195,24 @@ class Bench:
         assert self.state is not None
         self.state = replace(self.state, slots=replace(slots, pages=pages, done=slot[:, 0] >= case.batch))
 
+    def _best(self, step: Callable[..., Any], buffers: list[jax.Array], tokens: int) -> float:
+        return min(self._time(step, buffers, tokens) for _ in range(self.args.repeats))
+
     def _time(self, step: Callable[..., Any], buffers: list[jax.Array], tokens: int) -> float:
-        """Seconds for a step on each buffer, of which the last makes so many tokens: the best repeat but the first."""
+        """Seconds for a step on each buffer, of which the last makes so many tokens; the slots are as before then."""
         assert self.state is not None
-        start_slots, times = self.state.slots, []
-        for _ in range(self.args.repeats + 1):
-            self.state = replace(self.state, slots=jax.tree.map(jnp.copy, start_slots))  # they are donated
-            jax.block_until_ready(self.state)
-            start = time.perf_counter()
-            for buffer in buffers:
-                self.state, outputs = step(self.params, self.state, buffer)
-            jax.block_until_ready(outputs.tokens)
-            times.append(time.perf_counter() - start)
+        slots = self.state.slots
+        self.state = replace(self.state, slots=jax.tree.map(jnp.copy, slots))  # they are donated
+        jax.block_until_ready(self.state)
+        start = time.perf_counter()
+        for buffer in buffers:
+            self.state, outputs = step(self.params, self.state, buffer)
+        jax.block_until_ready(outputs.tokens)
+        seconds = time.perf_counter() - start
+        self.state = replace(self.state, slots=slots)
         if (made := int((np.asarray(outputs.tokens) >= 0).sum())) != tokens:
             raise AssertionError(f"a step made {made} tokens instead of {tokens}")
-        return min(times[1:])
+        return seconds
 
 
 def pages_each(case: Case, args: argparse.Namespace) -> int:
@@ -323,7 +335,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=positive, default=16)
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
-    parser.add_argument("--steps", type=positive, default=10, help="steps timed together, at least")
+    parser.add_argument("--steps", type=positive, default=10, help="timed together, at least")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of steps timed together, at least")
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")

@@ -8,6 +8,7 @@ import pytest
 
 from experiments import step_profile
 from experiments.step_profile import (
+    SKIPPED,
     decode_steps,
     kind_of,
     parse_args,
@@ -15,6 +16,7 @@ from experiments.step_profile import (
     serve_steps,
     serving,
     serving_sizes,
+    steady,
     table,
     totals,
 )
@@ -88,6 +90,22 @@ def test_what_overlaps_is_busy_once():
     assert (gap["us"], gap["share"]) == (0.5, pytest.approx(1 / 12, abs=1e-4))
 
 
+def test_an_engines_first_steps_and_what_follows_the_last_are_not_counted():
+    """Each step is a copy, two kernels of one name and the sampler; the first wait for the profiler, and after the last
+    its tokens are copied."""
+    begins = [0.0, 100.0, 150.0, 160.0, 170.0, 180.0]
+    events = [Event("MemcpyH2D", 0.0, 1.0)] + [Event("MemcpyH2D", begin + 0.5, 1.0) for begin in begins[2:]]
+    for begin in begins:
+        events += [Event("gemm", begin + 2, 3.0), Event("gemm", begin + 5, 2.0), Event("sample", begin + 7, 2.0)]
+    events.append(Event("MemcpyH2D", 300.0, 1.0))
+    found = steady(events, steps=6)
+    assert sorted(event.start_us for event in found if event.name == "sample") == [157.0, 167.0, 177.0]
+    (gap,) = [row for row in table(found, steps=3) if row["kind"] == "gap"]
+    assert gap["us"] == 2  # of 10 a step, 8 are kernels and a copy
+    with pytest.raises(RuntimeError, match="once in each of 5"):
+        steady(events, steps=5)
+
+
 def test_every_slot_of_a_profiled_step_makes_a_token():
     model = tiny_model()
     args = parse_args(["--context", "20", "--input", "5"])
@@ -113,7 +131,7 @@ def test_an_engine_whose_slots_all_decode_is_profiled(batch, context):
 def test_the_profile_of_a_full_engine_fits_a_device():
     """7B in 16 bits beside 512 slots: 8 MiB a page."""
     options, _ = serving_sizes(512, parse_args(["--context", "136", "--steps", "16"]))
-    assert options["num_pages"] * 8 < 64 * 1024
+    assert options["num_pages"] * 8 < 80 * 1024
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,8 @@ def test_the_profile_of_a_full_engine_fits_a_device():
 def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     def timeline(run, python):
         jax.block_until_ready(run())
-        return [Event("gemm_tall", 0.0, 3.0), Event("sample", 4.0, 1.0)]
+        begins = range(0, 10 * (1 + SKIPPED if kind == "serve" else 1), 10)
+        return [event for t in begins for event in (Event("gemm_tall", t, 3.0), Event("sample", t + 4, 1.0))]
 
     monkeypatch.setattr(step_profile, "timeline", timeline)
     config = tmp_path / "toy.json"
@@ -137,4 +156,4 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     ]  # fmt: skip
     assert all((row["step"], row["batch"], row[length[0]]) == (kind, 2, length[1]) for row in rows)
     bars = json.loads(file.read_text())["bars"]
-    assert [bar["met"] for bar in bars] == ([False] if kind == "serve" else [])  # idle for a fifth of the time
+    assert [bar["met"] for bar in bars] == ([False] if kind == "serve" else [])  # idle for most of the time

@@ -10,21 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention import warps_interpreted, warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.warps_sm90 import BY_WARP
+from pallas_kernels.decode_attention.warps_sm90 import BY_ROWS, BY_WARP, Queries
 
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
     warp_dims=(plgpu.Replicated(4),),
     lane_dims=(plgpu.Replicated(4), -2),
     vector_dim=-1,
-)
-_BY_ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 
 
@@ -63,11 +61,9 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
 
 
-def no_queries(shape: Shape) -> jax.Array | None:
+def no_queries(shape: Shape, dtype: DTypeLike) -> Queries | None:
     """What stands for a head's queries before the first."""
-    if not shape.by_warps:
-        return None
-    return _warps(shape).as_queries(shape.k, jnp.zeros((shape.columns, shape.head_dim), shape.k.dtype))
+    return _warps(shape).no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
 
 
 def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
@@ -96,19 +92,17 @@ def compute_item(
     out_ref: Any,
     part_ref: Any,
     item: Item,
-    state: tuple[jax.Array, jax.Array, jax.Array, Sum, jax.Array | None],
+    state: tuple[jax.Array, jax.Array, jax.Array, Sum, Queries | None],
     *,
     q_raw: Any,
-    q_s: Any,
     out_s: Any,
     part_s: Any,
-    of_query: Any,
     q_full: Any,
     q_free: Any,
     full: Any,
     free: Any,
     **others: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, Sum, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Sum, Queries | None]:
     """Online softmax over an item's tiles, of a warpgroup's head, added to what came before; and the result, or a
     partial one, if that's all.
 
@@ -117,29 +111,30 @@ def compute_item(
     """
     tiles, heads, part, before, queries = state
     item = replace(item, head=item.head + warpgroup)
-    q_s, part_s, of_query, out_s = (x.at[warpgroup] for x in (q_s, part_s, of_query, out_s))
-    others |= {name: others[name].at[warpgroup] for name in ("p_s", "reduced") if name in others}
+    part_s, out_s = part_s.at[warpgroup], out_s.at[warpgroup]
+    others |= {name: others[name].at[warpgroup] for name in ("q_s", "p_s", "reduced", "of_query") if name in others}
 
-    def enter() -> jax.Array | None:
+    def enter() -> Queries | None:
         q_slot = lax.rem(heads, jnp.int32(2))
         plgpu.barrier_wait(q_full.at[q_slot])
-        if shape.by_warps:  # the last queries have been read
-            _warps(shape).wait_for_warps()
-        _stage_queries(q_raw.at[q_slot, warpgroup], q_s, of_query.at[0])
+        raw = q_raw.at[q_slot, warpgroup]
+        if shape.by_warps:
+            loaded = _warps(shape).load_queries(shape.k, raw)
+            if shape.k.interpreted:  # copies must not overtake loads
+                plgpu.commit_smem()
+        else:
+            loaded = None
+            _stage_queries(raw, others["q_s"], others["of_query"].at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
-        return _warps(shape).load_queries(shape.k, q_s) if shape.by_warps else None
+        return loaded
 
     queries = lax.cond(item.enters, enter, lambda: queries)
     heads = heads + item.enters.astype(jnp.int32)
     first_tile, end_tile = tile_range(item)
-    log2_scale: Any = shape.scale * math.log2(math.e)
-    if q_s.dtype != q_raw.dtype:
-        factors = plgpu.load(of_query.at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * log2_scale
-        log2_scale = lax.broadcast_in_dim(factors, (ROWS, shape.columns), [1])
-
-    attend: Any = partial(_by_warpgroup, shape, item, q_s)
+    attend = partial(_by_warpgroup, shape, item)
     if shape.by_warps:
         attend = partial(_by_warps, shape, item, queries)
+    log2_scale = _log2_scale(shape, queries, q_raw.dtype, others)
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
@@ -163,16 +158,16 @@ def compute_item(
 
     @pl.when(whole)
     def _whole() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        result = _of_warps(shape, total, part_s) if shape.by_warps else _scaled(shape, total.acc, 1 / total.total)
-        result = result.astype(out_s.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
+        first = first_query(shape, item.row, item.head)
         if shape.by_warps:
-            out_s[...] = result
-        else:
-            out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+            result = _of_warps(shape, total, part_s).astype(out_s.dtype)
+            _warps(shape).store_rows(result, out_ref, first, shape.queries)
+            return
+        result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
+        out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        queries = pl.ds(first_query(shape, item.row, item.head), shape.queries)
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[queries])
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
 
     tiles = tiles + end_tile - first_tile
     if not shape.slots:
@@ -183,7 +178,7 @@ def compute_item(
     def _part() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if shape.by_warps:
-            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s)
+            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
             plgpu.commit_smem()
             for warp in range(4):
                 sums = part_s.at[warp, pl.ds(0, shape.queries)]
@@ -191,6 +186,7 @@ def compute_item(
             return
         transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
         part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
+        of_query = others["of_query"]
         for i, number in enumerate((total.top, total.total)):
             of_query[1 + i] = number
             part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
@@ -200,9 +196,20 @@ def compute_item(
     return tiles, heads, part + partly.astype(jnp.int32), total, queries
 
 
+def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others: dict[str, Any]) -> Any:
+    """What logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
+    scale = shape.scale * math.log2(math.e)
+    if queries is not None:
+        return scale if queries[1] is None else _warps(shape).spread(queries[1] * scale, 1)
+    if others["q_s"].dtype == dtype:
+        return scale
+    factors = plgpu.load(others["of_query"].at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * scale
+    return lax.broadcast_in_dim(factors, (ROWS, shape.columns), [1])
+
+
 def _by_warpgroup(
-    shape: Shape, item: Item, q_s: Any, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array], carry: Sum,
-    *, p_s: Any, reduced: Any, **others: Any,
+    shape: Shape, item: Item, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array], carry: Sum,
+    *, q_s: Any, p_s: Any, reduced: Any, **others: Any,
 ) -> Sum:  # fmt: skip
     """`carry` and the 64 tokens from `tokens` on, which a warpgroup finds in slot at[0]."""
     staged = partial(_staged, shape, item, tokens, at, others)
@@ -236,7 +243,7 @@ def _by_warpgroup(
 
 
 def _by_warps(
-    shape: Shape, item: Item, queries: jax.Array, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
+    shape: Shape, item: Item, queries: Queries, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
     carry: Sum, **others: Any,
 ) -> Sum:  # fmt: skip
     """The same, each warp with 16 of the tokens."""
@@ -245,7 +252,7 @@ def _by_warps(
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
-    logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries) * log2_scale)
+    logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
     bounds = item.low - tokens, item.high - tokens
     values = warps.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -266,20 +273,20 @@ def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> 
 
 def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
     """The result of a head [columns, D]: the sums of all warps together, in their order."""
-    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, part_s)
-    plgpu.commit_smem()
+    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
+    _warps(shape).wait_for_warps()
     parts = [part_s.at[i] for i in range(4)]
 
     def number(part: Any, i: int) -> jax.Array:
-        return plgpu.load(part.at[:, shape.head_dim + i], layout=_BY_ROWS.reduce(1), optimized=False)
+        return plgpu.load(part.at[:, shape.head_dim + i], layout=BY_ROWS.reduce(1), optimized=False)
 
     def wide(x: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (shape.columns, shape.head_dim), [0]), _BY_ROWS)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (shape.columns, shape.head_dim), [0]), BY_ROWS)
 
     tops = [number(part, 0) for part in parts]
     factors = [jnp.exp2(top - reduce(jnp.maximum, tops)) for top in tops]
     weights = reduce(jnp.add, [number(part, 1) * factor for part, factor in zip(parts, factors)])
-    accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=_BY_ROWS, optimized=False) for part in parts]
+    accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=BY_ROWS, optimized=False) for part in parts]
     return reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)]) * wide(1 / weights)
 
 
@@ -303,12 +310,12 @@ def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
 def _stage_queries(raw: Any, q_s: Any, q_top: Any) -> None:
     """Moves the queries to where wgmma reads them, in its dtype: to fit float16's range, as fractions of their largest
     element, which q_top receives. Rows past the real ones hold anything: their columns are dropped."""
-    queries = plgpu.load(raw, layout=_BY_ROWS, optimized=False)
+    queries = plgpu.load(raw, layout=BY_ROWS, optimized=False)
     if q_s.dtype != raw.dtype:
         exact = queries.astype(jnp.float32)
         top = jnp.maximum(jnp.maximum(exact, -exact).max(axis=1), float(jnp.finfo(jnp.float32).tiny))
         q_top[...] = top
-        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), _BY_ROWS)
+        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), BY_ROWS)
         queries = (exact / spread).astype(q_s.dtype)
     q_s[...] = queries
     plgpu.commit_smem()

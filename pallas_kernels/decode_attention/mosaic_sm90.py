@@ -118,14 +118,14 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
         own["part_s"] = plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32)
         own["p_s"] = swizzled((each, columns, ROWS), shape.v.dtype)
         own["reduced"] = plgpu.SMEM((each, 256), jnp.float32)
+        own["q_s"] = swizzled((each, columns, head_dim), shape.k.dtype)
+        own["of_query"] = plgpu.SMEM((each, 3, columns), jnp.float32)
     return {
         "q_raw": plgpu.SMEM((2, each, columns, head_dim), dtype),
-        "q_s": swizzled((each, columns, head_dim), shape.k.dtype),
         **own,
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((each, columns, head_dim), dtype),
-        "of_query": plgpu.SMEM((each, 3, columns), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
@@ -244,7 +244,9 @@ def _attend_kernel(
 
         compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
         zero = jnp.int32(0)
-        for_each_item(compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape)))
+        for_each_item(
+            compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape, scratch["q_raw"].dtype))
+        )
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == computing)

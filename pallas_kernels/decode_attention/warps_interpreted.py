@@ -5,17 +5,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention.storage_sm90 import Storage
+from pallas_kernels.decode_attention.warps_sm90 import Queries
 
 
-def as_queries(stored: Storage, zeros: jax.Array) -> jax.Array:
-    return zeros
+def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
+    zeros = jnp.zeros((columns, stored.head_dim), jnp.float16)
+    return zeros, None if dtype == jnp.float16 else jnp.zeros((32, columns), jnp.float32)
 
 
-def load_queries(stored: Storage, queries: Any) -> jax.Array:
-    return queries[...]
+def load_queries(stored: Storage, queries: Any) -> Queries:
+    x = queries[...]
+    if x.dtype == jnp.float16:
+        return x, None
+    bits = lax.bitcast_convert_type(jnp.abs(x).max(axis=1), jnp.uint16).astype(jnp.int32)
+    factors = lax.bitcast_convert_type(jnp.clip(bits >> 7, 1, 253) << 23, jnp.float32)
+    exact = x.astype(jnp.float32) / factors[:, None]
+    return exact.astype(jnp.float16), jnp.broadcast_to(factors, (32, x.shape[0]))
 
 
 def load_k(stored: Storage, values: Any, scales: Any) -> jax.Array:
@@ -53,12 +64,16 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
     return jnp.repeat(x[::8], 16 * blocks, axis=0)
 
 
-def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
+def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, queries: int, target: Any) -> None:
     head_dim = stored.head_dim
     for warp in range(4):
         for dim in range(head_dim):
             target[warp, :, dim] = acc[warp * head_dim + dim]
         target[warp, :, head_dim], target[warp, :, head_dim + 1] = top[8 * warp], total[8 * warp]
+
+
+def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int) -> None:
+    target[pl.ds(first, queries)] = x[:queries]
 
 
 def wait_for_warps() -> None:

@@ -9,7 +9,7 @@ mma.m16n8k16 by lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, colum
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -25,7 +26,11 @@ from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul,
 
 WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
 BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
+BY_ROWS = plgpu.Layout.TILED(  # of a head's result: each warp has all of some rows
+    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 Registers = list[ir.Value]  # of 4 bytes: two float16
+Queries = tuple[jax.Array, jax.Array | None]  # [columns, D], and what each was divided by (None: nothing)
 Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where their scales are (None: none)
 
 
@@ -61,7 +66,7 @@ def reduce_warp(x: jax.Array, op: str) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP)
     )
-    def reduce(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def combined(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         combine = arith.addf if op == "add" else arith.maximumf
         out = []
         for low, high in x.registers.reshape(-1, 2):
@@ -75,7 +80,7 @@ def reduce_warp(x: jax.Array, op: str) -> jax.Array:
             out.append(vector.from_elements(both.type, numbers))
         return _array(out, BY_WARP, (32, columns))
 
-    return reduce(x)
+    return combined(x)
 
 
 def spread(x: jax.Array, blocks: int) -> jax.Array:
@@ -91,37 +96,86 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
     return repeat(x)
 
 
-def as_queries(stored: Storage, zeros: jax.Array) -> jax.Array:
-    """Zeros [columns, D] as load_queries returns them."""
-    return plgpu.layout_cast(zeros, q_layout(stored))
+def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
+    """Zeros as load_queries returns them, of queries [columns, D] of `dtype`."""
+    zeros = plgpu.layout_cast(jnp.zeros((columns, stored.head_dim), jnp.float16), q_layout(stored))
+    factors = plgpu.layout_cast(jnp.zeros((32, columns), jnp.float32), BY_WARP)
+    return zeros, None if dtype == jnp.float16 else factors
 
 
-def load_queries(stored: Storage, queries: Any) -> jax.Array:
-    """Queries [columns, D] in q_layout, each lane's dims in the order in which `_converted` pairs those of K."""
+def load_queries(stored: Storage, queries: Any) -> Queries:
+    """Queries [columns, D] in shared memory in q_layout, each lane's dims in the order in which `_converted` pairs
+    those of K. Those of bfloat16 are divided, to fit float16's range, by the power of two [32, columns] BY_WARP under
+    their largest element, which leaves their bits as they are."""
     array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
-    if not stored.groups:
-        return array
-    size = 2 * _nibbles(stored)  # pairs of dims of a word
+    columns, to_fit = array.shape[0], array.dtype == jnp.bfloat16
+    if not stored.groups and not to_fit:
+        return array, None
+    kinds = [plgpu.ShapeDtypeStruct(array.shape, jnp.float16, layout=q_layout(stored))]
+    if to_fit:
+        kinds.append(plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP))
 
-    @plgpu.inline_mgpu(
-        arg_types=(q_layout(stored),),
-        return_type=plgpu.ShapeDtypeStruct(array.shape, array.dtype, layout=q_layout(stored)),
-    )
-    def order(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        out = []
-        for register in x.registers.flat:
-            words = _words(register)
-            mixed = [
-                _asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
-                for i in range(0, len(words), size)
-                for j in range(size // 2)
-                for selector in (0x5410, 0x7632)
-            ]
-            four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), mixed)
-            out.append(mgpu.utils.bitcast(four, register.type))
-        return _array(out, q_layout(stored), array.shape)
+    @plgpu.inline_mgpu(arg_types=(q_layout(stored),), return_type=tuple(kinds))
+    def prepare(_: Any, x: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
+        registers: list[ir.Value] = []
+        factors: list[ir.Value] = []
+        for of_query in x.registers.reshape(columns // 8, -1):  # a lane has dims of one in eight
+            words = [w for register in of_query for w in _words(register)]
+            if to_fit:
+                words, exponent = _fitted(words)
+                factors.append(_of_columns(arith.shli(exponent, constant(23))))
+            if stored.groups:
+                words = _paired(words, 2 * _nibbles(stored))
+            for i in range(0, len(words), 4):
+                four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), words[i : i + 4])
+                registers.append(mgpu.utils.bitcast(four, ir.VectorType.get((8,), ir.F16Type.get())))
+        out = (_array(registers, q_layout(stored), array.shape),)
+        return (*out, _array(factors, BY_WARP, (32, columns))) if to_fit else out
 
-    return order(array)
+    found = prepare(array)
+    return found[0], found[1] if to_fit else None
+
+
+def _fitted(words: Registers) -> tuple[Registers, ir.Value]:
+    """Pairs of bfloat16, a lane's share of a query that four have, as pairs of float16 between -2 and 2; and the
+    exponent of the power of two that they were divided by, with float32's bias."""
+
+    def largest(x: ir.Value, y: ir.Value) -> ir.Value:
+        return _asm("max.bf16x2 $0, $1, $2;", x, y)
+
+    top = reduce(largest, [arith.andi(x, constant(0x7FFF7FFF)) for x in words])
+    for distance in (1, 2):
+        top = largest(top, mgpu.utils.shfl_bfly(top, distance))
+    top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
+    exponent = arith.andi(arith.shrui(top, constant(7)), constant(0xFF))
+    exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # no subnormal factor, nor one of the other:
+    exponent = _asm("min.u32 $0, $1, $2;", exponent, constant(253))
+    inverse = _float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
+    out = []
+    for word in words:
+        low, high = arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))
+        both = [arith.mulf(_float(x), inverse) for x in (high, low)]
+        out.append(_asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f"))
+    return out, exponent
+
+
+def _of_columns(x: ir.Value) -> ir.Value:
+    """What lanes have of query g, as pairs of float32 of queries 2t and 2t + 1."""
+    _, lane = warp_and_lane()
+    first = mul(rem(lane, 4), 8)
+    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    both = [_float(_asm(text, x, add(first, 4 * e), hidden=True)) for e in (0, 1)]
+    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), both)
+
+
+def _paired(words: Registers, size: int) -> Registers:
+    """Pairs of neighbouring dims, `size` words of them at a time, as _converted pairs codes."""
+    return [
+        _asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
+        for i in range(0, len(words), size)
+        for j in range(size // 2)
+        for selector in (0x5410, 0x7632)
+    ]
 
 
 def load_k(stored: Storage, values: Any, scales: Any) -> Stored:
@@ -275,9 +329,9 @@ def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -
     return dot(v, weights, acc, factor)
 
 
-def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, target: Any) -> None:
+def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, queries: int, target: Any) -> None:
     """The sums of a warpgroup's warps to `target` [4, columns, D and at least 2]: acc [4 * D, columns] as dot_v has it
-    for V stored so, and then top and total BY_WARP."""
+    for V stored so, and then top and total BY_WARP. Of columns from `queries` on, some or none."""
     columns, dims = acc.shape[1], lane_dims(stored, 8)
     width = target.shape[-1]
 
@@ -287,6 +341,8 @@ def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array
         pointer = mgpu.utils.memref_ptr(target)
         rows = acc.registers.reshape(-1, columns // 8, 2)
         for n, e in np.ndindex(columns // 8, 2):
+            if 8 * n + e >= queries:
+                continue
             query = add(mul(rem(lane, 4), 2), 8 * n + e)
             begin = mul(add(mul(warp, columns), query), width)
             mine = add(begin, mul(div(lane, 4), dims))
@@ -304,6 +360,28 @@ def _store(pointer: ir.Value, at: ir.Value, numbers: list[ir.Value]) -> None:
     where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], f32, llvm.GEPNoWrapFlags.none)
     several = vector.from_elements(ir.VectorType.get((len(numbers),), f32), numbers)
     llvm.store(several, where, alignment=4 * len(numbers))
+
+
+def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int) -> None:
+    """The first rows of x [columns, D] in 16 bits, BY_ROWS, to rows `first` and on of `target` [.., D] in global
+    memory: each thread what it has."""
+    head_dim, splat = x.shape[1], plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(BY_ROWS, splat, plgpu.RefType()))
+    def store(_: Any, x: Any, first: Any, target: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        pointer, own = mgpu.utils.memref_ptr(target), add(mul(warp, 2), div(lane, 16))
+        registers = x.registers.reshape(-1, head_dim // 64)
+        text = f"{{ .reg .pred p; setp.lt.u32 p, $0, {queries}; @p st.global.v2.b32 [$1], {{$2, $3}}; }}"
+        for n, i in np.ndindex(*registers.shape):
+            row = add(own, 8 * n)
+            at = add(mul(add(row, first.registers.item()), head_dim), add(mul(rem(lane, 16), 4), 64 * i))
+            kind = ir.VectorType(registers[n, i].type).element_type
+            where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], kind, llvm.GEPNoWrapFlags.none)
+            operands = [row, where, *_words(registers[n, i])]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,r", has_side_effects=True)
+
+    store(x, first, target)
 
 
 def wait_for_warps() -> None:
@@ -427,6 +505,10 @@ def _words(x: ir.Value) -> Registers:
 
 def _elements(x: ir.Value) -> list[ir.Value]:
     return [vector.extract(x, [], ir.DenseI64ArrayAttr.get([i])) for i in range(ir.VectorType(x.type).shape[0])]
+
+
+def _float(x: ir.Value) -> ir.Value:
+    return mgpu.utils.bitcast(x, ir.F32Type.get())
 
 
 def _bits(x: ir.Value) -> ir.Value:

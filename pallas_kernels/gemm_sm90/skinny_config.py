@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pallas_kernels.hopper import SHARED_MEMORY, SMS
 
 UNIT = 64  # rows of one wgmma
-MOST_ROWS = 256  # that the kernel is meant for; it takes any
+MOST_ROWS = 512  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
 MOST_STAGES = 32  # barriers of an array
 
@@ -48,8 +48,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
     (12288, 4096, 1): ((1, 16, Config(64, 48, 256)), (17, 64, Config(64, 96))),
     (4096, 4096, 1): ((1, 64, Config(64, 32, 256)),),
     (4096, 11008, 1): ((1, 64, Config(64, 32, 256)),),
-    (12288, 4096, 2): ((1, 1, Config(64, 96, 256)), (2, 64, Config(64, 96)), (65, 128, Config(128, 128))),
-    (4096, 4096, 2): ((1, 64, Config(64, 32, 256)), (65, 128, Config(128, 32, 256))),
+    (12288, 4096, 2): ((1, 1, Config(64, 96, 256)), (2, 64, Config(64, 96)), (65, 128, Config(128, 96))),
+    (4096, 4096, 2): ((1, 64, Config(64, 32, 256)), (65, 96, Config(128, 32, 256)), (97, 128, Config(64, 64))),
     (4096, 11008, 2): ((1, 64, Config(64, 32, 256)),),
     (22016, 4096, 2): ((1, 64, Config(64, 176, 256)), (129, 256, Config(256, 176))),
 }

@@ -1,6 +1,6 @@
 """How long a 16-bit matmul of few rows takes on the device, next to XLA's.
 
-    python -m pallas_kernels.matmul.bench [--json] [--rows 1 16 64] [--results experiments/results]
+    python -m pallas_kernels.matmul.bench [--json] [--rows 1 16] [--shapes 4096x11008] [--results experiments/results]
 
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
 profiler's, of the kernels alone. The ceiling is the best rate of the run.
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.layers_bench import Subject, add_fractions, table
 from pallas_kernels.matmul import matmul
-from pallas_kernels.matmul.cases import BENCH_CASES, BENCH_ROWS, Case
+from pallas_kernels.matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case, bench_case
 
 BACKENDS = ("mosaic", "xla")
+SHAPES = [f"{n}x{k}" for n, k in BENCH_SHAPES]
 FEW_ROWS, BANDWIDTH = 64, 0.85  # up to which rows, at least this share of the run's best bandwidth
 
 
@@ -65,11 +66,14 @@ def summarize(rows: list[Row]) -> Iterator[Row]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, metavar="NxK", help=", ".join(SHAPES))
     parser.add_argument("--own-only", action="store_true", help="leave out XLA")
     args = parser.parse_args(argv)
     backends = BACKENDS[:1] if args.own_only else BACKENDS
-    subjects = [subject(case, name) for case in BENCH_CASES if rows_of(case) in args.rows for name in backends]
-    return record("matmul", args, argv, table(subjects), summarize)
+    cases = [
+        bench_case(m, *shape) for shape in BENCH_SHAPES if "{}x{}".format(*shape) in args.shapes for m in args.rows
+    ]
+    return record("matmul", args, argv, table([subject(case, name) for case in cases for name in backends]), summarize)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,18 @@ CASES = (
     Case((3, 4), 48, 96, "float16", residual=True),
 )
 
-# LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32: N, K.
-BENCH_SHAPES = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096))
+# LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32; what LLaMA-3-8B
+# has besides (QKV, down, head), and 13B (QKV, output, down): N, K.
+HEADS = (32000, 128256)
+BENCH_SHAPES = (
+    (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096),
+    (6144, 4096), (4096, 14336), (128256, 4096), (15360, 5120), (5120, 5120), (5120, 13824),
+)  # fmt: skip
 BENCH_ROWS = (1, 8, 16, 32, 64, 128, 256)
-BENCH_CASES = tuple(
-    Case((m,), n, k, "bfloat16", out_dtype="float32" if n == 32000 else None)
-    for n, k in BENCH_SHAPES
-    for m in BENCH_ROWS
-)
+
+
+def bench_case(m: int, n: int, k: int) -> Case:
+    return Case((m,), n, k, "bfloat16", out_dtype="float32" if n in HEADS else None)
+
+
+BENCH_CASES = tuple(bench_case(m, n, k) for n, k in BENCH_SHAPES for m in BENCH_ROWS)

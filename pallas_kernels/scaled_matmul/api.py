@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_out_dtype
 from pallas_kernels.scaled_matmul import reference, xla
-from pallas_kernels.scaled_matmul.config import Config, check_faster, check_supported, choose_config, is_skinny
+from pallas_kernels.scaled_matmul.config import Config, check_supported, choose_config, is_skinny
 
 
 def scaled_matmul(
@@ -39,8 +39,6 @@ def scaled_matmul(
 
     def check() -> None:
         check_supported(sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
-        if backend is None:
-            check_faster(str(x.dtype), sizes["M"], sizes["N"], sizes["K"])
 
     chosen = choose_backend(backend, check)
     if chosen == "mosaic":

@@ -25,12 +25,6 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
     check_result(out_dtype, residual)
 
 
-def check_faster(operand: str, m: int, n: int, k: int) -> None:
-    """Raises NotImplementedError where XLA's own product was measured to be faster: nobody gets the kernel unasked."""
-    if m <= XLA_FASTER.get((operand, k, n), 0):
-        raise NotImplementedError(f"backend xla was measured to be faster for M={m}, K={k}, N={n}")
-
-
 def choose_config(m: int, n: int, k: int) -> Config:
     """The configuration for x [M, K] and w [N, K], both of eight bits: as tuned for (K, N), by the largest M of each;
     else what a count of clocks likes best."""
@@ -57,9 +51,6 @@ _tall = tall_config.Config
 TILES = tuple(
     _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
 )
-
-# By dtype, K and N: the largest M at which XLA's product was faster on an H200. float8 was not compared yet.
-XLA_FASTER = {("int8", 4096, 12288): 1, ("int8", 4096, 4096): 1, ("int8", 4096, 22016): 1}
 
 # By (K, N): the largest M, and what was measured best with int8 on an H200 (experiments/LOG.md): as wide as one wave
 # allows. float8 takes the same.

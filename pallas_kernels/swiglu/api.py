@@ -19,7 +19,7 @@ def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
 
     Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded;
     xla, which makes the product and the rest one after the other, rounds products to x's dtype in between. The kernel
-    takes up to 256 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the faster
+    takes up to 512 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the faster
     one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was named
     doesn't do.
     """

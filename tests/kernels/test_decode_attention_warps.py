@@ -37,9 +37,40 @@ def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
     stored, values, scales, exact = stored_tile(name, head_dim)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
     with emulated(monkeypatch, warps_sm90, unpack_sm90):
-        ordered = warps_sm90.load_queries(stored, queries)
+        ordered, factors = warps_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+    assert factors is None
     assert error(logits, exact @ queries.T.astype(np.float64)) < 7e-4
+
+
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize(("name", "head_dim"), FORMATS[::3])
+def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
+    """Their range is that of float32: each is divided by a power of two, and no bit is lost but far below the rest."""
+    stored, values, scales, exact = stored_tile(name, head_dim)
+    sizes = 2.0 ** np.arange(-70, 70, 140 / columns)
+    queries = np.random.default_rng(1).normal(size=(columns, head_dim)) * sizes[:, None]
+    queries[3], queries[4, 1:] = 0, 0
+    queries = queries.astype(jnp.bfloat16)
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        ordered, factors = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+    assert np.array_equal(factors, np.tile(factors[:1], (32, 1)))
+    largest = np.abs(queries.astype(np.float64)).max(axis=1)
+    assert np.array_equal(factors[0, largest > 0], 2.0 ** np.floor(np.log2(largest[largest > 0])))
+    found = logits.astype(np.float64) * factors[0]
+    assert error(found.T, queries.astype(np.float64) @ exact.T) < 7e-4  # of each query; that of zeros is exact
+
+
+@pytest.mark.parametrize(("columns", "queries", "head_dim"), [(8, 1, 128), (8, 8, 64), (16, 11, 128), (8, 5, 256)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries, head_dim, dtype):
+    x = np.random.default_rng(5).normal(size=(columns, head_dim)).astype(dtype)
+    target = np.full((40, head_dim), np.nan, dtype)
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        warps_sm90.store_rows(x, target, np.int32(7), queries)
+    assert np.array_equal(target[7 : 7 + queries], x[:queries])
+    assert np.isnan(np.delete(target, np.s_[7 : 7 + queries], axis=0).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("columns", [8, 16])
@@ -71,15 +102,18 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
         # Where each element of the sums is, by storing its own number.
         numbers = np.arange(zeros.size, dtype=np.float32).reshape(zeros.shape)
         places = np.full((4, columns, head_dim + 4), np.nan, np.float32)
-        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), places)
+        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), columns, places)
         assert np.array_equal(np.sort(places[..., :head_dim].reshape(-1)), numbers.reshape(-1))
+        some = np.full_like(places, np.nan)
+        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), 3, some)
+        assert np.array_equal(some[:, :3, : head_dim + 2], places[:, :3, : head_dim + 2])
         acc = zeros.copy()
         acc.reshape(-1)[places[..., :head_dim].astype(int).reshape(-1)] = before.reshape(-1)
         v = values, scales
         operands = warps_sm90.convert_v(stored, v, np.int32(0), bounds), warps_sm90.weighted(stored, v, bounds, weights)
         acc = warps_sm90.dot_v(*operands, acc, by_warp(factor))
         sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
-        warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), sums)
+        warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), columns, sums)
         assert np.array_equal(warps_sm90.dot_v(*operands, zeros, one), warps_sm90.dot_v(*operands, zeros, one))
     exact[hidden] = 0
     expected = np.einsum("wtc,wtd->wcd", weights.reshape(4, 16, columns).astype(np.float64), exact.reshape(4, 16, -1))

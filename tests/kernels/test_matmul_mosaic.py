@@ -98,7 +98,9 @@ def test_the_faster_backend_is_the_one_that_was_measured():
     for (n, k), (low, high) in FASTER.items():
         around = {m: choice(m, n, k) for m in (low - 1, low, high, high + 1) if m}
         assert around == {m: "mosaic" if low <= m <= high else "xla" for m in around}
-        assert choose_config(high, n, k, 2) in [config for *_, config in TUNED[n, k, 2]]
+    for (n, k, itemsize), tuned in TUNED.items():
+        for low, high, config in tuned:
+            assert choose_config(low, n, k, itemsize) == choose_config(high, n, k, itemsize) == config
 
 
 def test_layers_share_one_lowering():
@@ -106,8 +108,15 @@ def test_layers_share_one_lowering():
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
+# At the ends of what FASTER has, with the residual that those products add.
+ENDS = [
+    Case((m,), n, k, "bfloat16", residual=n != 12288)
+    for m, n, k in ((1, 12288, 4096), (128, 12288, 4096), (128, 4096, 4096), (512, 4096, 4096), (384, 4096, 11008))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*SUPPORTED, *BENCH_CASES[:21:3]], ids=str)
+@pytest.mark.parametrize("case", [*SUPPORTED, *BENCH_CASES[:21:3], *ENDS], ids=str)
 def test_gpu_matches_the_formula(case):
     x, w, added = case.inputs()
     out = matmul(x, w, **added, out_dtype=case.out_dtype, backend="mosaic")

@@ -115,18 +115,19 @@ def test_under_jit_and_in_another_dtype_than_its_addends():
     assert error(out, expected) < TOLERANCE["bfloat16"]
 
 
-def test_the_faster_backend_is_chosen_unless_one_is_named(monkeypatch):
-    """As on a Hopper GPU: XLA's product where it was measured to be faster, else the kernel."""
+def test_the_kernel_is_chosen_unless_another_is_named(monkeypatch):
+    """As on a Hopper GPU."""
     monkeypatch.setattr(backends, "on_hopper", lambda: True)
     monkeypatch.setattr(api, "_mosaic", lambda x, *rest: "mosaic")
     monkeypatch.setattr(xla, "scaled_matmul", lambda x, *rest: "xla")
-    for m, operand, backend, expected in (
-        (1, "int8", None, "xla"),
-        (1, "int8", "mosaic", "mosaic"),
-        (2, "int8", None, "mosaic"),
-        (1, "float8_e4m3fn", None, "mosaic"),
+    for m, operand, columns, backend, expected in (
+        (1, "int8", 4096, None, "mosaic"),
+        (1, "int8", 4096, "xla", "xla"),
+        (600, "int8", 4096, None, "mosaic"),
+        (1, "float8_e4m3fn", 4096, None, "mosaic"),
+        (2, "int8", 4080, None, "xla"),  # no multiple of 32
     ):
-        x, w = (jnp.zeros((rows, 4096), operand) for rows in (m, 4096))
+        x, w = (jnp.zeros((rows, columns), operand) for rows in (m, 4096))
         matmul = int8_matmul if operand == "int8" else fp8_matmul
         assert matmul(x, w, jnp.ones(m), jnp.ones(4096), backend=backend) == expected
 

@@ -26,13 +26,15 @@ class Value:
 def _dtype(kind: Any) -> Any:
     if isinstance(kind, ir.VectorType):
         return _dtype(kind.element_type)
-    return {"i1": bool, "i8": np.uint8, "i16": np.uint16, "i32": np.uint32, "f16": np.float16, "f32": np.float32}[
-        str(kind)
-    ]
+    return {
+        "i1": bool, "i8": np.uint8, "i16": np.uint16, "i32": np.uint32, "f16": np.float16, "bf16": jnp.bfloat16,
+        "f32": np.float32,
+    }[str(kind)]  # fmt: skip
 
 
 def _kind(dtype: Any, size: int = 0) -> Any:
     name = {"bool": "i1", "uint8": "i8", "int8": "i8", "int32": "i32", "uint32": "i32", "float16": "f16"}
+    name["bfloat16"] = "bf16"
     kind = ir.Type.parse(name.get(str(dtype), "f32"))
     return ir.VectorType.get((size,), kind) if size else kind
 
@@ -54,6 +56,7 @@ ARITH = SimpleNamespace(
         for name, f in {
             "addi": np.add, "muli": np.multiply, "divui": np.floor_divide, "remui": np.remainder,
             "andi": np.bitwise_and, "ori": np.bitwise_or, "xori": np.bitwise_xor, "shrui": np.right_shift,
+            "shli": np.left_shift, "subi": np.subtract,
             "addf": np.add, "mulf": np.multiply, "maximumf": np.maximum,
         }.items()
     },
@@ -120,6 +123,19 @@ def _inline_asm(kind: Any, xs: list[Value], text: str, *_: Any, **__: Any) -> Va
     if name == "cvt.rn.f16x2.e4m3x2":
         stored = np.ascontiguousarray(xs[0].data).view(np.uint8).reshape(THREADS, 2)
         return Value(_u32(stored.view(jnp.float8_e4m3fn).astype(np.float16)), kind)
+    if name == "cvt.rn.f16x2.f32":
+        return Value(_u32(np.stack([xs[1].data, xs[0].data], axis=1)), kind)
+    if name == "shfl.sync.idx.b32":
+        return Value(xs[0].data[np.arange(THREADS) // 32 * 32 + xs[1].data % 32], kind)
+    if name in ("max.u32", "min.u32"):
+        return Value((np.maximum if name == "max.u32" else np.minimum)(xs[0].data, xs[1].data), kind)
+    if name == "max.bf16x2":
+        halves = [np.ascontiguousarray(x.data).view(jnp.bfloat16).reshape(THREADS, 2) for x in xs]
+        return Value(np.fmax(*halves).astype(jnp.bfloat16).view(np.uint32).reshape(THREADS), kind)
+    if "@p st.global.v2.b32" in text:
+        row, where, *words = xs
+        _store_where(row.data < int(text.partition("$0, ")[2].partition(";")[0]), where, words)
+        return Value(None)
     numbers = [_f16(x).astype(np.float64) for x in xs]  # exact, then rounded once
     instructions: dict[str, Any] = {
         "sub.f16x2": lambda a, b: a - b, "mul.f16x2": lambda a, b: a * b, "max.f16x2": np.maximum,
@@ -146,6 +162,12 @@ def _load(kind: Any, where: Memory, alignment: int) -> Value:
 def _store(x: Value, where: Memory, alignment: int) -> None:
     assert np.all(where.at * where.flat.itemsize % alignment == 0)
     where.flat[where.at[:, None] + np.arange(x.data.shape[1])] = x.data
+
+
+def _store_where(chosen: np.ndarray, where: Any, words: list[Value]) -> None:
+    assert np.all(where.at * where.flat.itemsize % (4 * len(words)) == 0)
+    data = np.ascontiguousarray(np.stack([x.data for x in words], axis=1)).view(where.flat.dtype)
+    where.flat[where.at[chosen, None] + np.arange(data.shape[1])] = data[chosen]
 
 
 LLVM = SimpleNamespace(
@@ -241,6 +263,8 @@ def _inline_mgpu(*, arg_types: Any = (), return_type: Any = None) -> Any:
                 for x, kind in zip(arguments, arg_types)
             ]
             out = f(None, *values)
+            if isinstance(return_type, tuple):
+                return tuple(map(_gather, out, return_type))
             return None if return_type is None else _gather(out, return_type)
 
         return run
@@ -258,7 +282,8 @@ def emulated(monkeypatch: Any, *modules: Any):
     layouts = {name: getattr(plgpu, name) for name in ("Layout", "Tiling", "Replicated", "RefType", "ShapeDtypeStruct")}
     pallas = SimpleNamespace(**layouts, inline_mgpu=_inline_mgpu, load=lambda x, **_: x)
     fakes = {"arith": ARITH, "vector": VECTOR, "llvm": LLVM, "mgpu": MGPU, "plgpu": pallas}
-    with monkeypatch.context() as patch, ir.Context(), ir.Location.unknown():
+    with monkeypatch.context() as patch, ir.Context() as context, ir.Location.unknown():
+        context.allow_unregistered_dialects = True  # of types that nothing looks at
         for module in modules:
             for name, fake in fakes.items():
                 if hasattr(module, name):
