@@ -66,6 +66,11 @@ COMMANDS = (
     ),
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
     Command(
+        "step_profile_w8a8",
+        "-m experiments.step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136 --results {results}",
+        60,
+    ),
+    Command(
         "step_profile_serve",
         "-m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16 --results {results}",
         150,

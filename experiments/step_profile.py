@@ -250,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
     name = "step_profile_serve" if args.kind == "serve" else "step_profile"
+    name += "" if args.scheme == "bf16" else f"-{args.scheme}"
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
     if args.layers is None:  # fewer are too small to decide
         options["bars"] = bars
