@@ -67,7 +67,8 @@ COMMANDS = (
     Command("step_profile", "-m experiments.step_profile --batch 1 64 256 --results {results}", 60),
     Command(
         "step_profile_w8a8",
-        "-m experiments.step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136 --results {results}",
+        "-m experiments.step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136"
+        " --results {results}",
         60,
     ),
     Command(
@@ -75,7 +76,7 @@ COMMANDS = (
         "-m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16 --results {results}",
         150,
     ),
-    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 240),
+    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 260),
     Command("start_up", "-m experiments.start_up --results {results}", 240),
     Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
     Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170),
@@ -87,12 +88,12 @@ COMMANDS = (
         560,
     ),
     Command("C16", "-m experiments.claims C16 --results {results}", 60),
-    Command("throughput_kv", "-m experiments.throughput --scheme bf16 --kv-cache int8-g8 --results {results}", 200),
-    Command("throughput_w8a8", "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}", 200),
+    Command("throughput_kv", "-m experiments.throughput --scheme bf16 --kv-cache int8-g8 --results {results}", 250),
+    Command("throughput_w8a8", "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}", 250),
     Command(
         "throughput_8b",
         "-m experiments.throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16 --results {results}",
-        200,
+        250,
     ),
     Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     # One process: a minute of compiling, and the run of the usual policies, are shared.
@@ -118,7 +119,7 @@ COMMANDS = (
     Command(
         "swiglu", "-m pallas_kernels.swiglu.bench --rows 1 16 64 128 256 --widths 11008 --tune --results {results}", 60
     ),
-    Command("matmul", "-m pallas_kernels.matmul.bench --rows 1 16 64 128 256 --results {results}", 60),
+    Command("matmul", "-m pallas_kernels.matmul.bench --results {results}", 120),
     Command(
         "fp8_matmul",
         "-m pallas_kernels.fp8_matmul.bench --peer-rows 1 64 512 --seconds 40 --results {results}",

@@ -229,9 +229,9 @@ KERNELS = (
         (COPY,),
     ),
     Section(
-        "matmul",
+        "matmul.*",
         "16-bit products of few rows against XLA",
-        tables=(Table(("M", "K", "N"), "us", pivot=("peer", "us")),),
+        tables=(COPY, Table(("M", "K", "N"), "us", pivot=("peer", "us"))),
     ),
     Section(
         "gemm_skinny",
@@ -249,7 +249,7 @@ KERNELS = (
         tables=(COPY, Table(("T", "F", "kind"), "us", pivot=("peer", "us"))),
     ),
     Section(
-        "swiglu",
+        "swiglu.*",
         "Gate and up projection with SiLU in one kernel against a product and a pass",
         "`default` is the product and the pass that the model takes otherwise; `mosaic RxCxS` are other tiles.",
         tables=(COPY, Table(("M", "K", "F"), "us", pivot=("peer", "us"))),

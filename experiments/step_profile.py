@@ -105,9 +105,8 @@ def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any],
     prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
     chunks = min(batch, 64)
     filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
-    output = (
-        4 * (args.steps + SKIPPED) + filling + 2 * Scheduler.PATIENCE
-    )  # the last prompts may wait; tokens are read late
+    waiting = 2 * Scheduler.PATIENCE  # the last prompts may, and tokens are read late
+    output = 4 * (args.steps + SKIPPED) + filling + waiting
     options = {
         "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
         "page_size": args.page_size, "kv_cache": args.kv_cache, "max_step_tokens": batch + prompts,
@@ -145,7 +144,7 @@ def steady(events: list[Event], steps: int) -> list[Event]:
     """Of the events of so many steps, those of whole steps after the first SKIPPED, by a kernel (no copy) that each has
     once: the latest in a step. Raises RuntimeError where there is none."""
     counts = collections.Counter(event.name for event in events)
-    once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Memcpy")]
+    once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Mem")]
     if not once:
         raise RuntimeError(f"no kernel ran once in each of {steps} steps")
     last = max(once, key=lambda event: event.start_us)
@@ -199,6 +198,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scheme", default="bf16", help="of the weights")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
     parser.add_argument("--steps", type=int, default=4, help="steps in one profile")
+    parser.add_argument("--label", help="to tell runs apart: a part of the result's name, as a --scheme is")
     parser.add_argument("--results", type=Path, default=Path("experiments/results"))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     return parser.parse_args(argv)
@@ -222,10 +222,10 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
         "model": Path(args.config).stem, "scheme": args.scheme, "batch": batch,
         "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),
     }  # fmt: skip
+    profiled = args.steps + SKIPPED if args.kind == "serve" else args.steps
     with ExitStack() as stack:
         run: Callable[[], Any]
         if args.kind == "serve":
-            profiled = args.steps + SKIPPED
             run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), profiled)
         else:
             make = decode_steps if args.kind == "decode" else prefill_steps
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
     name = "step_profile_serve" if args.kind == "serve" else "step_profile"
-    name += "" if args.scheme == "bf16" else f"-{args.scheme}"
+    name += "".join(f"-{part}" for part in (args.scheme, args.label) if part not in ("bf16", None))
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
     if args.layers is None:  # fewer are too small to decide
         options["bars"] = bars

@@ -5,10 +5,10 @@
 
 Random weights. Prefill: the prompts of the batch in as many steps as the engine takes, at most --step-tokens each.
 Decode: every slot at input + output / 2 tokens of KV on average, greedy. Both as steps dispatched one after the other,
-each fed by the state that the one before left, and timed together on the host's clock, for --seconds at least since
-the first one's dispatch is in it; the best of --repeats. Tokens a second are
-those of the output over the time of prefill and all decode steps. Memory: weights, the KV of all tokens of the batch at
-their end, and what the larger of the two steps needs besides.
+each fed by the state that the one before left, and timed together on the host's clock: for --seconds, as the first
+one's dispatch is in it, but decoding no longer than the output is; the best of --repeats. Tokens a second are those of
+the output over the time of prefill and all decode steps. Memory: weights, the KV of all tokens of the batch at their
+end, and what the larger of the two steps needs besides.
 
 All rows share one page pool, as large as the largest needs, so that a step is compiled once for all that use it, and
 all are compiled, in threads, before the first is timed. Floors are those of floors.py: prefill's adds up its steps. The
@@ -158,6 +158,7 @@ class Bench:
         buffers = [jax.device_put(pack_prefill(size.rung, chunks, case.input)) for chunks in spans]
         run, tokens = self.steps[size.rung], len(spans[-1])
         self._place(case, 0)
+        self._time(run, buffers, tokens)  # the first time takes longer
         times = self._times(self._time(run, buffers, tokens), len(buffers))
         seconds = self._best(run, buffers * times, tokens) / times
         floor = sum(
@@ -176,6 +177,7 @@ class Bench:
         layout = Layout(Rung(case.batch, 0, 0), deltas=8)
         buffer, run = jax.device_put(pack_decode(layout, range(case.batch))), self.steps[layout.rung]
         self._place(case, case.context)
+        self._time(run, [buffer], case.batch)  # the first time takes longer
         estimate = self._time(run, [buffer] * self.args.steps, case.batch) / self.args.steps
         steps = max(self.args.steps, min(self._times(estimate, 1), case.output))
         self._place(case, max(1, case.context - steps // 2))
@@ -216,7 +218,7 @@ class Bench:
 
 
 def pages_each(case: Case, args: argparse.Namespace) -> int:
-    """Pages of a slot: for the whole row, or for all decode steps that are timed from the middle of the output on."""
+    """Pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
     return -(-max(case.input + case.output, case.context + args.steps + 1) // args.page_size)
 
 
@@ -324,6 +326,17 @@ def parse_case(text: str) -> Case:
     return Case(*map(int, parts))
 
 
+def positive_seconds(text: str) -> float:
+    """Raises argparse's error for what is not a positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
@@ -336,7 +349,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
     parser.add_argument("--steps", type=positive, default=10, help="timed together, at least")
-    parser.add_argument("--seconds", type=float, default=0.6, help="of steps timed together, at least")
+    parser.add_argument(
+        "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"
+    )
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.floors import make_floor
-from experiments.throughput import Case, bars, main, page_bytes, parse_case, read_table
+from experiments.throughput import Bench, Case, bars, main, page_bytes, parse_args, parse_case, read_table
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.quant.quantize import quantize
@@ -98,7 +98,8 @@ def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
 
 def test_a_run_writes_the_table(tiny, tmp_path, capsys):
     command = ["--config", str(tiny), "--dtype", "float32", "--rows", "1x8x100", "2x40x8", "--step-tokens", "32"]
-    status = main([*command, "--steps", "2", "--repeats", "1", "--results", str(tmp_path), "--json"])
+    command += ["--steps", "2", "--seconds", "0.02"]
+    status = main([*command, "--repeats", "1", "--results", str(tmp_path), "--json"])
     assert status == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["complete"]
@@ -117,12 +118,42 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
     assert json.loads((tmp_path / next(p.name for p in tmp_path.glob("throughput_*"))).read_text()) == document
 
 
+def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypatch):
+    args = parse_args(["--config", str(tiny), "--dtype", "float32", "--step-tokens", "32", "--seconds", "0.6"])
+    config = load_config(tiny)
+    params = init_params(config, jax.random.key(0), jnp.float32)
+    cases = [Case(1, 8, 100), Case(2, 40, 8), Case(3, 4, 90)]
+    bench = Bench(params, config, cases, args)
+    real, calls = Bench._time, []
+
+    def time(self, step, buffers, tokens):  # ten milliseconds a step, but for what the first has besides
+        before = self.state.slots.length.tolist()
+        real(self, step, buffers[:2], tokens)
+        assert self.state.slots.length.tolist() == before, "the slots are as before"
+        calls.append((len(buffers), before))
+        return 0.01 * len(buffers) + (5.0 if len(calls) == 1 else 0)
+
+    monkeypatch.setattr(Bench, "_time", time)
+    for case, steps in zip(cases, (60, 10, 60)):  # of 100, more than its 8 as --steps says so, of 90
+        calls.clear()
+        assert bench.decode(case) == pytest.approx(0.01)
+        assert [n for n, _ in calls] == [1, 10, *[steps] * args.repeats]
+        assert calls[-1][1][: case.batch] == [max(1, case.context - steps // 2)] * case.batch
+    calls.clear()
+    assert bench.prefill(cases[1])[0] == pytest.approx(0.04)  # four chunks
+    assert [n for n, _ in calls] == [4, 4, *[4 * 15] * args.repeats]
+
+
 def test_bad_arguments_are_named(tiny, tmp_path, capsys):
     assert main(["--config", str(tiny), "--rows", "1x100x100", "--results", str(tmp_path)]) == 2
     assert "the model's context is 128" in capsys.readouterr().err
     for text in ("1x2", "0x8x8", "axbxc"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not BATCHxINPUTxOUTPUT"):
             parse_case(text)
+    for text in ("0", "-1", "inf", "nan", "soon"):
+        with pytest.raises(SystemExit):
+            parse_args(["--seconds", text])
+        assert "is not a positive number of seconds" in capsys.readouterr().err
 
 
 def test_bars_by_scheme_and_batch():

@@ -74,7 +74,7 @@ def share_row(phase: str, batch: int, tokens: int, us: float, products: float) -
 
 
 def kinds(phase: str, batch: int, tokens: int, run: Callable[[], Any], step_us: float) -> Iterator[Row]:
-    """Microseconds of a step by kind of kernel, as their names tell, and the gaps; and of a step nobody profiles."""
+    """Microseconds by kind of kernel, as their names tell, and the gaps; shares are of a step by the clock."""
     sums: dict[str, float] = defaultdict(float)
     for row in table(timeline(run, python=False), STEPS):
         sums[row["kind"]] += row["us"]

@@ -106,7 +106,7 @@ def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
 def load_queries(stored: Storage, queries: Any) -> Queries:
     """Queries [columns, D] in shared memory in q_layout, each lane's dims in the order in which `_converted` pairs
     those of K. Those of bfloat16 are divided, to fit float16's range, by the power of two [32, columns] BY_WARP under
-    their largest element, which leaves their bits as they are."""
+    their largest element: no bit is lost but of what is far smaller."""
     array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
     columns, to_fit = array.shape[0], array.dtype == jnp.bfloat16
     if not stored.groups and not to_fit:
@@ -137,7 +137,7 @@ def load_queries(stored: Storage, queries: Any) -> Queries:
 
 
 def _fitted(words: Registers) -> tuple[Registers, ir.Value]:
-    """Pairs of bfloat16, a lane's share of a query that four have, as pairs of float16 between -2 and 2; and the
+    """Pairs of bfloat16, a lane's share of a query that four have, as pairs of float16 between -4 and 4; and the
     exponent of the power of two that they were divided by, with float32's bias."""
 
     def largest(x: ir.Value, y: ir.Value) -> ir.Value:

@@ -19,7 +19,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case, bench_case
 
 BACKENDS = ("mosaic", "xla")
-SHAPES = [f"{n}x{k}" for n, k in BENCH_SHAPES]
+SHAPES = {f"{n}x{k}": (n, k) for n, k in BENCH_SHAPES}
 FEW_ROWS, BANDWIDTH = 64, 0.85  # up to which rows, at least this share of the run's best bandwidth
 
 
@@ -66,13 +66,13 @@ def summarize(rows: list[Row]) -> Iterator[Row]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, metavar="NxK", help=", ".join(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NxK", help=", ".join(SHAPES)
+    )
     parser.add_argument("--own-only", action="store_true", help="leave out XLA")
     args = parser.parse_args(argv)
     backends = BACKENDS[:1] if args.own_only else BACKENDS
-    cases = [
-        bench_case(m, *shape) for shape in BENCH_SHAPES if "{}x{}".format(*shape) in args.shapes for m in args.rows
-    ]
+    cases = [bench_case(m, *SHAPES[name]) for name in args.shapes for m in args.rows]
     return record("matmul", args, argv, table([subject(case, name) for case in cases for name in backends]), summarize)
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
 from pallas_kernels.layers_bench import Subject, add_fractions, table
 from pallas_kernels.swiglu import swiglu
-from pallas_kernels.swiglu.cases import BENCH_CASES, BENCH_ROWS, BENCH_SHAPES, Case
+from pallas_kernels.swiglu.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
 PEERS = {"mosaic": "mosaic", "default": None, "xla": "xla"}  # and the backend that each is
 TILES = tuple(product((64, 128, 256), (64, 96, 128, 160, 176, 192, 256), (128, 256)))  # that --tune tries
@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=[f for f, _ in BENCH_SHAPES], metavar="F")
     parser.add_argument("--tune", action="store_true", help="other tiles too")
     args = parser.parse_args(argv)
-    cases = [case for case in BENCH_CASES if rows_of(case) in args.rows and case.width in args.widths]
+    shapes = [shape for shape in BENCH_SHAPES if shape[0] in args.widths]
+    cases = [Case((m,), *shape, "bfloat16") for shape in shapes for m in args.rows]
     found = [one for case in cases for one in subjects(case, args.tune)]
     return record("swiglu", args, argv, table(found), summarize)
 

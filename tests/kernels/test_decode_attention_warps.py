@@ -107,6 +107,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
         some = np.full_like(places, np.nan)
         warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), 3, some)
         assert np.array_equal(some[:, :3, : head_dim + 2], places[:, :3, : head_dim + 2])
+        assert np.isnan(some[:, 8:]).all()  # what no lane has beside those
         acc = zeros.copy()
         acc.reshape(-1)[places[..., :head_dim].astype(int).reshape(-1)] = before.reshape(-1)
         v = values, scales

@@ -32,15 +32,15 @@ def test_bars_are_xlas_time_and_for_few_rows_the_bandwidth():
 
 def test_one_row_a_product_and_a_failure_costs_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(layers_bench, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(bench, "BENCH_CASES", (TINY, Case((8,), 64, 128, "bfloat16")))
+    monkeypatch.setattr(bench, "SHAPES", {"64x128": (64, 128), "32x128": (32, 128)})
     monkeypatch.setattr(layers_bench, "layers_for", lambda w: 2)
     times = lambda runs: [10.0 for run in runs if jax.block_until_ready(run())]  # noqa: E731
     monkeypatch.setattr(layers_bench, "device_us_of_each", times)
-    assert bench.main(["--results", str(tmp_path), "--rows", "16", "--label", "few"]) == 0
+    assert bench.main(["--results", str(tmp_path), "--rows", "16", "--shapes", "64x128", "--label", "few"]) == 0
     (path,) = tmp_path.glob("matmul-few-*.json")
     result = json.loads(path.read_text())
     found = {row.get("peer"): row for row in result["rows"]}
     assert found["xla"]["us"] == 5.0
-    assert found["xla"]["M"] == 16
+    assert {(row["M"], row["K"], row["N"]) for row in result["rows"] if "M" in row} == {(16, 128, 64)}
     assert "error" in found["mosaic"]  # a CPU has no Hopper kernels
     assert not result["complete"]

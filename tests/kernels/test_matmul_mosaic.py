@@ -74,9 +74,25 @@ def lowered(case: Case, layers: int = 1) -> str:
     return run.trace(x, w, bias, residual).lower(lowering_platforms=("cuda",)).as_text()
 
 
+# At the ends of what FASTER has, with the residual that those products add.
+ENDS = [
+    Case((m,), n, k, "bfloat16", residual=n == k or n == 4096)
+    for m, n, k in (
+        (1, 12288, 4096),
+        (128, 12288, 4096),
+        (128, 4096, 4096),
+        (512, 4096, 4096),
+        (384, 4096, 11008),
+        (300, 6144, 4096),
+        (512, 4096, 14336),
+        (256, 5120, 5120),
+    )
+]
+
+
 def test_every_configuration_lowers_for_cuda():
     bench = {(config_of(case), case.out_dtype): case for case in BENCH_CASES}
-    for case in (*SUPPORTED, *bench.values()):
+    for case in (*SUPPORTED, *bench.values(), *ENDS):
         assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
@@ -98,7 +114,9 @@ def test_the_faster_backend_is_the_one_that_was_measured():
     for (n, k), (low, high) in FASTER.items():
         around = {m: choice(m, n, k) for m in (low - 1, low, high, high + 1) if m}
         assert around == {m: "mosaic" if low <= m <= high else "xla" for m in around}
-    for (n, k, itemsize), tuned in TUNED.items():
+    assert choice(512, 4096, 11008) == "xla"
+    assert choice(512, 4096, 11008, residual="float32") == choice(384, 4096, 11008) == "mosaic"
+    for (n, k, itemsize), tuned in TUNED.items():  # ranges that overlap would hide one another
         for low, high, config in tuned:
             assert choose_config(low, n, k, itemsize) == choose_config(high, n, k, itemsize) == config
 
@@ -106,13 +124,6 @@ def test_the_faster_backend_is_the_one_that_was_measured():
 def test_layers_share_one_lowering():
     text = lowered(Case((16,), 4096, 4096, "bfloat16", residual=True), layers=32)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-
-
-# At the ends of what FASTER has, with the residual that those products add.
-ENDS = [
-    Case((m,), n, k, "bfloat16", residual=n != 12288)
-    for m, n, k in ((1, 12288, 4096), (128, 12288, 4096), (128, 4096, 4096), (512, 4096, 4096), (384, 4096, 11008))
-]
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from pallas_kernels.swiglu.config import FASTER, check_faster, check_supported
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 
 KERNEL = [case for case in CASES if case.dtype != "float32"]
+MANY = [Case((m,), 11008, 4096, "bfloat16") for m in (300, 512)]  # rows, of which the kernel is the choice too
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -90,7 +91,7 @@ def lowered(case: Case, config: Config | None = None) -> str:
 def test_every_configuration_lowers_for_cuda():
     sizes = {case: (case.leading[0], 2 * case.width, case.k, 2) for case in BENCH_CASES}
     chosen = {choose_config(*size): case for case, size in sizes.items() if case.width == BENCH_CASES[0].width}
-    for case in (KERNEL[0], *chosen.values()):
+    for case in (KERNEL[0], *chosen.values(), *MANY):
         assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
@@ -142,7 +143,7 @@ def test_bad_arguments_say_what_is_wrong():
 
 def test_benchmark_has_a_row_for_each_way_and_bars_against_two_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(layers_bench, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(bench, "BENCH_CASES", (Case((16,), 64, 128, "bfloat16"),))
+    monkeypatch.setattr(bench, "BENCH_SHAPES", ((64, 128), (96, 128)))
     monkeypatch.setattr(layers_bench, "layers_for", lambda w: 2)
     times = lambda runs: [10.0 for run in runs if jax.block_until_ready(run())]  # noqa: E731
     monkeypatch.setattr(layers_bench, "device_us_of_each", times)
@@ -158,7 +159,7 @@ def test_benchmark_has_a_row_for_each_way_and_bars_against_two_kernels(monkeypat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*KERNEL, *BENCH_CASES[:7]], ids=str)
+@pytest.mark.parametrize("case", [*KERNEL, *BENCH_CASES[:7], *MANY], ids=str)
 def test_gpu_matches_the_formula(case):
     x, w = case.inputs()
     out = swiglu(x, w, backend="mosaic")
