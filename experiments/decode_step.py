@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from experiments.result_file import record
+from experiments.result_file import bar, record
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -120,10 +120,9 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The kernels' rows against their bars. The floor is of bytes alone: at large batches arithmetic raises it."""
     for row in rows:
         if row["backend"] != "xla":
-            bar = next(bar for batch, bar in BARS if row["batch"] <= batch)
-            share = row["floor_fraction"]
+            least = next(least for batch, least in BARS if row["batch"] <= batch)
             name = f"{row['model']} batch {row['batch']} {row['kv']}, share of the floor"
-            yield {"name": name, "value": share, "unit": "1", "bar": bar, "met": share >= bar}
+            yield bar(name, row["floor_fraction"], "1", least)
 
 
 def main(argv: list[str] | None = None) -> int:

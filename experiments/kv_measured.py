@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import positive
-from experiments.qps import Request, claim_memory, make_model, measure, read_workload
+from experiments.arguments import claim_memory, positive
+from experiments.qps import Request, make_model, measure, read_workload
 from experiments.qps import parse_args as qps_args
 from experiments.result_file import record, rounded
 from experiments.simulate import Case, Costs, make_costs, simulate

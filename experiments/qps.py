@@ -20,7 +20,6 @@ The floor adds up each step of the merge schedule (all at once, the same slots a
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -35,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import peers
-from experiments.arguments import positive
+from experiments.arguments import MEMORY_SHARE, claim_memory, positive
 from experiments.decode_step import HBM
 from experiments.floors import make_floor, workload_seconds
-from experiments.result_file import ResultFile, rounded
+from experiments.result_file import ResultFile, bar, rounded
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
@@ -63,7 +62,6 @@ PERCENTILES = (50, 90, 99)
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
-MEMORY_SHARE = 0.9  # of a GPU's memory, for weights, pages and steps
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,6 @@ class HostOnly(Device):
 
     def compile_ahead(self, variant) -> int:
         return 0
-
-
-def claim_memory() -> None:
-    """Lets JAX have MEMORY_SHARE of a GPU, unless the environment says otherwise: its own three quarters leave the
-    workload fewer pages than slots. Before JAX first looks at its devices."""
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
 
 
 def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
@@ -309,10 +300,6 @@ def bars(row: Row, args: argparse.Namespace) -> Iterator[Row]:
     elif on_hopper():
         yield bar(f"{where}, share of the floor", row["floor_fraction"], "1", 0.70, most=False)
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
-
-
-def bar(name: str, value: float, unit: str, bar: float, *, most: bool) -> Row:
-    return {"name": name, "value": value, "unit": unit, "bar": bar, "met": value <= bar if most else value >= bar}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ import numpy as np
 from experiments.arguments import check_draws_only
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor, tree_bytes
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, bar
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -226,20 +226,17 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
-    def bar(name: str, value: float, least: float) -> Row:
-        return {"name": name, "value": value, "unit": "1", "bar": least, "met": value >= least}
-
     for r in rows:
         scheme = r.get("scheme")
         where = f"{scheme} batch {r.get('batch')} KV {r.get('kv')}"
         if "decode_ms" in r and scheme in DECODE_BARS and (scheme == "bf16" or r["kv"] == "int8-g8"):
             least = next(least for batch, least in DECODE_BARS[scheme] if r["batch"] <= batch)
-            yield bar(f"decode, {where}, share of the floor", r["floor_fraction"], least)
+            yield bar(f"decode, {where}, share of the floor", r["floor_fraction"], "1", least)
         if "prefill_ms" in r and r["T"] >= 1024:
             if scheme == "bf16":
-                yield bar(f"prefill, {where}, share of the floor", r["floor_fraction"], 0.75)
+                yield bar(f"prefill, {where}, share of the floor", r["floor_fraction"], "1", 0.75)
             elif scheme == "w8a8-talk" and "over_bf16" in r:
-                yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], 1.5)
+                yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
 
 
 def draw(document: Row, path: Path) -> None:

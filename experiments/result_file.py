@@ -50,6 +50,11 @@ def record(
     return 0
 
 
+def bar(name: str, value: float, unit: str, bar: float, *, most: bool = False) -> dict[str, Any]:
+    """A figure and what it had to reach: at least, or at `most`."""
+    return {"name": name, "value": value, "unit": unit, "bar": bar, "met": value <= bar if most else value >= bar}
+
+
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
     """Floats to five digits."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}

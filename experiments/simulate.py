@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from experiments.arguments import positive
 from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
-from experiments.qps import bar, token_bytes
-from experiments.result_file import ResultFile, rounded
+from experiments.qps import token_bytes
+from experiments.result_file import ResultFile, bar, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import positive
-from experiments.qps import bar, claim_memory, make_model
-from experiments.result_file import record
+from experiments.arguments import claim_memory, positive
+from experiments.qps import make_model
+from experiments.result_file import bar, record
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError

@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from experiments.arguments import claim_memory
 from experiments.decode_step import filled_slots
-from experiments.qps import bar, claim_memory
 from experiments.quant_steps import KINDS as STEP_KINDS
 from experiments.quant_steps import Case, pack
-from experiments.result_file import record
+from experiments.result_file import bar, record
 from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params

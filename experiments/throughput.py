@@ -31,11 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import peers
-from experiments.arguments import positive
+from experiments.arguments import claim_memory, positive, positive_seconds
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import make_floor
-from experiments.qps import claim_memory
-from experiments.result_file import ResultFile, rounded
+from experiments.result_file import ResultFile, bar, rounded
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -315,7 +314,7 @@ def bars(found: list[Table]) -> Iterator[Table]:
 
 
 def share_bar(name: str, value: float, least: float) -> Table:
-    return {"name": f"{name}, share of the floor", "value": value, "unit": "1", "bar": least, "met": value >= least}
+    return bar(f"{name}, share of the floor", value, "1", least)
 
 
 def parse_case(text: str) -> Case:
@@ -324,17 +323,6 @@ def parse_case(text: str) -> Case:
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")
     return Case(*map(int, parts))
-
-
-def positive_seconds(text: str) -> float:
-    """Raises argparse's error for what is not a positive number of seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

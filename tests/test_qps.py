@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
+from experiments.arguments import MEMORY_SHARE, claim_memory
 from experiments.floors import schedule
 from experiments.qps import (
-    MEMORY_SHARE,
     WORKLOAD,
     Request,
     Served,
-    claim_memory,
     half_interval,
     main,
     parse_args,

@@ -13,9 +13,9 @@ import json
 import sys
 from pathlib import Path
 
+from experiments.arguments import claim_memory
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, find
-from experiments.qps import claim_memory
 from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
 

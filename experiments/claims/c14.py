@@ -24,7 +24,8 @@ def measure(toy: bool) -> Iterator[Row]:
         cases = [Case(2, 8, 16)]
     config = config_of(toy)
     params = random_params(config, toy)
-    args = parse_args(["--step-tokens", "16" if toy else "4096", "--steps", "2" if toy else "10", "--repeats", "1"])
+    sizes = ["--step-tokens", "16", "--steps", "2", "--seconds", "0.02"] if toy else ["--step-tokens", "4096"]
+    args = parse_args([*sizes, "--repeats", "1"])
     bench = Bench(params, config, cases, argparse.Namespace(**{**vars(args), "kv_cache": "f32" if toy else "bf16"}))
     for case in cases:
         row = bench.row(case)
