@@ -62,6 +62,23 @@ def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
     assert error(found.T, queries.astype(np.float64) @ exact.T) < 7e-4  # of each query; that of zeros is exact
 
 
+def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_other(monkeypatch):
+    stored, values, scales, exact = stored_tile("int8-g8", 128)
+    queries = np.random.default_rng(1).normal(size=(8, 128))
+    queries[1] *= 3e38 / np.abs(queries[1]).max()
+    queries[2, 5], queries[4, 7] = np.inf, np.nan
+    queries = queries.astype(jnp.bfloat16)
+    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+        ordered, factors = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+    right = [0, 1, 3, 5, 6, 7]
+    found = logits.astype(np.float64) * factors[0]
+    assert np.isfinite(factors).all()
+    assert (factors >= np.finfo(np.float32).tiny).all()
+    assert error(found.T[right], queries[right].astype(np.float64) @ exact.T) < 7e-4
+    assert not np.isfinite(found[:, [2, 4]]).any()
+
+
 @pytest.mark.parametrize(("columns", "queries", "head_dim"), [(8, 1, 128), (8, 8, 64), (16, 11, 128), (8, 5, 256)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries, head_dim, dtype):
