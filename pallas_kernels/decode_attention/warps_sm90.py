@@ -148,7 +148,7 @@ def _fitted(words: Registers) -> tuple[Registers, ir.Value]:
         top = largest(top, mgpu.utils.shfl_bfly(top, distance))
     top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
     exponent = arith.andi(arith.shrui(top, constant(7)), constant(0xFF))
-    exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # no subnormal factor, nor one of the other:
+    exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
     exponent = _asm("min.u32 $0, $1, $2;", exponent, constant(253))
     inverse = _float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
     out = []
