@@ -47,6 +47,13 @@ def test_what_breaks_the_schema_is_named(tmp_path, changes, problem):
         read_all(tmp_path)
 
 
+def test_the_log_is_newest_first():
+    log = (PAGE.parent / "LOG.md").read_text(encoding="utf-8")
+    days = re.findall(r"^## .*\((\d{4}-\d\d-\d\d)", log, re.MULTILINE)
+    assert len(days) == log.count("\n## "), "every section has its day"
+    assert days == sorted(days, reverse=True)
+
+
 def test_values_are_plain_or_lists_of_plain():
     assert all(map(is_flat, (1, 1.5, "x", None, True, [1, "x"])))
     assert not any(map(is_flat, ({}, [[1]], [{}])))
