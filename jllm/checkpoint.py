@@ -27,7 +27,7 @@ from jllm.safetensors_io import DTYPES as STORED_DTYPES
 from jllm.safetensors_io import StoredTensor, encode_header, read_as_stored, read_header, read_tensor
 from pallas_kernels.quantized_weights import QuantizedWeight
 
-__all__ = ["abstract_params", "find_model", "init_params", "load_params", "save"]
+__all__ = ["abstract_params", "find_model", "init_params", "load_params", "save", "stored_tensors"]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -82,7 +82,7 @@ def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None, scheme
     superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit.
     """
     path, dtype = Path(path), param_dtype(config, dtype)
-    stored = _stored_tensors(path)
+    stored = stored_tensors(path)
     quantized = _quantized_weights(path, config, stored)
     if quantized and scheme is not None:
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
@@ -160,7 +160,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint directory by name, from its one file or from the shards that its index lists."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: {'is not a directory' if path.exists() else 'no such directory'}")

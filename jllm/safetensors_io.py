@@ -145,6 +145,15 @@ def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lam
     return out
 
 
+def read_bytes(tensor: StoredTensor, start: int, count: int) -> bytes:
+    """Bytes start .. start + count of a tensor as they are stored. Raises CheckpointError when the file ends early."""
+    out = np.empty(count, np.uint8)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset + start)
+        _read_exactly(file, out, tensor)
+    return out.tobytes()
+
+
 def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
     view = memoryview(out.view(np.uint8))
     while len(view):

@@ -1,0 +1,64 @@
+"""Which weights these are, as a short text that is cheap to make: of the files of a checkpoint, or of Params.
+
+The two are not comparable: files are hashed as they are stored, Params by their values. A fingerprint tells different
+models apart; it is no protection against somebody who wants two to have the same.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jllm.checkpoint import stored_tensors
+from jllm.params import Params
+from jllm.safetensors_io import StoredTensor, read_bytes
+
+PIECE = 16 << 10  # bytes read at a place
+PIECES = 4  # places of a tensor that are read, the first and the last bytes among them; smaller tensors are read whole
+
+
+def of_files(folder: str | Path) -> str:
+    """Of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of each. Neither
+    the directory's name, nor how the tensors are distributed over files, nor config.json plays a part.
+
+    Reads at most 64 KiB of a tensor. Raises CheckpointError for files that are missing or damaged.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored_tensors(Path(folder)).items()):
+        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+        for start, count in _pieces(tensor):
+            digest.update(read_bytes(tensor, start, count))
+    return digest.hexdigest()[:32]
+
+
+def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
+    """(start, count) of the bytes of a tensor that are read."""
+    if tensor.nbytes <= PIECE * PIECES:
+        return [(0, tensor.nbytes)]
+    return [((tensor.nbytes - PIECE) * i // (PIECES - 1), PIECE) for i in range(PIECES)]
+
+
+def of_params(params: Params) -> str:
+    """Of weights in memory: the names and shapes of the leaves, and a checksum of all values of each, made where they
+    are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32 changes nothing.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
+    found = [(jax.tree_util.keystr(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
+
+
+@jax.jit  # leaves of one shape share a program
+def _checksum(x: jax.Array) -> jax.Array:
+    """The sum mod 2^32 of all values' bits, each times an odd number of its own: any single change alters it, and the
+    order of the additions does not."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        bits = x.astype(jnp.uint32)
+    else:
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    place = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)

@@ -1,0 +1,72 @@
+"""Fingerprints of weights: the same for the same weights wherever and however they lie, others for others."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm import fingerprint
+from jllm.checkpoint import load_params, save
+from jllm.quant.quantize import quantize
+from jllm.safetensors_io import read_header
+from tests.tiny import tiny_model
+
+MODEL = tiny_model("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory whose embedding (384 KiB) is sampled, and whose other tensors are read whole."""
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    model = tiny_model("bfloat16", vocab_size=6144)
+    save(folder, model.params, model.config)
+    return folder, model
+
+
+def test_files_elsewhere_and_in_shards_are_the_same_weights(saved, tmp_path):
+    folder, model = saved
+    save(tmp_path / "other", model.params, replace(model.config, context=64), max_shard_bytes=40_000)
+    assert len(list((tmp_path / "other").glob("*.safetensors"))) > 1
+    assert fingerprint.of_files(tmp_path / "other") == fingerprint.of_files(folder)
+
+
+@pytest.mark.parametrize("where", ["first byte", "last byte", "small tensor", "dtype"])
+def test_other_files_are_other_weights(saved, tmp_path, where):
+    folder, _ = saved
+    file = tmp_path / "model.safetensors"
+    raw = bytearray((folder / file.name).read_bytes())
+    tensors = read_header(folder / file.name)
+    embed, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    at = {"first byte": embed.offset, "last byte": embed.offset + embed.nbytes - 1, "small tensor": norm.offset + 9}
+    if where == "dtype":
+        raw = raw.replace(b'"BF16"', b'"F16" ')
+    else:
+        raw[at[where]] ^= 1
+    file.write_bytes(raw)
+    assert fingerprint.of_files(tmp_path) != fingerprint.of_files(folder)
+
+
+def test_params_are_known_by_their_values(saved):
+    folder, model = saved
+    ours = fingerprint.of_params(model.params)
+    assert len(ours) == 32
+    assert fingerprint.of_params(load_params(folder, model.config, "bfloat16")) == ours
+    assert fingerprint.of_params(load_params(folder, model.config, "float32")) == ours  # widened: the same values
+    assert fingerprint.of_params(jax.tree.map(np.asarray, model.params)) == ours
+
+
+def test_any_changed_value_makes_other_params():
+    params = MODEL.params
+    layer = params.layers[1]
+    swapped = replace(layer, down=layer.down.at[jnp.asarray([3, 4])].set(layer.down[jnp.asarray([4, 3])]))
+    others = [
+        replace(params, embed=params.embed.at[41, 7].multiply(-1)),
+        replace(params, norm=params.norm.at[0].add(0.01)),
+        replace(params, layers=(params.layers[0], swapped)),
+        replace(params, layers=(layer, params.layers[0])),
+        quantize(params, "w8a16"),
+    ]
+    found = [fingerprint.of_params(p) for p in (params, *others)]
+    assert len(set(found)) == len(found)
