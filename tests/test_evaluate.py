@@ -301,6 +301,11 @@ def test_intervals():
     assert low < result.perplexity < high
     assert (low, high) == result.interval("perplexity") != result.interval("perplexity", seed=1)
     assert result.interval("kl")[0] < result.kl < result.interval("kl")[1]
+    drawn = np.random.default_rng(0).normal(size=200)
+    many = Evaluation(protocol, tuple(Part(10, 4, 10.0, 9.0, kl, 1) for kl in drawn.tolist()))
+    for level, z in ((0.95, 1.96), (0.5, 0.674)):  # of a mean, from the normal distribution
+        half = z * drawn.std() / 200**0.5 / 10
+        assert many.interval("kl", level=level) == pytest.approx((many.kl - half, many.kl + half), abs=0.1 * half)
     assert result.added == pytest.approx(np.expm1(0.45))
     same = Evaluation(protocol, parts[:1] * 5)
     assert same.interval("top1") == (0.0, 0.0)

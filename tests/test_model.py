@@ -111,9 +111,15 @@ def test_paged_logits_of_every_row_are_those_without_a_cache(windows):
     assert relative(jnp.concatenate(got), want) < 1e-12
 
 
-def test_one_layer_against_numpy():
-    """The formulas once more, from the paper and in float64: no code in common with the model."""
-    model = tiny_model("float64", num_layers=1)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_one_layer_against_numpy(qk_norm):
+    """The formulas once more, from the papers and in float64: no code in common with the model. With norms of queries
+    and keys as Qwen3 has them, and an eps that counts."""
+    model = tiny_model("float64", num_layers=1, norm_eps=0.3)
+    if qk_norm:
+        norms = {"q_norm": jnp.linspace(0.5, 2, 16), "k_norm": jnp.linspace(1.5, -1, 16)}
+        layers = (replace(model.params.layers[0], **norms),)
+        model = replace(model, params=replace(model.params, layers=layers))
     c, p = model.config, jax.tree.map(np.asarray, model.params)
     layer, ids = p.layers[0], np.array([5, 6, 7, 8, 9])
     H, K, D, T = c.num_heads, c.num_kv_heads, c.head_dim, len(ids)
@@ -128,6 +134,8 @@ def test_one_layer_against_numpy():
     x = p.embed[ids]
     qkv = norm(x, layer.attn_norm) @ layer.qkv.T
     q, k, v = np.split(qkv, [H * D, (H + K) * D], axis=1)
+    if qk_norm:
+        q, k = (norm(x.reshape(T, -1, D), w).reshape(T, -1) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
     attended = np.zeros((T, H, D))
     for h in range(H):
         g = h // (H // K)

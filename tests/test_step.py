@@ -1,6 +1,7 @@
 """The step as a function: it lowers at full size for every rung, and it is pure when asked to be."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,45 @@ def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
     np.testing.assert_array_equal(a.tokens, c.tokens)
     assert again.cache[0].k.values.is_deleted()
     assert donated.slots.token.tolist()[0] == int(c.tokens[1])
+
+
+def test_only_the_last_chunk_samples_and_only_the_output_is_counted():
+    """A prompt in two chunks, its first output token (recomputed after a preemption, say) in a third, and a decode."""
+    model, prompt, recomputed = tiny_model(num_layers=1), [5, 6, 5, 7, 8, 5], 8
+    cache = make_cache(model.config, 8, 8, parse_kv_cache(None, model.config, jnp.float32))
+    state = State(cache, make_slots(2, 4), make_penalties(2, 97, 1))
+    layout, static = Layout(Rung(1, 4, 2), deltas=4, bias=1), {"variant": Variant(penalties=True)}
+
+    def run(state, start, tokens, final):
+        buffer, batch = layout.pack()
+        batch.deltas[:2] = [(1, 0, 3), (1, 1, 5)]
+        batch.tokens[: len(tokens)] = tokens
+        batch.chunk_slot[0], batch.chunk_start[0], batch.chunk_len[0] = 1, start, len(tokens)
+        batch.chunk_final[0], batch.prompt_len[0], batch.max_length[0] = final, len(prompt), 100
+        batch.stop_ids[0] = np.arange(8)
+        return jit_step(model.params, state, buffer, config=model.config, layout=layout, **static)
+
+    def counted(state) -> tuple[list[int], dict[int, int]]:
+        seen, counts = np.asarray(state.penalties.seen), np.asarray(state.penalties.counts)
+        assert not seen[0].any()
+        assert not counts[0].any()
+        return np.flatnonzero(seen[1]).tolist(), {int(t): int(counts[1, t]) for t in np.flatnonzero(counts[1])}
+
+    state, outputs = run(state, 0, prompt[:4], False)
+    assert outputs.tokens.tolist() == [-1, -1, -1]
+    assert state.slots.done.tolist() == [True, False]
+    assert counted(state) == ([5, 6, 7], {})
+    state, outputs = run(state, 4, [8, 5, recomputed], True)
+    token = outputs.tokens.tolist()[1]
+    assert outputs.tokens.tolist() == [-1, token, -1]
+    assert token > 8, "another test than it was"
+    assert counted(state) == ([5, 6, 7, 8, token], {recomputed: 1, token: 1})
+    buffer = pack_decode(layout, [1])
+    state, outputs = jit_step(model.params, state, buffer, config=model.config, layout=layout, **static)
+    after = outputs.tokens.tolist()[0]
+    assert counted(state)[1] == Counter([recomputed, token, after])
+    state, _ = run(state, 0, [9], False)
+    assert counted(state) == ([9], {}), "a first chunk begins anew"
 
 
 @pytest.mark.parametrize("ended_by", ["stop id", "length"])

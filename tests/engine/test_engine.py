@@ -1,12 +1,14 @@
 """What the engine promises besides the oracle: ends, text, logprobs, penalties, forks, aborts, compilations."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 import jllm
 from jllm import step as step_module
-from jllm.batch import Rung
+from jllm.batch import STOP_IDS, Rung
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -56,7 +58,9 @@ def test_any_finite_temperature_draws_at_random(model):
 
 def test_logprobs_are_of_the_raw_logits(model):
     params = SamplingParams(temperature=0.5, seed=3, logprobs=4, prompt_logprobs=True, max_new_tokens=9, top_k=3)
-    for prompt, done in zip(PROMPTS, serve(model, PROMPTS, [params] * 3, **OPTIONS), strict=True):
+    asked = [params, params, replace(params, prompt_logprobs=False), params]  # chunks that stand side by side
+    prompts = [[9], [5, 6, 7], [8, 8], list(range(30, 60))]
+    for prompt, sampling, done in zip(prompts, asked, serve(model, prompts, asked, **OPTIONS), strict=True):
         ids = prompt + list(done.token_ids)
         want = log_softmax(full_logits(model, ids).astype(np.float64))
         got = [x.logprob for x in done.logprobs]
@@ -66,6 +70,9 @@ def test_logprobs_are_of_the_raw_logits(model):
             row = want[len(prompt) - 1 + i]
             assert [t for t, _ in entry.top] == np.argsort(-row, kind="stable")[:4].tolist()
             np.testing.assert_allclose([lp for _, lp in entry.top], np.sort(row)[::-1][:4], atol=1e-4)
+        if not sampling.prompt_logprobs:
+            assert done.prompt_logprobs is done.prompt_ranks is None
+            continue
         assert len(done.prompt_logprobs) == len(prompt) - 1
         np.testing.assert_allclose(
             done.prompt_logprobs, [want[i, t] for i, t in enumerate(prompt[1:])], atol=1e-4, rtol=0
@@ -84,18 +91,22 @@ def test_stop_ids_end_and_are_in_neither_tokens_nor_text(model):
 
 def test_more_stop_ids_than_the_device_checks(model):
     free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
-    unseen = [i for i in range(CONFIG.vocab_size) if i not in free.token_ids]
-    stops = (*unseen[:20], free.token_ids[5])  # sorted, the one that matters may come last
-    done = serve(model, [PROMPTS[0]], [greedy(20, stop_token_ids=stops)], **OPTIONS)[0]
-    assert done.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5])]
+    stop = max(free.token_ids)
+    others = [i for i in range(stop) if i not in free.token_ids]
+    assert len(others) > 2 * STOP_IDS, "the one that matters comes last, sorted or not"
+    done = serve(model, [PROMPTS[0]], [greedy(20, stop_token_ids=(*others, stop))], **OPTIONS)[0]
+    assert done.token_ids == free.token_ids[: free.token_ids.index(stop)]
 
 
 def test_end_token_of_the_config_unless_ignored(model):
     free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
     ends = tiny_model(eos_ids=(free.token_ids[4],))
     cut = free.token_ids.index(free.token_ids[4])
-    stopped, ignored = serve(ends, [PROMPTS[0]] * 2, [greedy(20, ignore_eos=False), greedy(20)], **OPTIONS)
-    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:cut], "stop")
+    others = tuple(i for i in range(CONFIG.vocab_size) if i not in free.token_ids)
+    asked = [greedy(20, ignore_eos=False), greedy(20, ignore_eos=False, stop_token_ids=others), greedy(20)]
+    *stopped, ignored = serve(ends, [PROMPTS[0]] * 3, asked, **OPTIONS)
+    for done in stopped:
+        assert (done.token_ids, done.finish_reason) == (free.token_ids[:cut], "stop")
     assert ignored.token_ids == free.token_ids
 
 
@@ -120,8 +131,9 @@ def test_stop_strings_cut_text_and_tokens_and_stream_what_is_certain():
 
 
 def test_penalties_and_bias_follow_their_formulas(model):
+    """Of a prompt of three chunks, in which the tokens occur, some of them often, that are likely next."""
     params = greedy(16, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={40: 1.5})
-    prompt = PROMPTS[0]
+    prompt = PROMPTS[0] + list(serve(model, [PROMPTS[0]], [greedy(33)], **OPTIONS)[0].token_ids)
     done = serve(model, [prompt, PROMPTS[1]], [params, greedy(16)], **OPTIONS)
     ids = list(prompt)
     for token in done[0].token_ids:

@@ -10,7 +10,9 @@ from jllm import snapshot as snapshots
 from jllm.batch import Rung
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
+from jllm.engine.pages import PagePool
 from jllm.engine.request import Completion, SamplingParams
+from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import Beginning, Sharing
 from jllm.errors import ConfigError, RequestError, SnapshotError
 from tests.tiny import greedy, tiny_model
@@ -237,6 +239,24 @@ def with_key(model, prompt, sampling, sample: int, begun: list[int]) -> tuple[in
         live.output.push(token)
     engine._requests[0].started = sample + 1
     return next(iter(finish(engine).values())).token_ids
+
+
+def test_what_a_sequence_leaves_to_its_forks_and_to_the_cache():
+    """Of 10 tokens in pages of 4: to a fork what both begin with; to neither anything, once its logits were no
+    numbers."""
+    sharing = Sharing(keep=True)
+    sharing.renew(PagePool(8, 4))
+    prompt, rest = tuple(range(6)), (SamplingParams(), 0, 20)
+    origin = Sequence(0, 0, prompt, *rest, [50, 51, 52, 53, 54], slot=0, pages=[0, 1, 2], computed=11, prefill_end=6)
+    fork = Sequence(0, 1, prompt, *rest, [50, 61, 62, 63, 64], origin=origin, common=7)
+    sharing.pool.allocate(3)
+    for reason, held, tokens, kept in ((None, (0, 1), 7, 0), ("error", (), 0, 0), ("stop", (0, 1), 7, 2)):
+        origin.finish_reason = reason
+        beginning = next(sharing.beginnings(fork, alone=False))
+        assert (beginning.held, beginning.tokens) == (held, tokens)
+        if reason is not None:
+            sharing.on_release(origin)
+        assert sharing.num_pages == kept
 
 
 def test_snapshot_and_resume(model, wide, tmp_path):

@@ -11,7 +11,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.texts import Texts
 from jllm.errors import EngineClosed
 from tests.engine.test_engine import Letters
-from tests.tiny import greedy, tiny_model
+from tests.tiny import greedy, serve, tiny_model
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -138,6 +138,16 @@ def test_few_tokens_are_made_at_once(model):
         engine.step()
         assert not engine._texts.waiting
     assert engine._texts._thread is None
+
+
+def test_a_stop_string_that_the_length_limit_brings_out_is_the_reason(model):
+    """The last token's text comes with the next one's, or at the end."""
+    (free,) = serve(model, [[5, 6, 7]], [greedy(60)], **OPTIONS)
+    ids = free.token_ids
+    last = next(i for i, id in enumerate(ids) if i and id % 3 == 0 and id not in ids[:i])
+    (done,) = serve(model, [[5, 6, 7]], [greedy(last + 1, stop=chr(ids[last] + 32), logprobs=0)], **OPTIONS)
+    assert (done.finish_reason, done.text, done.token_ids) == ("stop", free.text[:last], ids[:last])
+    assert len(done.logprobs) == last
 
 
 @pytest.mark.parametrize("few", [0, 64])

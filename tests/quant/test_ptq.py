@@ -105,10 +105,15 @@ def reference_gptq(w, gram, order, group, damping=0.01):
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order):
-    w, gram = model.params.layers[0].down, np.asarray(statistics[0]["down"].gram)
+@pytest.mark.parametrize("dead", [[], [3, 40, 41]])
+def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, dead):
+    """Inputs that never come count as 1 in the Hessian's diagonal, as in the authors' code: here more than others."""
+    w, gram = model.params.layers[0].down, np.asarray(statistics[0]["down"].gram).copy()
+    gram *= 1e-3 if dead else 1
+    gram[dead] = gram[:, dead] = 0
     got, finite = solve(w, gram, 0.01, fmt=parse_weight_format("w4a16-g32"), act_order=act_order)
     order = np.argsort(-np.diag(gram), kind="stable") if act_order else np.arange(64)
+    gram[dead, dead] = 1
     codes, scales = reference_gptq(w, gram, order, 32)
     assert finite
     np.testing.assert_array_equal(quantized_weights.unpack4(got.values, signed=True), codes)
@@ -213,6 +218,11 @@ def test_awq_of_a_whole_model(model):
     wide = np.asarray(decode(awq.layers[0].qkv, jnp.float64))[:64] * ratio[None, :]
     want = np.asarray(model.params.layers[0].qkv)[:64]
     assert np.linalg.norm(wide - want) < 0.15 * np.linalg.norm(want)
+    plain = ptq.awq(model, "w4a16-g32", TOKENS, clip=False)
+    for a, b in zip(awq.layers, plain.layers, strict=True):  # ranges of values are clipped, of queries and keys not
+        alike = np.asarray(decode(a.qkv, jnp.float64) == decode(b.qkv, jnp.float64))
+        assert alike[: 64 + 32].all()
+        assert not alike[64 + 32 :].all()
 
 
 # Learned scales

@@ -1,0 +1,51 @@
+"""What a plan says is what the device reads, field by field; what nobody writes is padding."""
+
+import numpy as np
+
+from jllm.batch import STOP_IDS, Layout, Rung
+from jllm.engine.packing import pack_plan
+from jllm.engine.plan import Chunk, Plan
+from jllm.engine.request import SamplingParams
+from jllm.engine.sequence import Sequence
+
+NOWHERE = np.iinfo(np.int32).max
+LAYOUT = Layout(Rung(3, 10, 3), deltas=3, bias=2)
+
+
+def test_a_plan_as_the_device_reads_it():
+    asked = {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.5, "logit_bias": {7: -1.0}}
+    rare = SamplingParams(temperature=0.5, top_k=500, top_p=0.75, min_p=0.125, prompt_logprobs=True, **asked)
+    first = Sequence(0, 0, (10, 11, 12, 13, 14), rare, 2**32 - 1, 50, [20, 21], slot=2)
+    second = Sequence(0, 1, (30, 31), SamplingParams(temperature=0.0), 5, 9, slot=0)
+    decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot) for slot in (3, 1))
+    chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
+    stops = {first: range(40, 40 + STOP_IDS + 3), second: {9, 2}}
+    buffer = pack_plan(LAYOUT, Plan(0, decodes, chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq])
+    batch = LAYOUT.unpack(buffer)
+    assert buffer.dtype == np.int32
+    want = {
+        "decode_slot": [3, 1, NOWHERE],
+        "tokens": [13, 14, 20, 30, 31, 0, 0, 0, 0, 0],
+        "targets": [14, -1, -1, -1, -1, -1, -1, -1, -1, -1],  # what follows in a prompt whose scores are asked for
+        "deltas": [[2, 1, 6], [0, 0, 4], [NOWHERE] * 3],
+        "chunk_slot": [2, 0, NOWHERE],
+        "chunk_start": [3, 0, 0],
+        "chunk_len": [3, 2, 0],
+        "chunk_final": [0, 1, 0],
+        "prompt_len": [5, 2, 0],
+        "max_length": [50, 9, 0],
+        "top_k": [97, 0, 0],
+        "seed": [-1, 5, 0],  # the bits of an unsigned number
+        "sample": [0, 1, 0],
+        "stop_ids": [list(range(40, 40 + STOP_IDS)), [2, 9] + [-1] * (STOP_IDS - 2), [-1] * STOP_IDS],
+        "temperature": [0.5, 0, 0],
+        "top_p": [0.75, 1, 1],
+        "min_p": [0.125, 0, 0],
+        "repetition": [1.5, 1, 1],
+        "presence": [0.25, 0, 0],
+        "frequency": [0.5, 0, 0],
+        "bias_ids": [[7, -1], [-1, -1], [-1, -1]],
+        "bias_values": [[-1, 0], [0, 0], [0, 0]],
+    }
+    assert {name: np.asarray(getattr(batch, name)).tolist() for name in want} == want
+    assert {name for name, _, _ in LAYOUT.fields()} == want.keys()
