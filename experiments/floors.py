@@ -6,7 +6,7 @@ where those take longer. All this is added up, as if nothing overlapped and noth
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,17 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What one step does."""
+
+    decodes: int
+    tokens: int  # of prompts
+    rows: int  # that the head runs on
+    keys: int  # of which K and V are read
+    pairs: float  # prompt queries times the keys that each sees
+
+
+@dataclass(frozen=True)
 class Floor:
     """Of one model on one device."""
 
@@ -59,6 +70,10 @@ class Floor:
     def seconds(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> float:
         """Of the whole step: its parts added up."""
         return sum(self.parts(tokens, rows, kv_bytes, pairs))
+
+    def of(self, work: Work, token_bytes: float) -> float:
+        """Seconds of a step's work, with K and V of so many bytes a token."""
+        return self.seconds(work.decodes + work.tokens, work.rows, work.keys * token_bytes, work.pairs)
 
 
 def make_floor(
@@ -81,27 +96,23 @@ def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
     return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, peaks[activations])
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one step of the schedule does."""
-
-    decodes: int
-    tokens: int  # of prompts
-    rows: int  # that the head runs on
-    keys: int  # of which K and V are read
-    pairs: float  # prompt queries times the keys that each sees
+def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) -> Work:
+    """The work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk reads the
+    keys of the chunks before it too, and the head runs on a prompt's last token alone."""
+    chunks = list(chunks)
+    return Work(
+        decodes,
+        sum(n for _, n, _ in chunks),
+        decodes + sum(final for *_, final in chunks),
+        keys + sum(start + n for start, n, _ in chunks),
+        sum(n * (start + (n + 1) / 2) for start, n, _ in chunks),
+    )
 
 
 def work_of(plan: Plan) -> Work:
     """Of a step that was just planned: its sequences count the tokens that it computes already."""
-    spans = [(c.start, len(c.tokens)) for c in plan.chunks]
-    return Work(
-        len(plan.decodes),
-        sum(n for _, n in spans),
-        len(plan.decodes) + sum(c.final for c in plan.chunks),
-        sum([seq.computed for seq in plan.decodes]) + sum(at + n for at, n in spans),
-        sum(n * (at + (n + 1) / 2) for at, n in spans),
-    )
+    keys = sum([seq.computed for seq in plan.decodes])
+    return step_work(len(plan.decodes), keys, ((c.start, len(c.tokens), c.final) for c in plan.chunks))
 
 
 def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Work]:
@@ -125,6 +136,4 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
 
 def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
     """Of a workload sent at once, KV at so many bytes a token."""
-    return sum(
-        floor.seconds(w.decodes + w.tokens, w.rows, w.keys * token_bytes, w.pairs) for w in schedule(lengths, limits)
-    )
+    return sum(floor.of(work, token_bytes) for work in schedule(lengths, limits))

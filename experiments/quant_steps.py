@@ -28,13 +28,14 @@ import numpy as np
 
 from experiments.arguments import check_draws_only
 from experiments.decode_step import HBM, filled_slots
-from experiments.floors import make_floor, tree_bytes
+from experiments.floors import Work, make_floor, step_work
 from experiments.result_file import ResultFile, bar
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import JllmError
+from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
@@ -64,6 +65,11 @@ class Case:
     def layout(self, prompt: int) -> Layout:
         rung = Rung(self.batch, 0, 0) if self.kind == "decode" else Rung(0, self.batch * prompt, self.batch)
         return Layout(rung, deltas=8)
+
+    def work(self, context: int, prompt: int) -> Work:
+        if self.kind == "decode":
+            return step_work(self.batch, self.batch * context, ())
+        return step_work(0, 0, [(0, prompt, True)] * self.batch)
 
 
 @dataclass(frozen=True)
@@ -182,14 +188,12 @@ def row(
     base: float | None,
     args: argparse.Namespace,
 ) -> Row:
-    decodes = case.kind == "decode"
-    tokens = case.batch * (1 if decodes else args.input)
     pool = state.cache[0].k.num_pages * PAGE
-    read = cache_bytes(state.cache) / pool * (case.batch * args.context if decodes else tokens)
-    pairs = 0 if decodes else tokens * (args.input + 1) / 2
-    floor = make_floor(params, config, args.bandwidth).seconds(tokens, case.batch, read, pairs)
+    work = case.work(args.context, args.input)
+    tokens = work.decodes + work.tokens
+    floor = make_floor(params, config, args.bandwidth).of(work, cache_bytes(state.cache) / pool)
     found: Row = {"scheme": case.scheme, "batch": case.batch, "kv": case.kv, "T": tokens}
-    found |= {"context": args.context} if decodes else {"input": args.input}
+    found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
     found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}
     found["floor_fraction"] = round(floor / seconds, 3)

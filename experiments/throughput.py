@@ -33,7 +33,7 @@ import numpy as np
 from experiments import peers
 from experiments.arguments import claim_memory, positive, positive_seconds
 from experiments.decode_step import HBM, filled_slots
-from experiments.floors import make_floor
+from experiments.floors import Work, make_floor, step_work
 from experiments.result_file import ResultFile, bar, rounded
 from jllm.batch import Layout, Rung, pack_decode
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
@@ -70,6 +70,11 @@ class Case:
         """Tokens in each slot's pages in the middle of its output."""
         return self.input + self.output // 2
 
+    @property
+    def decode_work(self) -> Work:
+        """Of one step in the middle of the output."""
+        return step_work(self.batch, self.batch * self.context, ())
+
     def prefill(self, step_tokens: int) -> "Prefill":
         """The steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""
         if self.input > step_tokens:
@@ -97,6 +102,10 @@ class Prefill:
                 n = min(self.tokens, case.input - start)
                 steps.append([(slot, start, n) for slot in range(first, min(first + self.prompts, case.batch))])
         return steps
+
+    def work(self, case: Case) -> list[Work]:
+        """Of each step."""
+        return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]
 
 
 class Bench:
@@ -130,11 +139,11 @@ class Bench:
         return jit_step.lower(self.params, state, buffer, config=self.config, layout=layout, backend=self.args.backend)
 
     def row(self, case: Case) -> Table:
-        prefill_s, prefill_floor = self.prefill(case)
-        decode_s = self.decode(case)
-        read = case.batch * case.context * self.token_bytes
-        decode_floor = self.floor.seconds(case.batch, case.batch, read)
-        steps = (self.steps[case.prefill(self.args.step_tokens).rung], self.steps[Rung(case.batch, 0, 0)])
+        size = case.prefill(self.args.step_tokens)
+        prefill_s, decode_s = self.prefill(case), self.decode(case)
+        prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
+        decode_floor = self.floor.of(case.decode_work, self.token_bytes)
+        steps = (self.steps[size.rung], self.steps[Rung(case.batch, 0, 0)])
         kv = case.batch * (case.input + case.output) * self.token_bytes
         memory = tree_bytes(self.params) + kv + max(temporary(step) for step in steps)
         return {
@@ -147,11 +156,11 @@ class Bench:
             "decode_floor_ms": 1e3 * decode_floor,
             "prefill_floor_fraction": prefill_floor / prefill_s,
             "floor_fraction": decode_floor / decode_s,
-            "prefill_steps": len(case.prefill(self.args.step_tokens).spans(case)),
+            "prefill_steps": len(size.spans(case)),
         }
 
-    def prefill(self, case: Case) -> tuple[float, float]:
-        """Seconds that all prompts of a row take, and their floor."""
+    def prefill(self, case: Case) -> float:
+        """Seconds that all prompts of a row take."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
         buffers = [jax.device_put(pack_prefill(size.rung, chunks, case.input)) for chunks in spans]
@@ -159,17 +168,7 @@ class Bench:
         self._place(case, 0)
         self._time(run, buffers, tokens)  # the first time takes longer
         times = self._times(self._time(run, buffers, tokens), len(buffers))
-        seconds = self._best(run, buffers * times, tokens) / times
-        floor = sum(
-            self.floor.seconds(
-                sum(n for *_, n in chunks),
-                sum(at + n == case.input for _, at, n in chunks),
-                sum(at + n for _, at, n in chunks) * self.token_bytes,
-                sum(n * (at + (n + 1) / 2) for _, at, n in chunks),
-            )
-            for chunks in spans
-        )
-        return seconds, floor
+        return self._best(run, buffers * times, tokens) / times
 
     def decode(self, case: Case) -> float:
         """Seconds of one decode step of a row: of so many in the middle of its output."""

@@ -16,8 +16,9 @@ from experiments.cost_model import (
     model_shapes,
 )
 from experiments.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
-from experiments.floors import Floor, Matrix, Work
+from experiments.floors import Floor, Matrix, Work, schedule, workload_seconds
 from experiments.qps import token_bytes
+from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError, InputFileError
 
 # One layer's product of 1000 x 1000 in 16 bits twice, a head of 10 x 1000; 1 GB/s, 1 GFLOP/s: all worked out by hand.
@@ -37,6 +38,19 @@ def test_a_step_costs_what_its_parts_do():
     # a prompt of 4: attention's 10 pairs x 4000 operations take longer than 4 keys of 50 bytes
     prompt = Work(decodes=0, tokens=4, rows=1, keys=4, pairs=10.0)
     assert CostModel(FLOOR, 50.0).seconds(prompt) == pytest.approx(2 * 8e-3 + 22_020e-9 + 4e-5)
+
+
+def test_a_workloads_floor_by_hand():
+    """A prompt of 12 in chunks of 8 and 4, then two decode steps. The second chunk reads the 8 keys of the first one
+    too, and the head runs on the prompt's last token alone. At 50,000 bytes a token reading keys takes longer than
+    computing with them."""
+    limits = Limits(1, 8, 8, 1, 4, 20, 8)
+    steps = [Work(0, 8, 0, 8, 36.0), Work(0, 4, 1, 12, 42.0), Work(1, 0, 1, 13, 0.0), Work(1, 0, 1, 14, 0.0)]
+    assert list(schedule([(12, 3)], limits)) == steps
+    products = 2 * (8 * 2e-3 + 4 * 2e-3 + 2 * 2.004e-3)  # of many rows by operations, of one by bytes
+    head = 20_000e-9 + 3 * 22_020e-9
+    keys = (8 + 12 + 13 + 14) * 50_000e-9
+    assert workload_seconds([(12, 3)], limits, FLOOR, 50_000) == pytest.approx(products + head + keys, rel=1e-9)
 
 
 @pytest.mark.parametrize("truth", [(2e-3, 1.5, 2.0), (0.0, 1.0, 4.0)], ids=str)

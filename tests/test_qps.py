@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from experiments import qps
 from experiments.arguments import MEMORY_SHARE, claim_memory
 from experiments.floors import schedule
 from experiments.qps import (
     WORKLOAD,
+    HostOnly,
     Request,
     Served,
     half_interval,
@@ -146,6 +148,26 @@ def test_a_pool_that_the_workload_fills_wastes_few_rows(tmp_path, capsys):
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][-1]
     assert row["slack"] < 0.06
     assert row["preemptions"] == 0
+
+
+def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkeypatch):
+    """A repeat that found prompts in the prefix cache would be faster than the workload is; so would the best one."""
+    model = tiny_model()
+    args = parse_args(["--repeats", "3", "--warmup", "2", "--slots", "2"])
+    engine = Engine(model, device=HostOnly, max_slots=2, page_size=8, num_pages=40, max_step_tokens=16)
+    cached, seconds = [], iter((0.5, 2.0, 4.0, 6.0))  # of the warmup, and of each repeat
+
+    def timed(*arguments):
+        served, _ = serve(*arguments)
+        cached.append(engine.metrics()["prefix_hit_tokens"])
+        return served, next(seconds)
+
+    monkeypatch.setattr(qps, "make_engine", lambda model, args: engine)
+    monkeypatch.setattr(qps, "serve", timed)
+    rows = list(qps.measure(model, [Request(21, 4, 0.0), Request(13, 3, 0.0)], args))
+    assert cached == [0, 0, 0, 0]
+    assert [row["seconds"] for row in rows] == [2.0, 4.0, 6.0, 4.0]
+    assert rows[-1]["floor_fraction"] == pytest.approx(rows[-1]["floor_s"] / 4.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])

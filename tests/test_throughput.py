@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.floors import make_floor
+from experiments.floors import Work, make_floor
 from experiments.throughput import Bench, Case, bars, main, page_bytes, parse_args, parse_case, read_table
 from jllm.checkpoint import init_params
 from jllm.config import load_config
@@ -96,9 +96,20 @@ def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
     assert {slot for slot, _ in seen} == set(range(case.batch))
 
 
+def test_the_work_of_a_row_by_hand():
+    """Two prompts of 40 in chunks of 20: the second chunk reads the first one's keys too, and the head runs on the last
+    token alone. A decoding row has 40 and half of 8 tokens to read."""
+    case = Case(2, 40, 8)
+    first, last = Work(0, 20, 0, 20, 20 * 21 / 2), Work(0, 20, 1, 40, 20 * 20 + 20 * 21 / 2)
+    assert case.prefill(32).work(case) == [first, last, first, last]
+    assert case.decode_work == Work(2, 0, 2, 88, 0)
+    whole = Case(5, 8, 256)
+    assert whole.prefill(32).work(whole) == [Work(0, 24, 3, 24, 3 * 36), Work(0, 16, 2, 16, 2 * 36)]
+
+
 def test_a_run_writes_the_table(tiny, tmp_path, capsys):
     command = ["--config", str(tiny), "--dtype", "float32", "--rows", "1x8x100", "2x40x8", "--step-tokens", "32"]
-    command += ["--steps", "2", "--seconds", "0.02"]
+    command += ["--steps", "2", "--seconds", "0.02", "--bandwidth", "1e6"]
     status = main([*command, "--repeats", "1", "--results", str(tmp_path), "--json"])
     assert status == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -109,9 +120,15 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
         (1, 8, 100, 1),
         (2, 40, 8, 4),
     ]
-    for row in document["rows"]:
-        assert 0 < row["floor_fraction"] < 1
-        assert 0 < row["prefill_floor_fraction"] < 1
+    config = load_config(tiny)
+    floor = make_floor(jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32)), config, 1e6)
+    each = 2 * 2 * 16 * 4  # bytes of a token's K and V: one layer, two heads of 16 floats
+    long = 2 * (floor.seconds(20, 0, 20 * each, 210) + floor.seconds(20, 1, 40 * each, 610))
+    floors = [(floor.seconds(8, 1, 8 * each, 36), floor.seconds(1, 1, 58 * each)), (long, floor.seconds(2, 2, 88 * each))]
+    for row, (prefill, decode) in zip(document["rows"], floors, strict=True):
+        assert (row["prefill_floor_ms"], row["decode_floor_ms"]) == pytest.approx((1e3 * prefill, 1e3 * decode), rel=1e-4)
+        assert row["floor_fraction"] == pytest.approx(row["decode_floor_ms"] / row["decode_ms"], rel=1e-3)
+        assert row["prefill_floor_fraction"] == pytest.approx(row["prefill_floor_ms"] / row["prefill_ms"], rel=1e-3)
         ms = row["prefill_ms"] + row["output"] * row["decode_ms"]
         assert row["tokens_s"] == pytest.approx(1e3 * row["batch"] * row["output"] / ms, rel=0.01)
     assert not document["bars"], "toy sizes decide nothing"
@@ -140,7 +157,7 @@ def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypat
         assert [n for n, _ in calls] == [1, 10, *[steps] * args.repeats]
         assert calls[-1][1][: case.batch] == [max(1, case.context - steps // 2)] * case.batch
     calls.clear()
-    assert bench.prefill(cases[1])[0] == pytest.approx(0.04)  # four chunks
+    assert bench.prefill(cases[1]) == pytest.approx(0.04)  # four chunks
     assert [n for n, _ in calls] == [4, 4, *[4 * 15] * args.repeats]
 
 

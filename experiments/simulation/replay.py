@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.cost_model import CostModel, Shares, fit
-from experiments.floors import Work
+from experiments.floors import Work, step_work
 from jllm.engine.trace import Trace, TracedStep
 from jllm.errors import InputFileError
 
@@ -24,14 +24,7 @@ class Recorded:
 
 def traced_work(step: TracedStep) -> Work:
     """As floors.work_of has it of a plan."""
-    spans = [(start, n) for _, _, start, n, _ in step.chunks]
-    return Work(
-        step.decodes,
-        sum(n for _, n in spans),
-        step.decodes + sum(final for *_, final in step.chunks),
-        step.keys + sum(at + n for at, n in spans),
-        sum(n * (at + (n + 1) / 2) for at, n in spans),
-    )
+    return step_work(step.decodes, step.keys, (chunk[2:] for chunk in step.chunks))
 
 
 def recorded(trace: Trace) -> list[Recorded]:

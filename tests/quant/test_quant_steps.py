@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.floors import make_floor
+from experiments.floors import Work, make_floor
 from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_of, speedups
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
@@ -47,6 +47,11 @@ def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
     assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / 786e12, rel=1e-6)
     assert seconds["w4a16-g32"] == seconds["bf16"]  # multiplied in 16 bits
     assert seconds["w8a8-all"] == pytest.approx(seconds["bf16"] * 786 / 1428, rel=1e-6)
+
+
+def test_the_work_of_a_step_by_hand():
+    assert Case("bf16", "decode", 3, "bf16").work(136, 8) == Work(3, 0, 3, 408, 0)
+    assert Case("bf16", "prefill", 3, "bf16").work(136, 8) == Work(0, 24, 3, 24, 3 * 36)
 
 
 def test_stages():
