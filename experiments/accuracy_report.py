@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from experiments.accuracy_pictures import Speeds, draw_all, speed_key
 from experiments.accuracy_rows import PLAIN_KV, Row
 from experiments.measured_speed import measured_speeds
+from pallas_kernels.bars import bar
 
 Table = list[list[str]]  # the first line is the header
 W8A8_ADDED, KV8_ADDED = 0.015, 0.002  # of perplexity
@@ -30,7 +31,7 @@ def bars(rows: list[Row], against: Row | None = None, file: str | None = None) -
         pairs = common(rows, against["rows"])
         value = round(float(spearmanr(*zip(*pairs)).statistic), 4)
         name = f"rank correlation of KL with {file}, {len(pairs)} rows"
-        found.append({"name": name, "value": value, "unit": "1", "bar": ORDER, "met": value >= ORDER})
+        found.append(bar(name, value, "1", ORDER))
     return found
 
 
@@ -44,10 +45,10 @@ def common(rows: list[Row], others: list[Row]) -> list[tuple[float, float]]:
 def _added(rows: list[Row]) -> Iterator[Row]:
     for row in part(rows, "scheme"):
         eight = row["scheme"] in ("w8a8-talk", "w8a8-all") and row["kv"] == PLAIN_KV
-        bar = W8A8_ADDED if eight else KV8_ADDED if (row["scheme"], row["kv"]) == ("bf16", "int8-g8") else None
-        if bar is not None:
+        limit = W8A8_ADDED if eight else KV8_ADDED if (row["scheme"], row["kv"]) == ("bf16", "int8-g8") else None
+        if limit is not None:
             name = f"perplexity added, weights {row['scheme']}, KV {row['kv']}"
-            yield {"name": name, "value": row["added"], "unit": "1", "bar": bar, "met": row["added"] <= bar}
+            yield bar(name, row["added"], "1", limit, most=True)
 
 
 def _orders(rows: list[Row]) -> Iterator[Row]:

@@ -97,8 +97,8 @@ def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
 
 
 def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) -> Work:
-    """The work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk reads the
-    keys of the chunks before it too, and the head runs on a prompt's last token alone."""
+    """The work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk also
+    reads the keys of the chunks before it, and the head runs on a prompt's last token alone."""
     chunks = list(chunks)
     return Work(
         decodes,

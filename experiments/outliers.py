@@ -95,14 +95,17 @@ def channel_maxima(model: Model, tokens: np.ndarray, layer: int) -> np.ndarray:
 def bars(found: list[Row]) -> Iterator[Row]:
     """At the greatest strength: one scale a token is better than one for all, and SmoothQuant better than neither."""
     of = [row for row in found if row["part"] == "strength" and row["strength"] != MASSIVE]
-    greatest = max(row["strength"] for row in of)
+    greatest = max((row["strength"] for row in of), default=0)
     kl = {(row["scale"], row["smooth"]): row["kl"] for row in of if row["strength"] == greatest}
-    for name, value, bar in (
-        ("one scale a token, over one for all", kl["token", False], kl["tensor", False]),
-        ("one scale a token, SmoothQuant over rounding", kl["token", True], kl["token", False]),
-        ("one scale for all, SmoothQuant over rounding", kl["tensor", True], kl["tensor", False]),
+    for name, better, worse in (
+        ("one scale a token, over one for all", ("token", False), ("tensor", False)),
+        ("one scale a token, SmoothQuant over rounding", ("token", True), ("token", False)),
+        ("one scale for all, SmoothQuant over rounding", ("tensor", True), ("tensor", False)),
     ):
-        yield {"name": f"{name}, strength {greatest:g}", "value": value, "unit": "kl", "bar": bar, "met": value < bar}
+        if {better, worse} <= kl.keys():
+            value, bar = kl[better], kl[worse]
+            name += f", strength {greatest:g}"
+            yield {"name": name, "value": value, "unit": "kl", "bar": bar, "met": value < bar}
 
 
 # The picture

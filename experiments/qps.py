@@ -53,13 +53,13 @@ from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.step import Outputs
-from pallas_kernels.backends import on_hopper
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
 FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: what goodput allows
 PERCENTILES = (50, 90, 99)
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
+SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
 
@@ -245,7 +245,8 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         "model": Path(args.model or args.config).stem, "scheme": args.quantize or args.dtype,
         "kv": args.kv_cache or str(model.params.norm.dtype), "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in POLICIES},
-        **{name: getattr(args, name) for name in (*MEMORY, "pool_gib", "allow") if getattr(args, name)},
+        **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
+        **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args)
     start = time.perf_counter()
@@ -274,7 +275,8 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         busy_s = min(busy_s, time.thread_time() - busy)
         note(f"repeat {repeat}: {len(served)} requests in {seconds:.2f} s")
         rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
-        yield {**about, "repeat": repeat, **rounded(rows[-1])}
+        share = {} if least is None else {"floor_s": least, "floor_fraction": least / seconds}
+        yield {**about, "repeat": repeat, **rounded(rows[-1] | share)}
     total = summary(rows)
     if args.host_only:
         total = {key: total[key] for key in ("repeats", "requests", "seconds", "slack", "steps", "preemptions")}
@@ -287,18 +289,18 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     engine.close()
 
 
-def bars(row: Row, args: argparse.Namespace) -> Iterator[Row]:
-    """The whole workload on the device that the bars are for, or its schedule alone."""
-    whole = row["requests"] == 1024 and args.workload == WORKLOAD and args.rate is None and args.slots == 512
-    merged = all(getattr(args, name) == choices[0] for name, choices in POLICIES.items())
-    bound = any(getattr(args, name) for name in (*MEMORY, "pool_gib", "allow"))
-    if not (whole and merged) or bound:
+def bars(rows: Sequence[Row]) -> Iterator[Row]:
+    """Of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
+    row = [row for row in rows if "peer" not in row][-1]
+    whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
+    merged = all(row.get(name, choices[0]) == choices[0] for name, choices in POLICIES.items())
+    if not (whole and merged) or any(row.get(name) for name in SETTINGS):
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
-    if args.host_only:
+    if "host_us" in row:
         yield bar(f"{where}, host work a running request a step", row["host_us"], "us", 5.0, most=True)
-    elif on_hopper():
-        yield bar(f"{where}, share of the floor", row["floor_fraction"], "1", 0.70, most=False)
+    elif "floor_fraction" in row:
+        yield bar(f"{where}, share of the floor", row["floor_fraction"], "1", 0.70)
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
 
 
@@ -381,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         for peer in beside:
             result.add(peer)
-        result.finish(bars=list(bars(row, args)), complete=True)
+        result.finish(bars=list(bars(result.document["rows"])), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

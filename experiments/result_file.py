@@ -8,6 +8,7 @@ from typing import Any
 
 from jllm.errors import JllmError, OutputError
 from pallas_kernels import result_file
+from pallas_kernels.bars import bar as bar
 
 
 class ResultFile(result_file.ResultFile):
@@ -48,11 +49,6 @@ def record(
     if as_json:
         print(json.dumps(result.document))
     return 0
-
-
-def bar(name: str, value: float, unit: str, bar: float, *, most: bool = False) -> dict[str, Any]:
-    """A figure and what it had to reach: at least, or at `most`."""
-    return {"name": name, "value": value, "unit": unit, "bar": bar, "met": value <= bar if most else value >= bar}
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 Of each experiment and device it shows the newest file: what was asked, the bars and whether they are met, the rows, and
 under what versions, when and by which command they came. Pictures that lie beside a file under its name are shown with
-it. What is said about an experiment, and which columns of its rows are shown, is in results_sections.py.
+it. Bars of a run that was cut off are those of its rows, and verdicts of claims what their rows say by the rules of
+today (judged.py). What is said about an experiment, and which columns of its rows are shown, is in results_sections.py.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.registry import TITLES
+from experiments.judged import judged
 from experiments.results_sections import FALLBACK, GROUPS, Section, Table
 from jllm.errors import InputFileError
 
@@ -25,6 +27,7 @@ PAGE = Path(__file__).parent / "RESULTS.md"
 Document = dict[str, Any]
 KEYS = {"experiment": str, "date": str, "device": str, "versions": dict, "command": str, "complete": bool}
 BAR_KEYS = {"name", "value", "unit", "bar", "met"}
+INCOMPLETE = "not all that it asks for was measured; bars are of what was"
 LONG = 16  # rows; a longer table is folded away
 
 
@@ -72,7 +75,7 @@ def read_all(directory: Path) -> dict[tuple[str, str], list[tuple[Path, Document
     """The files of each (experiment, device), the newest first."""
     found: dict[tuple[str, str], list[tuple[Path, Document]]] = {}
     for path in sorted(directory.glob("*.json")):
-        document = read_result(path)
+        document = judged(read_result(path))
         found.setdefault((document["experiment"], document["device"]), []).append((path, document))
     for files in found.values():
         files.sort(key=lambda file: file[1]["date"], reverse=True)
@@ -162,7 +165,7 @@ def chapter(section: Section, title: str, files: list[tuple[Path, Document]]) ->
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     about = [
         f"{document['device']}, {document['date']}, {versions}"
-        + ("" if document["complete"] else "; **incomplete**: not all that it asks for was measured"),
+        + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}"),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}](results/{path.name})"
         + "".join(f", earlier [{old['date']}](results/{other.name})" for other, old in files[1:]),

@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bars import bar
+
 TOOLS = ("memcheck", "racecheck")
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32")  # of K and V
 WIDTHS: dict[str, Any] = {"heads": (4, 2), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
@@ -119,8 +121,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """memcheck finds nothing. Racecheck's report has no bar: it does not know all that orders accesses."""
     for row in rows:
         if row["tool"] == "memcheck" and "errors" in row:
-            name = f"{row['kernel']} {row['kv']}, errors of memcheck"
-            yield {"name": name, "value": row["errors"], "unit": "1", "bar": 0, "met": row["errors"] == 0}
+            yield bar(f"{row['kernel']} {row['kv']}, errors of memcheck", row["errors"], "1", 0, most=True)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -70,13 +69,14 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         print(f"the files of {row['sizes']} sizes of steps take {size / (1 << 20):.0f} MiB", file=sys.stderr)
 
 
-def bars(rows: list[Row], slots: int) -> Iterator[Row]:
+def bars(rows: list[Row]) -> Iterator[Row]:
     """The slowest start of each kind: those of LLaMA-7B with 512 slots on an H200 have a bar."""
-    if slots != 512 or "H200" not in rows[0]["device"] or rows[0]["model"] != "llama-2-7b":
-        return
+    chosen = [row for row in rows if (row["model"], row["slots"]) == ("llama-2-7b", 512) and "H200" in row["device"]]
     for kind, most in BARS.items():
-        value = max(row["start_s"] for row in rows if row["start"] == kind)
-        yield bar(f"{kind} start, {rows[0]['model']} {rows[0]['scheme']}, {slots} slots", value, "s", most, most=True)
+        slowest = max((row for row in chosen if row["start"] == kind), key=lambda row: row["start_s"], default=None)
+        if slowest is not None:
+            name = f"{kind} start, {slowest['model']} {slowest['scheme']}, {slowest['slots']} slots"
+            yield bar(name, slowest["start_s"], "s", most, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,8 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    judge = partial(bars, slots=args.slots)
-    return record(args.results, "start_up", command, rows, bars=judge, as_json=args.json)
+    return record(args.results, "start_up", command, rows, bars=bars, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The time in which an engine's decode steps leave the device idle."""
     for row in rows:
-        if row["kind"] == "gap" and row["step"] == "serve":
+        if row["kind"] == "gap" and row.get("step") == "serve":
             where = f"{row['model']} {row['scheme']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 

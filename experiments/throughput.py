@@ -301,7 +301,7 @@ def page_bytes(config: LlamaConfig, params: Params, args: argparse.Namespace) ->
 def bars(found: list[Table]) -> Iterator[Table]:
     """Of decoding for the schemes that have one, of prefill in 16 bits."""
     for row in found:
-        if "error" in row:
+        if "error" in row or "peer" in row:
             continue
         scheme, kv = row["scheme"].removesuffix("-talk"), row["kv"]
         where = f"{row['model']} {row['scheme']} KV {kv}, batch {row['batch']}, {row['input']} -> {row['output']}"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.measure import copy_bandwidth, device_us
 
 COMPILERS = 12  # threads
@@ -79,11 +80,9 @@ def bars(rows: list[dict[str, Any]], letter: str, single: dict[int, float]) -> I
     measured = [row for row in rows if "us" in row]
     xla = {name(row): row["us"] for row in measured if row["peer"] == "xla"}
     for row in (row for row in measured if row["peer"] == "mosaic"):
-        us, share, bar = row["us"], row["fraction"], single.get(row[letter])
-        if row["T"] == 1 and bar is not None:
-            yield {"name": name(row), "value": us, "unit": "us", "bar": bar, "met": us <= bar}
+        if row["T"] == 1 and row[letter] in single:
+            yield bar(name(row), row["us"], "us", single[row[letter]], most=True)
         if row["T"] == 8192:
-            yield {"name": name(row), "value": share, "unit": "fraction", "bar": 0.8, "met": share >= 0.8}
+            yield bar(name(row), row["fraction"], "fraction", 0.8)
         if name(row) in xla:
-            bar = xla[name(row)]
-            yield {"name": f"{name(row)}: XLA", "value": us, "unit": "us", "bar": bar, "met": us <= bar}
+            yield bar(f"{name(row)}: XLA", row["us"], "us", xla[name(row)], most=True)

@@ -124,9 +124,14 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
     floor = make_floor(jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32)), config, 1e6)
     each = 2 * 2 * 16 * 4  # bytes of a token's K and V: one layer, two heads of 16 floats
     long = 2 * (floor.seconds(20, 0, 20 * each, 210) + floor.seconds(20, 1, 40 * each, 610))
-    floors = [(floor.seconds(8, 1, 8 * each, 36), floor.seconds(1, 1, 58 * each)), (long, floor.seconds(2, 2, 88 * each))]
+    floors = [
+        (floor.seconds(8, 1, 8 * each, 36), floor.seconds(1, 1, 58 * each)),
+        (long, floor.seconds(2, 2, 88 * each)),
+    ]
     for row, (prefill, decode) in zip(document["rows"], floors, strict=True):
-        assert (row["prefill_floor_ms"], row["decode_floor_ms"]) == pytest.approx((1e3 * prefill, 1e3 * decode), rel=1e-4)
+        assert (row["prefill_floor_ms"], row["decode_floor_ms"]) == pytest.approx(
+            (1e3 * prefill, 1e3 * decode), rel=1e-4
+        )
         assert row["floor_fraction"] == pytest.approx(row["decode_floor_ms"] / row["decode_ms"], rel=1e-3)
         assert row["prefill_floor_fraction"] == pytest.approx(row["prefill_floor_ms"] / row["prefill_ms"], rel=1e-3)
         ms = row["prefill_ms"] + row["output"] * row["decode_ms"]

@@ -13,6 +13,7 @@ from typing import Any
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
 from experiments.torch_attention import flash_attention
+from pallas_kernels.bars import bar
 from pallas_kernels.decode_attention.bench import layers_for
 from pallas_kernels.decode_attention.cases import BENCH_CASES
 
@@ -53,13 +54,15 @@ def judge(rows: list[Row]) -> Verdict:
     decisive = many or few
     verdict = "yes" if min(decisive) >= STATED else "partly" if max(decisive) > 1.05 else "no"
     bars = tuple(
-        {
-            "name": f"over FlashAttention-2, {row['R']} x {row['length']}, H/K {row['H']}/{row['K']}",
-            "value": row["over_flash"], "unit": "x", "bar": bar, "met": row["over_flash"] >= bar,
-        }
+        bar(
+            f"over FlashAttention-2, {row['R']} x {row['length']}, H/K {row['H']}/{row['K']}",
+            row["over_flash"],
+            "x",
+            least,
+        )
         for row in rows
-        if (bar := BARS.get((row["R"], row["length"])))
-    )  # fmt: skip
+        if (least := BARS.get((row["R"], row["length"])))
+    )
     return Verdict(verdict, ", ".join(parts), bars)
 
 

@@ -16,6 +16,7 @@ from experiments.claims.claim import Claim, Row, Verdict
 from jllm.cache import parse_kv_cache
 from jllm.config import load_config
 from jllm.errors import ConfigError
+from pallas_kernels.bars import bar
 from pallas_kernels.kv_pages import bytes_per_token
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
@@ -67,8 +68,8 @@ def judge(rows: list[Row]) -> Verdict:
     low, high = map(percent, main.get("added_95", (main["added"],) * 2))
     parts.append(f"int8-g8 adds {percent(main['added'])} to perplexity [{low}, {high}], KL {main['kl']:.2g}")
     kept, more = main["added"] <= KEPT, main["times"] >= STATED
-    bar = {"name": "perplexity added by int8-g8", "value": main["added"], "unit": "1", "bar": KEPT, "met": kept}
-    return Verdict("yes" if kept and more else "partly" if kept else "no", "; ".join(parts), (bar,))
+    bars = (bar("perplexity added by int8-g8", main["added"], "1", KEPT, most=True),)
+    return Verdict("yes" if kept and more else "partly" if kept else "no", "; ".join(parts), bars)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

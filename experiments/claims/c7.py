@@ -18,6 +18,7 @@ from experiments.claims.accuracy import bundled, percent
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.measured_speed import PLAIN, STEPS, documents, plain_products, product_pairs
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bars import bar
 from pallas_kernels.scaled_matmul import bench
 from pallas_kernels.scaled_matmul.cases import BENCH_SHAPES, Case
 
@@ -101,12 +102,10 @@ def judge(rows: list[Row]) -> Verdict:
         f"{row['scheme']} adds {percent(row['added'])} to perplexity, KL {row['kl']:.2g}" for row in of["accuracy"]
     ]
     bars = tuple(
-        {"name": f"perplexity added by {row['scheme']}", "value": row["added"], "unit": "1", "bar": KEPT,
-         "met": row["added"] <= KEPT}
-        for row in of["accuracy"]
-    )  # fmt: skip
+        bar(f"perplexity added by {row['scheme']}", row["added"], "1", KEPT, most=True) for row in of["accuracy"]
+    )
     times = [row["times"] for row in of["step"] or of["product"]]  # what a user sees decides
-    kept = bool(of["accuracy"]) and all(bar["met"] for bar in bars)
+    kept = bool(of["accuracy"]) and all(each["met"] for each in bars)
     if not times:
         return Verdict("not measured: speed", "; ".join(parts), bars)
     verdict = (

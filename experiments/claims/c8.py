@@ -17,6 +17,7 @@ from experiments.claims.claim import Claim, Row, Verdict
 from experiments.measured_speed import STEPS, documents
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
@@ -65,18 +66,25 @@ def with_floors(rows: Iterable[Row]) -> Iterator[Row]:
 
 def judge(rows: list[Row]) -> Verdict:
     times = quant_steps.speedups(rows, INT4, "decode")
-    holds = {1: times.get(1, 0) >= LARGE, 64: times.get(64, 0) >= STATED[64], 128: 0 < times.get(128, 0) <= STATED[128]}
+    limits = {1: LARGE, **STATED}
+    sides = {batch: "most" if batch == 128 else "least" for batch in limits}
+    bars = tuple(
+        bar(
+            f"INT4 over bf16, decode step, batch {batch}: at {side}",
+            times[batch],
+            "1",
+            limits[batch],
+            most=side == "most",
+        )
+        for batch, side in sides.items()
+        if batch in times
+    )
+    holds = len(bars) == len(limits) and all(each["met"] for each in bars)
     lost = next((batch for batch, each in times.items() if each < 1), None)
     measured = ", ".join(f"{each:.2f} times at batch {batch}" for batch, each in times.items()) + (
         f"; slower than bf16 from batch {lost} on" if lost else "; never slower than bf16"
     )
-    limits = {1: LARGE, **STATED}
-    bars = tuple(
-        {"name": f"INT4 over bf16, decode step, batch {batch}: at {'most' if batch == 128 else 'least'}",
-         "value": times[batch], "unit": "1", "bar": limits[batch], "met": met}
-        for batch, met in holds.items() if batch in times
-    )  # fmt: skip
-    return Verdict("yes" if all(holds.values()) else "partly" if any(holds.values()) else "no", measured, bars)
+    return Verdict("yes" if holds else "partly" if any(each["met"] for each in bars) else "no", measured, bars)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90
 from pallas_kernels.cache_update.cases import BENCH_CASES, Case
@@ -107,10 +108,9 @@ def table(rows: list[int], peers: bool) -> Iterator[dict[str, Any]]:
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if row.get("peer") == "fused" and row["T"] in BARS:
-            unit, bar = BARS[row["T"]]
-            met = row[unit] <= bar if unit == "us" else row[unit] >= bar
+            unit, limit = BARS[row["T"]]
             name = f"T={row['T']} H/K={row['H']}/{row['K']} {row['kv']}"
-            yield {"name": name, "value": row[unit], "unit": unit, "bar": bar, "met": met}
+            yield bar(name, row[unit], unit, limit, most=unit == "us")
 
 
 def main(argv: list[str] | None = None) -> int:

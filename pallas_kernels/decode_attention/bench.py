@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.cases import random_tables
 from pallas_kernels.decode_attention import decode_attention, make_work
@@ -210,19 +211,18 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if row.get("peer") == "mosaic" and "us" in row
     }
     for (heads, kv_heads, count, length, kv), us in own.items():
-        bar = PEERS.get((heads, kv_heads, count, length)) if kv == "bf16" else None
+        limit = PEERS.get((heads, kv_heads, count, length)) if kv == "bf16" else None
         bf16 = own.get((heads, kv_heads, count, length, "bf16"))
         if kv != "bf16" and bf16 is not None:
             stored, plain = (
                 bytes_per_token(128, kv_heads, fmt, fmt) for fmt in (parse_format(x, 128) for x in (kv, "bf16"))
             )
-            bar = round(bf16 * stored / plain * SLACK[kv.split("-")[0]], 2)
+            limit = round(bf16 * stored / plain * SLACK[kv.split("-")[0]], 2)
         uniform = own.get((heads, kv_heads, len(UNIFORM.lengths), UNIFORM.lengths[0], kv))
         if isinstance(length, str) and uniform is not None:
-            bar = round(1.15 * uniform, 2)
-        if bar is not None:
-            name = f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv}"
-            yield {"name": name, "value": us, "unit": "us", "bar": bar, "met": us <= bar}
+            limit = round(1.15 * uniform, 2)
+        if limit is not None:
+            yield bar(f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv}", us, "us", limit, most=True)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

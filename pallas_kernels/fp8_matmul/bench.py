@@ -4,8 +4,11 @@ python -m pallas_kernels.fp8_matmul.bench [--json] [--rows 1 128 4096] [--second
 """
 
 import sys
+from functools import partial
 
 from pallas_kernels.scaled_matmul import bench
+
+bars = partial(bench.bars, "fp8_matmul")
 
 
 def main(argv: list[str] | None = None) -> int:

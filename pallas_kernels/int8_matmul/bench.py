@@ -4,8 +4,11 @@ python -m pallas_kernels.int8_matmul.bench [--json] [--rows 1 128 4096] [--secon
 """
 
 import sys
+from functools import partial
 
 from pallas_kernels.scaled_matmul import bench
+
+bars = partial(bench.bars, "int8_matmul")
 
 
 def main(argv: list[str] | None = None) -> int:

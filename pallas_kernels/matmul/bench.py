@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.layers_bench import Subject, add_fractions, table
 from pallas_kernels.matmul import matmul
@@ -45,7 +46,7 @@ def subject(case: Case, backend: str) -> Subject:
     )
 
 
-def summarize(rows: list[Row]) -> Iterator[Row]:
+def bars(rows: list[Row]) -> Iterator[Row]:
     """Completes the rows; yields the bars: XLA's time, and for few rows the bandwidth."""
     measured = add_fractions(rows)
     us = {(row["peer"], row["M"], row["K"], row["N"]): row["us"] for row in measured}
@@ -55,12 +56,9 @@ def summarize(rows: list[Row]) -> Iterator[Row]:
             continue
         limit = us.get(("xla", m, k, n))
         if limit is not None:
-            met = row["us"] <= limit
-            yield {"name": f"(M, K, N)=({m}, {k}, {n}) xla", "value": row["us"], "unit": "us", "bar": limit, "met": met}
+            yield bar(f"(M, K, N)=({m}, {k}, {n}) xla", row["us"], "us", limit, most=True)
         if m <= FEW_ROWS:
-            share = row["fraction"]
-            name = f"(M, K, N)=({m}, {k}, {n}) bandwidth"
-            yield {"name": name, "value": share, "unit": "1", "bar": BANDWIDTH, "met": share >= BANDWIDTH}
+            yield bar(f"(M, K, N)=({m}, {k}, {n}) bandwidth", row["fraction"], "1", BANDWIDTH)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     backends = BACKENDS[:1] if args.own_only else BACKENDS
     cases = [bench_case(m, *SHAPES[name]) for name in args.shapes for m in args.rows]
-    return record("matmul", args, argv, table([subject(case, name) for case in cases for name in backends]), summarize)
+    return record("matmul", args, argv, table([subject(case, name) for case in cases for name in backends]), bars)
 
 
 if __name__ == "__main__":

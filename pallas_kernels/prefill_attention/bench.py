@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
 from pallas_kernels.measure import device_us
@@ -176,15 +177,13 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for row in rows
         if "us" in row and row["kernel"] == "prefill_attention" and (row["kv"], row["K"]) == ("bf16", 32)
     }
-    for lengths, bar in FLASHINFER.items():
+    for lengths, limit in FLASHINFER.items():
         if row := found.get(("mosaic", *lengths)):
-            name = f"{len(lengths[0])}x{lengths[0][0]} causal"
-            yield {"name": name, "value": row["us"], "unit": "us", "bar": bar, "met": row["us"] <= bar}
+            yield bar(f"{len(lengths[0])}x{lengths[0][0]} causal", row["us"], "us", limit, most=True)
     continued = (2048,), (8192,)
     if (row := found.get(("mosaic", *continued))) and (peer := found.get(("cudnn", *continued))):
         rate = round(row["tflop_s"] / peer["tflop_s"], 3)
-        met = rate >= CUDNN_RATE
-        yield {"name": "2048 after 6144, of cuDNN's rate", "value": rate, "unit": "1", "bar": CUDNN_RATE, "met": met}
+        yield bar("2048 after 6144, of cuDNN's rate", rate, "1", CUDNN_RATE)
 
 
 def main(argv: list[str] | None = None) -> int:

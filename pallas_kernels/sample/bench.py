@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.measure import device_us
 from pallas_kernels.sample.api import sample
@@ -69,9 +70,9 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in (row for row in rows if row["peer"] == "mosaic"):
         name, us = f"R={row['R']} V={row['V']} {row['asked']}", row["us"]
         target = BARS.get((row["R"], row["asked"])) if row["V"] == 32000 else None
-        for suffix, bar in (("", target), (": XLA", xla.get((row["R"], row["V"], row["asked"])))):
-            if bar is not None:
-                yield {"name": name + suffix, "value": us, "unit": "us", "bar": bar, "met": us <= bar}
+        for suffix, limit in (("", target), (": XLA", xla.get((row["R"], row["V"], row["asked"])))):
+            if limit is not None:
+                yield bar(name + suffix, us, "us", limit, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:

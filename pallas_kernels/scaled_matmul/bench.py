@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
@@ -187,22 +188,18 @@ def bars(operation: str, rows: list[Row]) -> Iterator[Row]:
             continue
         m, k, n = row["M"], row["K"], row["N"]
         name = f"(M, K, N)=({m}, {k}, {n})"
-
-        def bar(what: str, key: str, value: Any, limit: float, met: bool, name: str = name) -> Row:
-            return {"name": f"{name} {what}", "value": value, "unit": key, "bar": round(limit, 3), "met": met}
-
         if m in BENCH_ROWS and (k, n) in TORCH_FP8:
             limit = OVER_TORCH * TORCH_FP8[k, n][BENCH_ROWS.index(m)]
-            yield bar("torch's fp8 + 10 %", "us", row["us"], limit, row["us"] <= limit)
+            yield bar(f"{name} torch's fp8 + 10 %", row["us"], "us", round(limit, 3), most=True)
         for peer, slack in (("xla int8", 1.0), ("int8_matmul", OVER_INT8)):
             limit = slack * us.get((peer, m, k, n), float("inf"))
             if limit < float("inf") and peer != operation and not (operation == "fp8_matmul" and peer == "xla int8"):
-                yield bar(peer + (" + 5 %" if slack > 1 else ""), "us", row["us"], limit, row["us"] <= limit)
+                plus = " + 5 %" if slack > 1 else ""
+                yield bar(f"{name} {peer}{plus}", row["us"], "us", round(limit, 3), most=True)
         if m >= 1024:
-            yield bar("rate", "tflop_s", row["tflop_s"], TOP_S, row["tflop_s"] >= TOP_S)
+            yield bar(f"{name} rate", row["tflop_s"], "tflop_s", TOP_S)
         if m <= FEW_ROWS:
-            share, limit = round(row["gb_s"] / ceiling, 3), BANDWIDTH[k * n >= LARGE]
-            yield bar("bandwidth", "1", share, limit, share >= limit)
+            yield bar(f"{name} bandwidth", round(row["gb_s"] / ceiling, 3), "1", BANDWIDTH[k * n >= LARGE])
 
 
 def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import Row, make_parser, record
 from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
 from pallas_kernels.layers_bench import Subject, add_fractions, table
@@ -77,7 +78,7 @@ def subject(case: Case, peer: str, run) -> Subject:
     )
 
 
-def summarize(rows: list[Row]) -> Iterator[Row]:
+def bars(rows: list[Row]) -> Iterator[Row]:
     """Completes the rows; yields the bars: the time of two kernels."""
     measured = add_fractions(rows)
     us = {(row["peer"], row["M"], row["K"], row["F"]): row["us"] for row in measured}
@@ -85,8 +86,7 @@ def summarize(rows: list[Row]) -> Iterator[Row]:
         size = row["M"], row["K"], row["F"]
         limit = min((us[peer, *size] for peer in ("default", "xla") if (peer, *size) in us), default=None)
         if row["peer"] == "mosaic" and limit is not None:
-            name = f"(M, K, F)={size} two kernels"
-            yield {"name": name, "value": row["us"], "unit": "us", "bar": limit, "met": row["us"] <= limit}
+            yield bar(f"(M, K, F)={size} two kernels", row["us"], "us", limit, most=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = [shape for shape in BENCH_SHAPES if shape[0] in args.widths]
     cases = [Case((m,), *shape, "bfloat16") for shape in shapes for m in args.rows]
     found = [one for case in cases for one in subjects(case, args.tune)]
-    return record("swiglu", args, argv, table(found), summarize)
+    return record("swiglu", args, argv, table(found), bars)
 
 
 if __name__ == "__main__":

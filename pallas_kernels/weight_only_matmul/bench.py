@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bars import bar
 from pallas_kernels.bench_command import make_parser, record
 from pallas_kernels.matmul import matmul
 from pallas_kernels.measure import copy_bandwidth, device_us
@@ -137,7 +138,7 @@ def table(rows: dict[str, list[int]], tuned: list[str]) -> Iterator[dict[str, An
             yield from measure_shape(n, k, rows, tuned, pool)
 
 
-def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Adds each row's share of the run's bandwidth and its speed over bf16, and yields the bars."""
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
     plain = {(row["M"], row["K"], row["N"]): row["us"] for row in rows if row.get("peer") == "bf16" and "us" in row}
@@ -152,10 +153,9 @@ def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             cell = row["scheme"], *shape
             fastest[cell] = max(fastest.get(cell, 0.0), row["over_bf16"])
     for (scheme, m, k, n), value in fastest.items():
-        bar = BARS.get((scheme, k * n >= LARGE, m))
-        if bar is not None:
-            name = f"{scheme} (M, K, N)=({m}, {k}, {n}): speed over bf16's"
-            yield {"name": name, "value": value, "unit": "times", "bar": round(bar, 3), "met": value >= bar}
+        least = BARS.get((scheme, k * n >= LARGE, m))
+        if least is not None:
+            yield bar(f"{scheme} (M, K, N)=({m}, {k}, {n}): speed over bf16's", value, "times", round(least, 3))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, _, own in (option.partition(":") for option in args.formats):
         parse_weight_format(name)
         rows[name] = [int(m) for m in own.split(",")] if own else args.rows
-    return record("weight_only_matmul", args, argv, table(rows, args.tune), summarize)
+    return record("weight_only_matmul", args, argv, table(rows, args.tune), bars)
 
 
 if __name__ == "__main__":

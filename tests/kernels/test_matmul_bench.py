@@ -21,7 +21,7 @@ def test_bars_are_xlas_time_and_for_few_rows_the_bandwidth():
         shape = {"M": m, "K": 8, "N": 8}
         rows.append({"peer": "mosaic", **shape, "us": own, "gb_s": 3600, "tflop_s": 390})
         rows.append({"peer": "xla", **shape, "us": xla, "gb_s": 3000, "tflop_s": 400})
-    found = {bar["name"]: (bar["value"], bar["bar"], bar["met"]) for bar in bench.summarize(rows)}
+    found = {bar["name"]: (bar["value"], bar["bar"], bar["met"]) for bar in bench.bars(rows)}
     assert found == {
         "(M, K, N)=(64, 8, 8) xla": (10.0, 9.0, False),
         "(M, K, N)=(64, 8, 8) bandwidth": (0.9, 0.85, True),

@@ -154,7 +154,7 @@ def test_benchmark_has_a_row_for_each_way_and_bars_against_two_kernels(monkeypat
     assert "error" in found["mosaic"]  # a CPU has no Hopper kernels
     shape = {"M": 1, "K": 8, "F": 8, "gb_s": 1000, "tflop_s": 1}
     rows = [{"peer": peer, **shape, "us": us} for peer, us in (("mosaic", 4.0), ("default", 5.0), ("xla", 4.5))]
-    (bar,) = bench.summarize(rows)
+    (bar,) = bench.bars(rows)
     assert (bar["value"], bar["bar"], bar["met"]) == (4.0, 4.5, True)
 
 

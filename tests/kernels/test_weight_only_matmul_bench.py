@@ -28,7 +28,7 @@ def test_bars_are_read_off_the_rows():
     for m, peer, us in ((1, "mosaic", 7.0), (64, "mosaic", 30.0), (512, "mosaic", 99.0), (512, "xla", 75.0)):
         rows.append({**shape, "peer": peer, "scheme": "w4a16-g128", "M": m, "us": us, "gb_s": 2000})
     rows.append({**shape, "peer": "mosaic", "scheme": "nf4", "M": 1, "error": "no"})
-    assert [(bar["value"], bar["met"]) for bar in bench.summarize(rows)] == [(4.0, True), (1.1, False), (0.933, True)]
+    assert [(bar["value"], bar["met"]) for bar in bench.bars(rows)] == [(4.0, True), (1.1, False), (0.933, True)]
     assert rows[4]["fraction"] == 0.5
 
 

@@ -1,0 +1,47 @@
+"""What a result's rows say by the rules of today: its bars, and a claim's verdict."""
+
+import importlib
+from typing import Any
+
+from experiments.claims.claim import measured_rows
+from experiments.claims.registry import TITLES, find
+
+Document = dict[str, Any]
+ROOMS = ("experiments.", "pallas_kernels.")
+
+
+def module_of(command: str) -> str | None:
+    """experiments.qps of `python -m experiments.qps --rate 2`; None where a file says in words how it came about."""
+    words = command.split()
+    return words[2] if words[:2] == ["python", "-m"] and len(words) > 2 and words[2].startswith(ROOMS) else None
+
+
+def bars_of(document: Document) -> list[Document]:
+    """The bars of a document's rows, by the function `bars` of the module that its command names, or by its claim. None
+    where there is no such function, and of runs of a few layers, which are too small to decide anything."""
+    if claim := claim_of(document):
+        return list(find(claim).judge(measured_rows(document)).bars)
+    module = module_of(document["command"])
+    if module is None or "--layers" in document["command"].split():
+        return []
+    rule = getattr(importlib.import_module(module), "bars", None)
+    return [] if rule is None else list(rule([dict(row) for row in document["rows"]]))
+
+
+def claim_of(document: Document) -> str | None:
+    """The claim that a document decides. A toy's rows and those of which some failed decide none."""
+    name = document["experiment"].removeprefix("claims-")
+    decided = document["rows"] and document["rows"][-1].get("verdict") in ("yes", "partly", "no")
+    return name if name in TITLES and decided else None
+
+
+def judged(document: Document) -> Document:
+    """A document as it is to be read: the bars of a run that was cut off before it had any are those of its rows, and a
+    claim's verdict is what its rows say by the rule of today."""
+    if claim := claim_of(document):
+        verdict = find(claim).judge(measured_rows(document))
+        last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}
+        return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)}
+    if document["complete"] or document["bars"]:
+        return document
+    return document | {"bars": bars_of(document)}

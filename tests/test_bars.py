@@ -1,0 +1,101 @@
+"""Bars: which side of one is met, of the committed files as of the rules that made them."""
+
+import re
+
+import pytest
+
+from experiments.judged import bars_of, judged, module_of
+from experiments.results_page import RESULTS, read_result
+from pallas_kernels.bars import bar
+
+# "unit name" of the bars that ask for little, and of those that ask for much.
+AT_MOST = (
+    r"(us|s|MiB|MB|kB|kl) |x (KL|error)|1 perplexity added|.* errors of memcheck$|.* ladder slack$|1 gap between|"
+    r".* upper end of the ratio's interval$|1 INT4 over bf16, .*: at most$"
+)
+AT_LEAST = (
+    r"tflop_s .* rate$|fraction |times .* speed over bf16's$|x over FlashAttention|.* share of the floor$|"
+    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|1 learned over|"
+    r"1 INT4 over bf16, .*: at least$|1 share of held-out outputs within"
+)
+FILES = {path.name: read_result(path) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def is_met(entry: dict) -> bool:
+    """By the bar's name and unit alone, whatever made it."""
+    said = f"{entry['unit']} {entry['name']}"
+    most, least = bool(re.match(AT_MOST, said)), bool(re.match(AT_LEAST, said))
+    assert most != least, f"say in this test whether little or much of it is good: {said}"
+    value, limits = entry["value"], [float(x) for x in re.findall(r"[\d.]+", str(entry["bar"]))]
+    if len(limits) == 2:
+        return limits[0] <= value <= limits[1]
+    return value <= limits[0] if most else value >= limits[0]
+
+
+def test_a_bar_is_met_on_its_side_and_where_it_is():
+    assert [bar("time", us, "us", 10.0, most=True)["met"] for us in (9.9, 10.0, 10.1)] == [True, True, False]
+    assert [bar("share", x, "1", 0.75)["met"] for x in (0.74, 0.75, 0.76)] == [False, True, True]
+    assert bar("time", 9.5, "us", 10.0) == {"name": "time", "value": 9.5, "unit": "us", "bar": 10.0, "met": False}
+
+
+def test_every_committed_bar_is_met_or_missed_as_it_says():
+    wrong = [(name, entry) for name, file in FILES.items() for entry in file["bars"] if entry["met"] != is_met(entry)]
+    assert not wrong
+
+
+def test_the_rules_make_the_committed_bars_of_the_committed_rows():
+    """Value, bar and met of each; so a rule that lets a slower one pass fails here, whichever module it is in."""
+    checked = set()
+    for name, file in FILES.items():
+        found = {entry["name"]: entry for entry in bars_of(file)}
+        for entry in file["bars"]:
+            if "rank correlation" in entry["name"] or not found:
+                continue  # with another file; or by no rule for rows alone
+            assert found.get(entry["name"]) == entry, name
+            checked.add(file["experiment"] if "claims-" in name else module_of(file["command"]))
+        assert all(entry["met"] == is_met(entry) for entry in found.values()), name
+    kernels = "cache_update decode_attention fp8_matmul int8_matmul matmul prefill_attention swiglu weight_only_matmul"
+    modules = "decode_step outliers ptq_methods qps quant_accuracy quant_steps sanitizer simulate start_up step_profile"
+    assert checked == {
+        *(f"pallas_kernels.{name}.bench" for name in kernels.split()),
+        *(f"experiments.{name}" for name in [*modules.split(), "throughput"]),
+        *(f"claims-C{n}" for n in (5, 6, 7, 8, 17)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "letter"), [("norm_quant", "E"), ("silu_mul_quant", "F")], ids=["norm_quant", "silu_mul_quant"]
+)
+def test_bars_of_kernels_on_single_rows(module, letter):
+    """Of which no file of today's benchmark is kept: one row in microseconds, many by bandwidth, all against XLA."""
+    row = {letter: 11008 if letter == "F" else 4096, "kind": "int8", "residual": None, "fraction": 0.8}
+    times = {"mosaic": (2.4, 3.5), "xla": (2.5, 3.4)}
+    rows = [row | {"peer": peer, "T": t, "us": us} for peer, pair in times.items() for t, us in zip((1, 8192), pair)]
+    found = bars_of({"experiment": module, "command": f"python -m pallas_kernels.{module}.bench", "rows": rows})
+    assert [(entry["value"], entry["met"]) for entry in found] == [
+        (2.4, True), (2.4, True), (0.8, True), (3.5, False)
+    ]  # fmt: skip
+    slow = [each | ({"us": 9.0, "fraction": 0.79} if each["peer"] == "mosaic" else {}) for each in rows]
+    found = bars_of({"experiment": module, "command": f"python -m pallas_kernels.{module}.bench", "rows": slow})
+    assert not any(entry["met"] for entry in found)
+
+
+def test_a_run_that_was_cut_off_has_bars():
+    """Of its rows, though it never came to write any: those of bf16 with an int8-g8 cache miss 14 of 31."""
+    name = "throughput_llama-2-7b_bf16_kv-int8-g8-20261122-h200.json"
+    file = FILES[name]
+    assert not file["complete"]
+    assert not file["bars"]
+    bars = judged(file)["bars"]
+    assert (len(bars), sum(not entry["met"] for entry in bars)) == (31, 14)
+    decode = [row["floor_fraction"] for row in file["rows"]]
+    assert [entry["value"] for entry in bars if entry["name"].startswith("decode")] == decode
+
+
+def test_what_has_no_rule_has_no_bars():
+    document = {"experiment": "x", "complete": False, "bars": [], "rows": [{"M": 1}]}
+    for command in ("a sweep, before the benchmark", "python -m os.path", "python -m experiments.kv_choices"):
+        assert judged(document | {"command": command})["bars"] == []
+    rows = {"rows": FILES["decode_step-20261122-h200.json"]["rows"]}
+    assert len(judged(document | rows | {"command": "python -m experiments.decode_step"})["bars"]) == 5
+    assert not judged(document | rows | {"command": "python -m experiments.decode_step --layers 2"})["bars"]
