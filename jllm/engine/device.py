@@ -209,10 +209,10 @@ class Device:
         return found
 
     def _keep(self, key: tuple[Rung, Variant], path: Path | None, made: jax.stages.Compiled) -> None:
-        if self._files is None or path is None:
+        if self._files is None:
             return
         self._programs[key] = made
-        if not jax_cache_is_on():
+        if path is not None and not jax_cache_is_on():
             self._files.save(path, made)
 
     def _path(self, rung: Rung, variant: Variant) -> Path | None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 
 from jllm import step as step_module
 from jllm.batch import Rung
+from jllm.config import LlamaConfig
 from jllm.engine import executables
 from jllm.engine.device import make_files
 from jllm.engine.executables import Executables
@@ -113,35 +115,6 @@ def files(folder: Path) -> Executables:
     return Executables(folder, jax.devices()[0])
 
 
-def test_the_question_holds_shapes_trees_settings_and_sources(tmp_path, monkeypatch):
-    base = files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1))
-    assert base == files(tmp_path).path({"a": jax.ShapeDtypeStruct((3,), np.float32)}, ("step", 1))
-    on_device = {"a": jnp.zeros(3, jnp.float32)}
-    others = [
-        files(tmp_path).path(on_device, ("step", 1)),
-        files(tmp_path).path({"a": np.zeros(4, np.float32)}, ("step", 1)),
-        files(tmp_path).path({"a": np.zeros(3, np.int32)}, ("step", 1)),
-        files(tmp_path).path({"b": np.zeros(3, np.float32)}, ("step", 1)),
-        files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 2)),
-    ]
-    with jax.default_matmul_precision("float32"):
-        others.append(files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1)))
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
-    others.append(files(tmp_path).path({"a": np.zeros(3, np.float32)}, ("step", 1)))
-    assert len({base, *others}) == 1 + len(others)
-
-    (tmp_path / "jllm").mkdir()
-    source = tmp_path / "jllm" / "a.py"
-    monkeypatch.setattr(executables, "ROOT", tmp_path)
-    found = set()
-    for text in ("x = 1", "x = 2"):
-        source.write_text(text)
-        found.add(files(tmp_path).basis)
-    source.rename(tmp_path / "jllm" / "b.py")
-    found.add(files(tmp_path).basis)
-    assert len(found) == 3
-
-
 def test_what_nobody_used_for_long_goes(tmp_path):
     kept = files(tmp_path)
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
@@ -205,6 +178,18 @@ def test_a_file_whose_program_fails_costs_one_recovery(model, folder, tmp_path):
     again = Engine(model, **OPTIONS, executables=copy)
     again.compile_ahead()
     assert again.metrics()["compile_loaded"] == 2  # new files
+
+
+@dataclass(frozen=True)
+class OtherConfig(LlamaConfig):
+    """A user's, whose methods no key knows."""
+
+
+def test_what_has_no_key_is_compiled_and_never_kept(model, tmp_path):
+    config = OtherConfig(**vars(model.config))
+    with pytest.warns(UserWarning, match="is not kept in .*: a .*OtherConfig has no content that a key could hold"):
+        assert tokens(Engine(replace(model, config=config), **OPTIONS, executables=tmp_path), greedy(1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_on_several_devices_have_no_files(tmp_path):

@@ -1,0 +1,213 @@
+"""What decides about a compiled program, as text: the key of its file.
+
+A program that is loaded is not traced, so all that could have changed it belongs to its key: the sources of every
+module that tracing can reach, the versions of what compiles, the device, the settings, and the arguments. Support is
+what a list allows: a value whose content the key cannot name has no key, and its program is never kept or loaded.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("jllm", "pallas_kernels")
+LOADED = time.time()  # about when this process loaded the two packages
+PLAIN = (bool, int, float, str, bytes, NoneType)
+NODES = (tuple, list, dict, NoneType)
+DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")  # how names of what compiles begin
+NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")  # how names of JAX's settings begin
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_")  # and of environment variables that matter
+PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # JAX sets these as it is imported; the tools there count themselves
+TOOLS = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice/libdevice.10.bc")
+
+
+class NoKey(Exception):
+    """Something that decides about a program has no content that a key could hold; the message says what."""
+
+
+def content(value: Any, modules: Collection[str]) -> Any:
+    """What a value consists of, as nested tuples of plain values, which have a faithful repr. Raises NoKey for all but
+    plain values, dtypes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses of `modules`."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind in (tuple, list, frozenset):
+        parts = (content(item, modules) for item in value)
+        return kind.__name__, tuple(sorted(parts, key=repr) if kind is frozenset else parts)
+    if kind is dict:
+        return "dict", tuple((content(k, modules), content(v, modules)) for k, v in value.items())
+    if isinstance(value, np.dtype) and value.fields is None:
+        return "dtype", value.name, value.str
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ in modules:
+        if isinstance(value, Enum):
+            return name, value.name
+        if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            fields = dataclasses.fields(kind)
+            return name, tuple((f.name, content(getattr(value, f.name), modules)) for f in fields)
+    raise NoKey(f"a {name} has no content that a key could hold")
+
+
+def arguments_content(arguments: Any, device: jax.Device, modules: Collection[str]) -> Any:
+    """The same of a function's arguments, a pytree of arrays on this device or of shapes. Raises NoKey for containers
+    from elsewhere than `modules`, and for arrays elsewhere than on the device."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return _tree(tree, modules), tuple(_leaf(leaf, device, modules) for leaf in leaves)
+
+
+def _tree(tree: Any, modules: Collection[str]) -> Any:
+    data = tree.node_data()
+    if data is None:
+        return "leaf"
+    kind, static = data
+    if kind not in NODES and kind.__module__ not in modules:
+        raise NoKey(f"a {kind.__module__}.{kind.__qualname__} is a container that a key cannot hold")
+    children = tuple(_tree(child, modules) for child in tree.children())
+    return f"{kind.__module__}.{kind.__qualname__}", content(static, modules), children
+
+
+def _leaf(leaf: Any, device: jax.Device, modules: Collection[str]) -> Any:
+    sharding, layout = getattr(leaf, "sharding", None), getattr(getattr(leaf, "format", None), "layout", None)
+    memory = None
+    if sharding is not None:
+        if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or sharding.device_set != {device}:
+            raise NoKey(f"an array is not on {device} alone, but has the sharding {sharding}")
+        memory = sharding.memory_kind
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, content(np.dtype(leaf.dtype), modules), weak, memory, None if layout is None else str(layout)
+
+
+def settings() -> list[tuple[str, str]]:
+    """JAX's, as they are in this thread. Raises NoKey under a mesh."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise NoKey("a mesh is set")
+    values = jax.config.values
+    return sorted((k, repr(getattr(jax.config, k, values[k]))) for k in values if not k.startswith(NO_MATTER))
+
+
+# Sources
+
+
+def reached(module: str, root: Path = ROOT) -> dict[str, Path]:
+    """The modules of the two packages whose code tracing a function of `module` can run, each with its file: those that
+    it imports, at its top or in a function, and those that they import. What only type checkers see does not count."""
+    found: dict[str, Path] = {}
+    todo = {module}
+    while todo:
+        name = todo.pop()
+        path = _file(name, root)
+        if path is not None and name not in found:
+            found[name] = path
+            todo.update(_imported(name, path, root))
+            todo.add(name.rpartition(".")[0])
+    return found
+
+
+def check_unedited(files: Iterable[Path]) -> None:
+    """Raises NoKey if one was edited since this process loaded it: its content is not what would be traced."""
+    for path in files:
+        if path.stat().st_mtime > LOADED:
+            raise NoKey(f"{path} was edited after it had been loaded")
+
+
+def _file(module: str, root: Path) -> Path | None:
+    if module.partition(".")[0] not in PACKAGES:
+        return None
+    place = root.joinpath(*module.split("."))
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+
+
+def _imported(name: str, path: Path, root: Path) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in _imports(ast.parse(path.read_bytes()).body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        else:
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            parts = {alias.name: _file(f"{base}.{alias.name}", root) for alias in node.names}
+            yield from (base if part is None else f"{base}.{name}" for name, part in parts.items())
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from _imports(node.orelse)
+        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _imports(ast.iter_child_nodes(node))
+
+
+# What compiles, and for what
+
+
+def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[Any]:
+    """All that decides about programs besides the arguments and settings."""
+    yield platform.machine(), platform.python_version()
+    yield device.platform, device.device_kind, device.client.platform_version
+    yield _processor() if device.platform == "cpu" else None
+    yield sorted(_versions())
+    yield sorted(_variables())
+    if device.platform == "gpu":
+        yield tuple(_tools())
+    for module, path in sorted(sources.items()):
+        yield module, digest(path.read_bytes())
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """Of JAX, its plugins, Triton, and the makers' compilers and libraries."""
+    for found in importlib.metadata.distributions():
+        if found.name.lower().startswith(DISTRIBUTIONS):
+            yield found.name, found.version
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    for name, value in os.environ.items():
+        if name.startswith(VARIABLES) and not PLACES.fullmatch(name):
+            file = Path(value)
+            flags = name == "XLA_FLAGS" and value[:1] not in ("", "-") and file.is_file()  # they may be in a file
+            yield name, file.read_text() if flags else value
+
+
+def _tools() -> Iterator[tuple[str, str]]:
+    """By content, those that XLA and Mosaic GPU may find: on the path, where a variable or flag says, in NVIDIA's
+    packages, and in the usual places."""
+    named = [os.environ.get(name, "") for name in ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")]
+    named += re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    roots = [Path(root) for root in (*named, "cuda_sdk_lib", "/usr/local/cuda", "/opt/cuda") if root]
+    package = importlib.util.find_spec("nvidia")
+    for place in (package.submodule_search_locations or ()) if package else ():
+        roots += sorted(Path(place).iterdir())
+    for tool in TOOLS:
+        on_path = shutil.which(Path(tool).name)
+        for path in ([Path(on_path)] if on_path else []) + [root / tool for root in roots]:
+            if path.is_file():
+                yield tool, digest(path.read_bytes())
+
+
+def _processor() -> str:
+    """What it can do: XLA compiles for just that."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
