@@ -41,7 +41,8 @@ def judged(document: Document) -> Document:
     if claim := claim_of(document):
         verdict = find(claim).judge(measured_rows(document))
         last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}
-        return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)}
+        changed = {} if last == document["rows"][-1] else {"judged_again": True}
+        return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)} | changed
     if document["complete"] or document["bars"]:
         return document
     return document | {"bars": bars_of(document)}

@@ -11,7 +11,6 @@ Shape = tuple[int, int, int]  # M, K, N of a product
 STEPS = "quant_steps"  # whole steps of a 7B model
 BATCH = 64  # decoding rows, of the figure that stands for a scheme
 PLAIN = ("bf16", "bf16")  # what times are compared with: weights, K and V
-PLAIN_FILES = ("matmul", "gemm_skinny", "int8_matmul", "fp8_matmul", "weight_only_matmul")  # have 16-bit products
 PRODUCTS = {"w8a8-all": "int8_matmul", "fp8": "fp8_matmul"}  # scheme -> the benchmark of its product, its peer there
 
 
@@ -60,38 +59,35 @@ def layer_speed(results: Path, benchmark: str) -> Speed | None:
 
 
 def product_pairs(results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
-    """Products of a benchmark's own kernel, and the fastest of bfloat16 that any file of the same device has."""
+    """Products of a benchmark's own kernel and of bfloat16, each by the fastest of all runs on the device of the
+    benchmark's newest file."""
     found: dict[Shape, tuple[Product, Product]] = {}
-    for document, file in documents(results, benchmark):  # the newest last
-        ours = {shape: Product(us, file) for shape, us in product_times(document["rows"], {"peer": benchmark})}
-        plain = plain_products(results, document["device"])
-        found |= {shape: (ours[shape], plain[shape]) for shape in ours.keys() & plain.keys()}
-    return dict(sorted(found.items()))
-
-
-def plain_products(results: Path, device: str) -> dict[Shape, Product]:
-    found: dict[Shape, Product] = {}
-    for experiment in PLAIN_FILES:
-        for document, file in documents(results, experiment):
-            for shape, us in product_times(document["rows"], {"dtype": "bfloat16"}):
-                if document["device"] == device and (shape not in found or us < found[shape].us):
-                    found[shape] = Product(us, file)
+    for device in [document["device"] for document, _ in documents(results, benchmark)][-1:]:
+        ours, plain = fastest_products(results, device, benchmark), fastest_products(results, device)
+        found = {shape: (ours[shape], plain[shape]) for shape in sorted(ours.keys() & plain.keys())}
     return found
 
 
-def product_times(rows: Iterable[Row], wanted: Row) -> Iterator[tuple[Shape, float]]:
-    """Shape and us of the rows that have all that is wanted."""
-    for row in rows:
-        if wanted.items() <= row.items() and {"M", "K", "N", "us"} <= row.keys():
-            yield (row["M"], row["K"], row["N"]), row["us"]
+def fastest_products(results: Path, device: str, peer: str | None = None) -> dict[Shape, Product]:
+    """The products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones included."""
+    found: dict[Shape, Product] = {}
+    for document, file in documents(results):
+        for row in document["rows"] if document["device"] == device else ():
+            plain = row.get("dtype") == "bfloat16" or row.get("scheme") == "bf16"
+            if not {"M", "K", "N", "us"} <= row.keys() or not (plain if peer is None else row.get("peer") == peer):
+                continue
+            shape = row["M"], row["K"], row["N"]
+            if shape not in found or row["us"] < found[shape].us:
+                found[shape] = Product(row["us"], file)
+    return found
 
 
-def documents(results: Path, experiment: str) -> Iterator[tuple[Row, str]]:
-    """Result files of one experiment on a GPU, the oldest first, and their names."""
-    for file in sorted(results.glob(f"{experiment}-*.json")):
+def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Row, str]]:
+    """Result files of one experiment (without a label), or of all, on a GPU: the oldest first, and their names."""
+    for file in sorted(results.glob(f"{experiment or '*'}-*.json")):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # not a result
-        if document.get("experiment") == experiment and document.get("device", "cpu") != "cpu":
+        if experiment in (None, document.get("experiment")) and document.get("device", "cpu") != "cpu":
             yield document, file.name

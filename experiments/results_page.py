@@ -165,7 +165,8 @@ def chapter(section: Section, title: str, files: list[tuple[Path, Document]]) ->
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     about = [
         f"{document['device']}, {document['date']}, {versions}"
-        + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}"),
+        + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
+        + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}](results/{path.name})"
         + "".join(f", earlier [{old['date']}](results/{other.name})" for other, old in files[1:]),

@@ -82,6 +82,37 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     assert c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows]).verdict == "no"
 
 
+def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
+    """Labelled runs and other benchmarks' rows of bf16 count too; so does the newer run of our own kernel."""
+    shapes = [
+        {"M": m, "K": 4096, "N": n} for m, n in ((1, 4096), (256, 4096), (256, 12288), (1024, 4096), (4096, 4096))
+    ]
+    files = {
+        "int8_matmul-1-h": [{"peer": "int8_matmul", "us": us} for us in (8.0, 10.0, 20.0, 20.0, 80.0)],
+        "fp8_matmul-2-h": [{"peer": "int8_matmul", "us": us} for us in (5.0, 11.0, 20.0, 20.0, 80.0)],
+        "matmul-1-h": [{"peer": "xla", "dtype": "bfloat16", "us": us} for us in (10.0, 27.5, 40.0, 70.0, 200.0)],
+        "matmul-many-1-h": [
+            {"peer": "mosaic", "dtype": "bfloat16", "us": us} for us in (11.0, 16.0, 36.0, 90.0, 300.0)
+        ],
+        "weight_only_matmul-large-1-h": [{"scheme": "bf16", "us": us} for us in (9.0, 30.0, 60.0, 52.0, 160.0)],
+        "weight_only_matmul-1-h": [{"scheme": "nf4", "us": 1.0}] * 5,
+    }
+    for name, rows in files.items():
+        rows = [shape | row for shape, row in zip(shapes, rows, strict=True)]
+        document = {"experiment": name.partition("-1")[0], "device": "H", "command": "python", "rows": rows}
+        if name.startswith("fp8"):
+            document["experiment"] = "fp8_matmul"
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    rows = list(c7.products(tmp_path))
+    assert [row["times"] for row in rows] == [1.8, 1.6, 1.8, 2.6, 2.0]
+    assert rows[0]["file"] == "fp8_matmul-2-h.json, weight_only_matmul-large-1-h.json"
+    assert rows[1]["file"] == "int8_matmul-1-h.json, matmul-many-1-h.json"
+    assert c7.judge(rows).measured == (
+        "5 products against the fastest of bf16: 1.80 to 1.80 times as fast at 1 row, "
+        "1.60 to 1.80 times as fast at 256, 2.00 to 2.60 times as fast from 1,024 on"
+    )
+
+
 def test_c9_rounds_as_the_library_does():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
     for kind in ("int8", "fp8"):

@@ -292,17 +292,19 @@ def test_c20_shares_follow_from_weights_and_memory():
 
 
 def test_c23_wants_almost_all_in_time():
-    def rows(**shares: float) -> list[dict]:
+    def rows(completed: float = 0.8, **shares: float) -> list[dict]:
         at = [
-            {"load": float(load[1:]) / 10, "rate": float(load[1:]) * 4, "good_share": share}
-            | {"qps": 1.0, "ttft_ms_p99": 100.0, "itl_ms_p99": 20.0}
+            {"load": float(load[1:]) / 10, "rate": float(load[1:]) * 4, "good_share": share, "requests": 336.0}
+            | {"qps": completed * float(load[1:]) * 4, "ttft_ms_p99": 100.0, "itl_ms_p99": 20.0}
             for load, share in shares.items()
         ]
         return [{"load": None, "rate": None, "qps": 40.0, "good_share": 0.1}, *at]
 
     found = c23.judge(rows(x5=1.0, x7=0.995, x9=0.6))
     assert found.verdict == "yes"
-    assert "up to 28 requests a second, of 40" in found.measured
+    assert "in a burst of 12 s of up to 28 arrivals a second, no steady state: 22.4 a second were" in found.measured
+    assert "where 40 are when all are there at once" in found.measured
+    assert c23.judge(rows(x5=1.0, x7=0.995, completed=0.7)).verdict == "partly"  # 19.6 a second came out of the burst
     assert c23.judge(rows(x3=1.0, x5=0.9)).verdict == "partly"
     assert c23.judge(rows(x5=0.9)).verdict == "no"
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from experiments import results_page
+from experiments.claims import c23
 from experiments.results_page import PAGE, RESULTS, is_flat, page, problems, read_all, read_result, slug
 from jllm.errors import InputFileError
 
@@ -77,9 +78,12 @@ def test_the_newest_of_each_device_is_shown_and_older_ones_are_linked(tmp_path):
 
 def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     bars = [
-        {"name": f"(R, length)=({r}, 1024) H/K=32/32 {kv}", "value": v, "unit": "us", "bar": 10.0, "met": v <= 10}
-        for r, kv, v in ((1, "bf16", 9.0), (16, "bf16", 12.0), (16, "int8-g8", 30.0))
-    ]
+        {"name": f"(R, length)=({cell}) H/K=32/32 {kv}", "value": v, "unit": "us", "bar": 10.0, "met": v <= 10}
+        for cell, kv, v in (
+            ("1, 1024", "bf16", 9.0), ("16, 1024", "bf16", 12.0), ("16, 1024", "int8-g8", 30.0),
+            ("64, by Zipf's law", "bf16", 8.0), ("64, 63 x 512, 1 x 33280", "bf16", 8.0),
+        )
+    ]  # fmt: skip
     rows = [
         {"peer": who, "R": 1, "length": 1024, "H": 32, "K": 32, "kv": "bf16", "us": us}
         for who, us in (("mosaic", 9.0), ("cudnn, contiguous", 8.0))
@@ -89,14 +93,60 @@ def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     (tmp_path / "decode_attention-20261120-h200.svg").write_text("<svg/>")
     text = page(tmp_path)
     title = "Decode attention against FlashInfer and cuDNN"
-    short = "1 of 2 cells at FlashInfer's time or under it: 0.90 to 1.20 times it"
-    assert f"| [{title}](#{slug(title)}) | {short} | 1 of 3 | H200 | 2026-11-20 |" in text
+    short = "1 of 2 cells at FlashInfer's time in another run or under it: 0.90 to 1.20 times it"
+    assert f"| [{title}](#{slug(title)}) | {short} | 3 of 5 | H200 | 2026-11-20 |" in text
+    assert "FlashInfer 0.7.2 on an H200 (a constant from another run, noted on 2026-11-20, of which" in text
     assert "| R | length | H | K | kv | mosaic | cudnn, contiguous |" in text
     assert "| 1 | 1024 | 32 | 32 | bf16 | 9 | 8 |" in text
     assert "2 not measured: out of memory" in text
     assert f"![{title}](results/decode_attention-20261120-h200.svg)" in text
-    assert "3 bars, 2 missed" in text
+    assert "5 bars, 2 missed" in text
     assert text.count("✗") == 3  # the legend's, and two
+
+
+def test_a_figure_in_short_is_our_own_and_of_what_it_says(tmp_path):
+    served = [{"repeat": 0, "qps": 35.2}, {"repeat": "mean", "qps": 35.1}, {"peer": "transformers", "qps": 2.7}]
+    write(tmp_path, "qps_x-20261120-h200", experiment="qps_x", rows=served)
+    starts = [{"start": kind, "start_s": s} for kind, s in (("cold", 58.9), ("warm", 1.83), ("warm", 1.8))]
+    write(tmp_path, "start_up-20261120-h200", experiment="start_up", rows=starts)
+    text = page(tmp_path)
+    assert "| 35.1 requests a second |" in text
+    assert "| 58.9 s cold, 1.8 s warm |" in text
+
+
+def test_a_run_that_was_cut_off_is_shown_with_bars(tmp_path):
+    row = {"model": "m", "batch": 64, "kv": "bfloat16", "backend": "default", "floor_fraction": 0.74}
+    command = "python -m experiments.decode_step"
+    write(tmp_path, "x", experiment="decode_step", command=command, rows=[row], complete=False)
+    text = page(tmp_path)
+    assert "| 74% to 74% of the floor | 0 of 1 | H200 | 2026-11-20, incomplete |" in text
+    assert "not all that it asks for was measured; bars are of what was" in text
+    assert "| m batch 64 bfloat16, share of the floor | 0.74 | 0.75 | ✗ |" in text
+
+
+def test_a_verdict_is_by_the_rule_of_today(tmp_path):
+    """The 99 % in time of this burst were no steady state, whatever the file said of them when it was written."""
+    rows = [
+        {"load": None, "rate": None, "qps": 40.0},
+        {
+            "load": 0.9,
+            "rate": 32.0,
+            "qps": 20.0,
+            "requests": 384.0,
+            "good_share": 1.0,
+            "ttft_ms_p99": 1,
+            "itl_ms_p99": 1,
+        },
+        {"stated": "in time", "measured": "up to 32 requests a second", "verdict": "yes"},
+    ]
+    write(tmp_path, "x", experiment="claims-C23", rows=rows)
+    text = page(tmp_path)
+    assert "up to 32 requests a second" not in text
+    assert "yes: 99% of requests are in time in a burst of 12 s of up to 32 arrivals a second, no steady state" in text
+    assert "the verdict is that of its rows by the rule of today" in text
+    again = rows[:-1] + [rows[-1] | {"measured": c23.judge(rows[:-1]).measured}]
+    write(tmp_path, "x", experiment="claims-C23", rows=again)
+    assert "the rule of today" not in page(tmp_path)
 
 
 def test_an_experiment_that_nobody_described_is_shown_whole(tmp_path):

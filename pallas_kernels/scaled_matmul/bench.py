@@ -22,7 +22,8 @@ from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.measure import copy_bandwidth, device_us_of_each
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
-# torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt), us on an H200, at M of BENCH_ROWS: (K, N).
+# Microseconds of torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt) on an H200, from another run, noted on
+# 2026-11-20, at M of BENCH_ROWS: (K, N).
 TORCH_FP8 = {
     (4096, 12288): (15.9, 16.3, 15.9, 17.1, 21.5, 38.7, 73.3, 277),
     (4096, 4096): (7.7, 7.6, 7.7, 8.2, 10.3, 14.5, 25.1, 94.3),
