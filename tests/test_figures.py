@@ -1,0 +1,173 @@
+"""Figures that README.md and the documents beside it quote are those of the committed results.
+
+`QUOTES` has each sentence with figures, and what the newest files say: a sentence whose figures are others fails, with
+what it should say. A measured figure in README.md that is in none of the sentences fails too.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from experiments import train_card
+from experiments.results_page import RESULTS, read_result
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+
+ROOT = RESULTS.parents[1]
+Rows = list[dict[str, Any]]
+
+
+def result(experiment: str, device: str = "h200") -> dict[str, Any]:
+    """The newest file of that name."""
+    return read_result(sorted(RESULTS.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"))[-1])
+
+
+def rows(experiment: str, device: str = "h200", **wanted: Any) -> Rows:
+    found = [row for row in result(experiment, device)["rows"] if wanted.items() <= row.items()]
+    assert found, f"{experiment} has no row with {wanted}"
+    return found
+
+
+def only(experiment: str, device: str = "h200", **wanted: Any) -> dict[str, Any]:
+    (row,) = rows(experiment, device, **wanted)
+    return row
+
+
+def accuracy(name: str, scheme: str, kv: str = "model") -> float:
+    return only("quant_accuracy", "cpu", scheme=scheme, kv=kv, part="scheme")[name]
+
+
+def times_as_fast(scheme: str, kind: str, least: int = 0) -> dict[int, float]:
+    """Tokens of a step -> times as fast as bf16, with a 16-bit cache."""
+    steps = [row for row in rows("quant_steps", scheme=scheme, kv="bf16") if f"{kind}_ms" in row]
+    return {row["T"]: row["over_bf16"] for row in steps if row["T"] >= least}
+
+
+def spread(values: Any) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def ratio(method: str, model: str) -> float:
+    (row,) = [row for row in rows("ptq_methods", "cpu", method=method, model=model) if row["scheme"] != "w4a16-g128"]
+    return row["ratio"]
+
+
+def table(experiment: str) -> list[float]:
+    """Milliseconds of a decode step at batch 1, 64 and 512, and percent of their floors."""
+    found = [only(experiment, batch=batch, input=8) for batch in (1, 64, 512)]
+    return [row["decode_ms"] for row in found] + [100 * row["floor_fraction"] for row in found]
+
+
+def beside_torch() -> list[float]:
+    found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8)
+    ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
+    theirs = {row["batch"]: row["decode_ms"] for row in found if "peer" in row}
+    return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
+
+
+def served(experiment: str) -> tuple[float, float]:
+    mean = only(experiment, repeat="mean")
+    return mean["qps"], 100 * mean["floor_fraction"]
+
+
+def gaps() -> list[float]:
+    return [100 * bar["value"] for bar in result("step_profile_serve")["bars"]]
+
+
+def attention() -> list[float]:
+    found = [row for row in rows("claims-C5", H=32, K=32) if row["R"] * row["length"] >= 65_536]
+    return [*spread([row["over_cudnn"] for row in found]), *spread([row["over_flash"] for row in found])]
+
+
+def starts(device: str) -> tuple[float, ...]:
+    """The cold start, and the fastest and the slowest warm one."""
+    seconds = {kind: [row["start_s"] for row in rows("start_up", device, start=kind)] for kind in ("cold", "warm")}
+    return max(seconds["cold"]), *spread(seconds["warm"])
+
+
+def unharmed(scheme: str, kv: str) -> tuple[str]:
+    low, high = accuracy("added_95", scheme, kv)  # type: ignore[misc]
+    return ("nothing measurable" if low < 0 < high else "something",)
+
+
+QUOTES: dict[str, Callable[[], Any]] = {
+    "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
+    "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
+        accuracy("kl", scheme) for scheme in ("w8a8-talk", "fp8", "nf4", "w4a16-g128")
+    ],
+    "`w8a8` prefills {:.2f} to {:.2f} times as fast as bf16 from 512 tokens a step on": lambda: (
+        spread(times_as_fast("w8a8-talk", "prefill", 512).values())
+    ),
+    "and decodes {:.2f} to {:.2f} times as fast over a 16-bit cache": lambda: (
+        spread(times_as_fast("w8a8-talk", "decode").values())
+    ),
+    "`w4a16-g128` {:.2f} times at batch 1 and {:.2f} times at 256": lambda: [
+        times_as_fast("w4a16-g128", "decode")[batch] for batch in (1, 256)
+    ],
+    "divergence falls to {:.2f} (GPTQ) and {:.2f} (AWQ) of rounding's": lambda: [
+        ratio(method, "plain") for method in ("gptq", "awq")
+    ],
+    "there AWQ leaves {:.2f} and SmoothQuant {:.3f} of rounding's divergence": lambda: [
+        ratio(method, "planted") for method in ("awq", "smoothquant")
+    ],
+    "while without outliers SmoothQuant costs {:.1f} %": lambda: [100 * (ratio("smoothquant", "plain") - 1)],
+    "W8A8 of every linear adds {:.2f} % to perplexity": lambda: [100 * accuracy("added", "w8a8-all")],
+    "an int8-g8 cache {};": lambda: unharmed("bf16", "int8-g8"),
+    "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.1f} at 512, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
+        table("throughput_llama-2-7b_bf16_kv-bf16")
+    ),
+    "of LLaMA-3-8B {:.2f}, {:.2f} and {:.1f}, {:.0f}, {:.0f} and {:.0f} % (": lambda: (
+        table("throughput_llama-3-8b_bf16_kv-bf16")
+    ),
+    "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": beside_torch,
+    "served at {:.1f} a second, {:.0f} % of their floor": lambda: served("qps_llama-2-7b_bfloat16"),
+    "over an int8-g8 cache at {:.1f}, {:.1f} % of theirs": lambda: served("qps_llama-2-7b_w8a8_kv-int8-g8"),
+    "the device idles for {:.1f} % of the time at batch 1, and {:.1f} % at 512": gaps,
+    "reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads on, and is "
+    "{:.2f} to {:.2f} times as fast there as FlashAttention-2": attention,
+    "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
+    "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
+    "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
+        spread([-100 * row["sim_error"] for row in rows("kv_measured")])
+    ),
+}  # fmt: skip
+UNITS = r" ?(?:%|ms|us|s|times|nats|GiB|MiB)(?!\w)| (?:a second|of rounding|of the rate)"
+MEASURED = re.compile(rf"\d(?:[\d.,]*\d)?(?:{UNITS})")
+
+
+def prose(text: str) -> str:
+    """Words in a row, without blocks of code."""
+    return " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
+
+
+README = prose((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("sentence", "figures"), QUOTES.items(), ids=range(len(QUOTES)))
+def test_readme_quotes_what_the_files_say(sentence, figures):
+    assert sentence.format(*figures()) in README
+
+
+def test_every_measured_figure_of_the_readme_is_held_to_a_file():
+    """Nothing but the sentences of QUOTES has a number and a unit."""
+    left = README
+    for sentence, figures in QUOTES.items():
+        left = left.replace(sentence.format(*figures()), "")
+    assert MEASURED.findall(left) == []
+
+
+def test_the_card_of_the_bundled_model_quotes_its_training():
+    """All but the samples, which a test of GPUs and the card's own command draw again."""
+    card = (ROOT / "jllm" / "assets" / "fairytale" / "README.md").read_text(encoding="utf-8")
+    figures = train_card.figures(result("train_small"))
+    before, after = train_card.TEMPLATE.read_text(encoding="utf-8").split("{samples}")
+    assert card.startswith(before.format(length=train_card.LENGTH, **figures))
+    assert card.endswith(after.format(length=train_card.LENGTH, **figures))
+
+
+def test_the_bundled_text_is_as_long_as_its_page_says():
+    page = (BUNDLED_TEXT.parent / "README.md").read_text(encoding="utf-8")
+    count, size = len(read_documents(BUNDLED_TEXT)), BUNDLED_TEXT.stat().st_size
+    tokens = count + only("quant_accuracy", "cpu", scheme="bf16", kv="model")["tokens"]  # each begins with one unscored
+    assert f"{count} documents, {tokens:,} tokens, {size / 1e3:.0f} kB" in page
