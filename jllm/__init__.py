@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jllm.errors import (
         CheckpointError,
         ConfigError,
+        EngineBusy,
         EngineClosed,
         EvaluationError,
         InputFileError,
@@ -34,6 +35,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Engine",
+    "EngineBusy",
     "EngineClosed",
     "EvaluationError",
     "Event",
@@ -65,6 +67,7 @@ _NAMES_OF = {
     "jllm.errors": (
         "CheckpointError",
         "ConfigError",
+        "EngineBusy",
         "EngineClosed",
         "EvaluationError",
         "InputFileError",

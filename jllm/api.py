@@ -4,13 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from jllm.engine.checks import Array, Prompt
 from jllm.engine.loop import Engine
 from jllm.engine.options import slots_for
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError
 from jllm.pretrained import Model
-
-Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def stream(
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str):
+    """One prompt or several, as a list. A list of integers is one prompt, and so is an array with one axis."""
+    if isinstance(prompts, str) or (isinstance(prompts, Array) and prompts.ndim == 1):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}")

@@ -44,6 +44,10 @@ class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 
 
+class UnknownParameterError(RequestError, TypeError):
+    """A keyword that is no sampling parameter."""
+
+
 class InputFileError(JllmError, ValueError):
     """A line of an input file (named by its number) is broken."""
 
@@ -54,3 +58,7 @@ class OutputError(JllmError, OSError):
 
 class EngineClosed(JllmError, RuntimeError):
     """The engine was closed, by the caller or after a device error that it could not recover from."""
+
+
+class EngineBusy(JllmError, RuntimeError):
+    """A call of an engine that may not overlap with the one that is running; that one goes on undisturbed."""

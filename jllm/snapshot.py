@@ -15,7 +15,7 @@ Every sequence that is put somewhere from one snapshot is a fork of it: the valu
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Snapshot:
 
     tokens: Any  # i32[L]
     cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
+    # Fingerprint of the weights that made it (fingerprint.of_params). None: unknown, and then resumed with any.
+    weights: str | None = field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> int:
@@ -75,7 +77,7 @@ def cut(snapshot: Snapshot, length: int) -> Snapshot:
     """The snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its end."""
     if not 0 <= length <= snapshot.length:
         raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
-    return join(snapshot.cache, snapshot.tokens[:length], length)
+    return replace(join(snapshot.cache, snapshot.tokens[:length], length), weights=snapshot.weights)
 
 
 def check_fits(snapshot: Snapshot, cache: Cache) -> None:
@@ -164,6 +166,7 @@ def save(path: str | Path, snapshot: Snapshot) -> None:
     path, arrays = Path(path), _arrays(snapshot)
     first = snapshot.cache[0]
     metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
     header = encode_header(((name, x.dtype, x.shape) for name, x in arrays.items()), metadata)
     partial_path = path.with_name(path.name + ".partial")
     try:
@@ -229,4 +232,4 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Snapsh
         raise ValueError(f"tokens is {tokens.dtype} of shape {list(tokens.shape)}, and K and V are of {length}")
     if odd := sorted(arrays.keys() - used):
         raise ValueError(f"{odd[0]} has no place in it")
-    return Snapshot(tokens, layers)
+    return Snapshot(tokens, layers, metadata.get("weights"))

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+import jax
+import numpy as np
+
 from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
@@ -12,8 +15,17 @@ if TYPE_CHECKING:
     from jllm.tokenizer import Tokenizer
 
 
-def token_ids(prompt: str | Sequence[int], tokenizer: "Tokenizer | None") -> list[int]:
-    """A prompt as token ids: text is encoded, ids are taken as they are."""
+Array = np.ndarray | jax.Array
+Prompt = str | Sequence[int] | Array  # text, or token ids
+
+
+def token_ids(prompt: Prompt, tokenizer: "Tokenizer | None") -> list[int]:
+    """A prompt as token ids: text is encoded, ids are taken as they are, those of arrays as integers."""
+    if isinstance(prompt, Array):
+        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+            what = f"an array of {prompt.dtype} and shape {list(prompt.shape)}"
+            raise RequestError(f"a prompt's token ids must be integers in one row, not {what}")
+        prompt = np.asarray(prompt).tolist()
     if not isinstance(prompt, str) and (isinstance(prompt, bytes) or not hasattr(prompt, "__len__")):
         raise RequestError(f"a prompt must be text or a list of token ids, not {prompt!r}")
     if isinstance(prompt, str) and tokenizer is None:

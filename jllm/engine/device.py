@@ -4,13 +4,14 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jllm import fingerprint
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
@@ -19,7 +20,7 @@ from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, SnapshotError
 from jllm.fit import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
@@ -122,10 +123,20 @@ class Device:
         rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(padded))
         self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, padded, rows))
 
+    @cached_property
+    def weights(self) -> str:
+        """The fingerprint of the weights."""
+        return fingerprint.of_params(self._params)
+
     def check_snapshot(self, snapshot: Snapshot) -> None:
-        """SnapshotError unless it is of this cache's shapes and formats."""
+        """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows."""
         assert self._state is not None
         check_fits(snapshot, self._state.cache)
+        if snapshot.weights not in (None, self.weights):
+            raise SnapshotError(
+                "the snapshot was made with other weights than this engine's: its K and V mean nothing to them "
+                "(to try it all the same: dataclasses.replace(snapshot, weights=None))"
+            )
 
     def compile_ahead(self, variant: Variant) -> int:
         """Compiles a variant of every rung, and what copies pages; returns how many rungs there are."""

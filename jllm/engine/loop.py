@@ -3,16 +3,18 @@
 Step t + 1 is dispatched before the tokens of step t are read, so the host works while the device does.
 """
 
+import contextlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jllm.batch import choose_rung
-from jllm.engine.checks import check_request, token_ids
+from jllm.engine.checks import Prompt, check_request, token_ids
 from jllm.engine.device import Device
 from jllm.engine.learned_length import with_learned
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
@@ -27,7 +29,8 @@ from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
 from jllm.engine.texts import News, Texts
 from jllm.engine.trace import Recorder
-from jllm.errors import EngineClosed, RequestError
+from jllm.engine.turns import Turns, in_turn
+from jllm.errors import EngineClosed, RequestError, SnapshotError
 from jllm.snapshot import Snapshot, join
 from jllm.step import NOT_FINITE, Outputs, Variant
 
@@ -41,6 +44,9 @@ class Engine:
     submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
     nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
     runs the steps: another than Device measures the host alone.
+
+    Threads: one thread steps, with step() or run(); a second one inside step() gets EngineBusy. All other methods may
+    be called from any thread, while a step runs too: they wait for its end, in the order of the calls.
     """
 
     def __init__(self, model: "Model", *, device: Callable[..., Device] = Device, **options: Any):
@@ -62,6 +68,7 @@ class Engine:
             about = self._options.memory
             self._trace = Recorder(self._options.trace, sizes.limits, sizes.ladder, about)
         self._live: dict[tuple[int, int], Live] = {}
+        self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._penalized = 0  # unfinished sequences that ask for penalties or a bias
         self._in_flight: InFlight | None = None
@@ -72,6 +79,8 @@ class Engine:
         self._texts = Texts()
         self._failures = 0  # device errors since the last step that was read
         self._closed: str | None = None
+        self._last: tuple[Event, ...] = ()
+        self._turns = Turns()
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +96,13 @@ class Engine:
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """What step() had not returned when the engine closed: each sample that was left has its completion there,
+        with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
+        return self._last
+
+    @in_turn
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
 
@@ -101,11 +117,14 @@ class Engine:
         self._device.start_compiling(variant)
         return len(self.sizes.ladder)
 
-    def submit(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> int:
-        """Queues a prompt (text, or token ids to which nothing is added); returns the id that its events carry."""
-        return self._submit(tuple(self.check(prompt, sampling)), sampling)
+    def submit(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> int:
+        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry."""
+        ids = tuple(self.check(prompt, sampling))
+        with self._turns.take():
+            return self._submit(ids, sampling)
 
     def _submit(self, ids: tuple[int, ...], sampling: SamplingParams, snapshot: Snapshot | None = None) -> int:
+        self._check_open()
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
         first = None
@@ -118,7 +137,7 @@ class Engine:
         self._counts.prompt_tokens += len(ids)
         return request_id
 
-    def check(self, prompt: str | list[int], sampling: SamplingParams = SamplingParams()) -> list[int]:
+    def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
         """The prompt's token ids, if submit would take it; else the error that submit would raise."""
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
@@ -129,6 +148,7 @@ class Engine:
     def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
         return min(len(ids) + sampling.max_new_tokens, self._config.context)
 
+    @in_turn
     def fork(self, request_id: int, sample: int = 0) -> int:
         """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
         own; returns the new sample's index. The two share full pages of what they have in common, and the new one gets
@@ -146,6 +166,7 @@ class Engine:
         new.last_token = live.last_token
         return index
 
+    @in_turn
     def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
         """The KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
         snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
@@ -153,12 +174,17 @@ class Engine:
         seq = self._find(request_id, sample).seq
         length = 0 if seq.slot is None else known_tokens(seq)
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
-        return join(self._device.read_pages(pages), seq.tokens, length)
+        value = join(self._device.read_pages(pages), seq.tokens, length)
+        return replace(value, weights=self._device.weights)
 
+    @in_turn
     def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a request whose prompt is the snapshot's tokens, and whose K and V, as far as they are in it, are
         taken as they are: edited ones too, so they are never shared but with samples and forks of this request. Returns
-        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have."""
+        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have.
+        SnapshotError for one of other weights or another cache."""
+        if not isinstance(snapshot, Snapshot):
+            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
         ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))
         if sampling.prompt_logprobs or sampling.counts_tokens:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
@@ -166,10 +192,12 @@ class Engine:
         self._device.check_snapshot(snapshot)
         return self._submit(ids, sampling, jax.device_get(snapshot) if snapshot.length else None)
 
+    @in_turn
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; what runs goes on."""
         self._scheduler.sharing.clear()
 
+    @in_turn
     def abort(self, request_id: int) -> None:
         """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
         self._check_open()
@@ -182,17 +210,23 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
-        many tokens is made while the next step runs, and comes with it."""
-        self._check_open()
-        try:
-            self._advance()
-            news, self._events = self._events, []
-            return self._texts.take(news, now=self._in_flight is None)
-        except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
-            interrupted = isinstance(error, KeyboardInterrupt)
-            what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
-            self.close(f"a step {what} half-way")
-            raise
+        many tokens is made while the next step runs, and comes with it. After an exception the engine is closed, and
+        last_events has the ends of all requests."""
+        with self._turns.step():
+            self._check_open()
+            try:
+                self._advance()
+                news, self._events = self._events, []
+                events = self._texts.take(news, now=self._in_flight is None)
+                for event in events:
+                    if event.completion is not None:
+                        self._owed.pop((event.id, event.sample), None)
+                return events
+            except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
+                interrupted = isinstance(error, KeyboardInterrupt)
+                what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
+                self._close(f"a step {what} half-way", "abort" if interrupted else "error")
+                raise
 
     def _advance(self) -> None:
         try:
@@ -217,26 +251,48 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    @in_turn
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
         device = self._device
         return Metrics.of(self._scheduler, len(device.used), device.compiled, self._counts, self._times).as_dict()
 
+    @in_turn
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
         self._counts, self._times = Counts(), Times()
         self._scheduler.reset_counts()
 
+    @in_turn
     def close(self, reason: str = "it was closed") -> None:
-        """Drops the device state; later calls raise EngineClosed, but to close again is no mistake."""
+        """Drops the device state and ends all requests (see last_events); later calls raise EngineClosed, but to close
+        again is no mistake."""
+        self._close(reason, "abort")
+
+    def _close(self, reason: str, ended: str) -> None:
+        """`ended`: the finish reason of what is left."""
         if self._closed is not None:
             return
         self._closed = reason
         self._in_flight = None
-        self._device.close()
-        self._texts.close()
-        if self._trace:
-            self._trace.close()
+        try:
+            self._last = self._end_all(ended)
+        finally:
+            self._device.close()
+            self._texts.close()
+            if self._trace:
+                self._trace.close()
+
+    def _end_all(self, reason: str) -> tuple[Event, ...]:
+        """What step() has not returned, and the completions of all that is left."""
+        events, now = self._texts.rest(self._events), time.perf_counter()
+        ended = {(event.id, event.sample) for event in events if event.completion is not None}
+        left = [live for key, live in self._owed.items() if key not in ended]
+        for live in left:
+            with contextlib.suppress(Exception):  # its text may be what failed
+                live.output.finish()
+        self._counts.requests_aborted += len(self._requests)
+        return (*events, *self._texts.rest(News(live, None, reason, now - live.submitted) for live in left))
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -250,7 +306,7 @@ class Engine:
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
         live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
-        self._live[seq.request_id, seq.sample] = live
+        self._live[seq.request_id, seq.sample] = self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
         request.unfinished += 1
@@ -369,7 +425,8 @@ class Engine:
         self._requests[seq.request_id].unfinished -= 1
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
-            self._counts.requests_finished += 1
+            self._counts.requests_aborted += reason == "abort"
+            self._counts.requests_finished += reason != "abort"
         total = now - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
@@ -381,13 +438,13 @@ class Engine:
         self._failures += 1
         self._in_flight = None
         if self._failures > 1:
-            self.close(f"the device failed again right after recovery: {_first_line(error)}")
+            self._close(f"the device failed again right after recovery: {_first_line(error)}", "error")
             self._check_open()
         error.__traceback__ = None  # its frames hold what was on the device
         try:
             self._device.renew()
         except jax.errors.JaxRuntimeError as again:
-            self.close(f"there is no room for a new state after a device error: {_first_line(again)}")
+            self._close(f"there is no room for a new state after a device error: {_first_line(again)}", "error")
             self._check_open()
         self._scheduler.reset()
         if self._trace:

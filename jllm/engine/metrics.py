@@ -68,7 +68,8 @@ class Counts:
     """Since the engine was made, or its metrics were reset."""
 
     requests: int = 0  # submitted
-    requests_finished: int = 0
+    requests_finished: int = 0  # aborted ones left out
+    requests_aborted: int = 0  # by abort(), or since the engine closed before their end
     prompt_tokens: int = 0  # of submitted requests, once a request however many samples it has
     prefill_tokens: int = 0  # prompt tokens computed: recomputed ones again, and for each sample
     output_tokens: int = 0
@@ -98,7 +99,7 @@ class Metrics:
     pages_used: int
     pages_total: int
     page_size: int  # tokens
-    fragmentation: float  # share of free pages outside of the longest run of them
+    fragmentation: float  # share of pages_free outside of their longest run
     empty_tokens: int  # tokens that the pages of samples have room for and do not hold
     cached_pages: int  # that the prefix cache keeps, whether somebody uses them now or not: of free ones and used ones
     sharing: Sharing  # what was found computed already
@@ -119,7 +120,7 @@ class Metrics:
             pages_used=pool.num_used,
             pages_total=pool.num_pages,
             page_size=pool.page_size,
-            fragmentation=pool.fragmentation,
+            fragmentation=pool.scattered(),
             empty_tokens=scheduler.empty,
             cached_pages=sharing.num_pages,
             sharing=sharing.counts,
@@ -136,7 +137,8 @@ class Metrics:
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
     def memory(self) -> dict[str, Any]:
-        """What became of the page pool. Means are over planned steps; shares are of the pages in use."""
+        """What became of the page pool. Means are over planned steps; shares are of the pages in use, and for
+        fragmentation_mean of those that nobody holds, the prefix cache included."""
         s = self.scheduled
         steps, used = max(1, s.steps), s.page_steps * self.page_size
         return {

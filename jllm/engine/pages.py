@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Protocol
 
 
@@ -64,6 +65,15 @@ class PagePool:
     def fragmentation(self) -> float:
         """The share of free pages outside of the longest free run: 0 when they are all in one, or there are none."""
         return 1 - self.largest_run / self.num_free if self.num_free else 0.0
+
+    def scattered(self) -> float:
+        """Like fragmentation, of all available pages: those that the reclaimer can do without are free here. Looks at
+        every page."""
+        if not (self.reclaimer and self.reclaimer.reclaimable):
+            return self.fragmentation
+        free = (not count or (count == 1 and self.reclaimer.holds(page)) for page, count in enumerate(self._holders))
+        longest = max(sum(run) for _, run in groupby(free))
+        return 1 - longest / self.num_available
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold that many tokens."""

@@ -2,13 +2,34 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from jllm.errors import RequestError
+from jllm.errors import RequestError, UnknownParameterError
 
 
+def _suggests_names[C](cls: type[C]) -> type[C]:
+    """A dataclass whose constructor answers an unknown keyword with the field that it may stand for. What it accepts is
+    as it was, for editors too."""
+    made: Any = cls
+    init, names = made.__init__, [f.name for f in fields(made)]
+
+    @wraps(init)
+    def checked(self, *args, **given):
+        for name in given.keys() - names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+            raise UnknownParameterError(f"{cls.__name__} has no {name!r}: {hint}")
+        init(self, *args, **given)
+
+    made.__init__ = checked
+    return cls
+
+
+@_suggests_names
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
@@ -123,7 +144,7 @@ class Completion:
 
     token_ids: tuple[int, ...]
     text: str | None  # None without a tokenizer
-    finish_reason: str  # "stop", "length", "abort", or "error": the logits were not finite
+    finish_reason: str  # "stop", "length", "abort", or "error": the logits were not finite, or a step failed
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
     timings: Timings

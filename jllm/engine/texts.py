@@ -4,8 +4,10 @@ Making text takes as long as all else that the loop does with a token. Only text
 are made later: what stops a sequence must be known when its tokens are read.
 """
 
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from jllm.engine.live import Live
@@ -36,18 +38,14 @@ class News(NamedTuple):
         return Event(seq.request_id, seq.sample, text, tokens, completion)
 
 
-def make_events(news: Iterable[News | Event]) -> list[Event]:
-    """Those that there are, and those that are to be made, in the same order."""
-    made = (one if isinstance(one, Event) else one.event() for one in news)
-    return [event for event in made if event is not None]
-
-
 class Texts:
     """Makes events of news, some of them one call later: which ones depends on their number alone, never on time."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._late: Future[list[Event]] | None = None
+        self._late: Future[None] | None = None
+        self._news: deque[News | Event] = deque()  # whose events are to be made
+        self._made: list[Event] = []
 
     @property
     def waiting(self) -> bool:
@@ -57,17 +55,46 @@ class Texts:
     def take(self, news: Sequence[News | Event], *, now: bool) -> list[Event]:
         """The events that the last call left, then those of `news`, unless these are many: they come with the next
         call. With `now` all come. Raises what their making raised."""
-        late, self._late = self._late, None
-        events = [] if late is None else late.result()
+        try:
+            if self._late is not None:
+                self._late.result()
+        finally:
+            self._news.extend(news)
+        self._late = None
         if now or sum(isinstance(one, News) and one.live.output.may_wait for one in news) <= FEW:
-            return events + make_events(news)
+            self._make()
+            made, self._made = self._made, []
+            return made
+        made, self._made = self._made, []
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "texts")
-        self._late = self._thread.submit(make_events, news)
-        return events
+        self._late = self._thread.submit(self._make)
+        return made
+
+    def rest(self, news: Iterable[News | Event]) -> list[Event]:
+        """The events that take has not returned, those of `news` after them: all that can be made, where the making of
+        some fails."""
+        if self._late is not None:
+            wait([self._late])
+        self._late = None
+        self._news.extend(news)
+        while self._news:
+            with contextlib.suppress(Exception):  # of one sample; the others have nothing to do with it
+                self._make()
+        made, self._made = self._made, []
+        return made
+
+    def _make(self) -> None:
+        """Events of all news, in order. After an exception, what was made is kept, and a call goes on behind it."""
+        while self._news:
+            one = self._news.popleft()
+            event = one if isinstance(one, Event) else one.event()
+            if event is not None:
+                self._made.append(event)
 
     def close(self) -> None:
         """Joins the thread; what was not taken is dropped."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._late = None
+        self._news.clear()

@@ -1,15 +1,20 @@
 """Bad requests and options, devices that fail, interrupts, and logits that are no numbers."""
 
+import inspect
+import pickle
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jllm.api import as_prompts
 from jllm.batch import Rung
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
+from jllm.engine.texts import News
 from jllm.errors import ConfigError, EngineClosed, RequestError
 from tests.tiny import greedy, serve, tiny_model
 
@@ -33,6 +38,9 @@ def model():
         ([3], greedy(stop=("x",)), "stop strings need a tokenizer"),
         ([3], greedy(stop_token_ids=(99,)), "stop_token_ids: token id 99"),
         ([3], greedy(logit_bias={99: 1.0}), "logit_bias: token id 99"),
+        (jnp.ones(3), greedy(), r"integers in one row, not an array of float32 and shape \[3\]"),
+        (np.ones((1, 3), int), greedy(), r"integers in one row, not an array of int64 and shape \[1, 3\]"),
+        (jnp.asarray([5, 97]), greedy(), r"token id 97 is not in \[0, 97\)"),
     ],
 )
 def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params, says):
@@ -40,6 +48,15 @@ def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params
     with pytest.raises(RequestError, match=says):
         engine.submit(prompt, params)
     assert not engine.has_work
+
+
+def test_an_array_of_token_ids_is_a_prompt(model):
+    engine = Engine(model, **OPTIONS)
+    for kind in (jnp.asarray, np.asarray, lambda ids: np.asarray(ids, np.uint8)):
+        assert engine.check(kind(PROMPTS[0])) == PROMPTS[0]
+        assert as_prompts(kind(PROMPTS[0]))[0].shape == (3,)
+        assert [engine.check(row) for row in as_prompts(kind([[1, 2], [3, 4]]))] == [[1, 2], [3, 4]]
+    assert all(type(token) is int for token in engine.check(jnp.asarray(PROMPTS[0])))
 
 
 @pytest.mark.parametrize("policy", ["paged", "reserve", "extent"])
@@ -128,7 +145,11 @@ def test_a_device_that_keeps_failing_closes_the_engine_clearly(model, monkeypatc
         list(engine.run())
     with pytest.raises(EngineClosed):
         engine.submit(PROMPTS[0], greedy())
+    assert [(e.id, e.completion.finish_reason, e.completion.token_ids) for e in engine.last_events] == [
+        (0, "error", ())
+    ]
     engine.close()  # again: no mistake
+    assert len(engine.last_events) == 1
 
 
 def test_device_errors_apart_in_time_are_each_recovered_from(model, monkeypatch):
@@ -166,19 +187,50 @@ def test_recovery_frees_the_old_pool_first_and_closes_when_there_is_no_room(mode
         list(engine.run())
 
 
-def test_an_interrupted_step_closes_the_engine(model, monkeypatch):
+def test_an_interrupted_step_closes_the_engine_and_every_request_has_its_end(model, monkeypatch):
+    """What runs, what waits for a slot, what has ended in the very step, and nothing of what was handed out before."""
+    want = serve(model, PROMPTS, [greedy(20)] * 3, **OPTIONS)
     engine = Engine(model, **OPTIONS)
-    engine.submit(PROMPTS[0], greedy())
-    engine.step()
+    done = engine.submit(PROMPTS[2], greedy(2))
+    events = list(engine.run())
+    assert engine.last_events == ()
+    two, short = engine.submit(PROMPTS[0], greedy(20, n=2)), engine.submit(PROMPTS[2], greedy(3))
+    waits = engine.submit(PROMPTS[1], greedy(20, n=2))  # the second one: there are four slots
 
-    def interrupt(x):
-        raise KeyboardInterrupt
+    def interrupt(live, token=None, reason=None, seconds=0.0):  # right when the short one has ended
+        if reason == "length":
+            raise KeyboardInterrupt
+        return News(live, token, reason, seconds)
 
-    monkeypatch.setattr(jax, "device_get", interrupt)
+    monkeypatch.setattr("jllm.engine.loop.News", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
+        events.extend(engine.run())
     with pytest.raises(EngineClosed, match="a step was interrupted half-way"):
         engine.step()
+    last = {(e.id, e.sample): e.completion for e in engine.last_events if e.completion}
+    assert sorted(last) == [(two, 0), (two, 1), (short, 0), (waits, 0), (waits, 1)]
+    assert {c.finish_reason for c in last.values()} == {"abort"}
+    assert done not in {e.id for e in engine.last_events}
+    assert last[short, 0].token_ids == want[2].token_ids[:3]
+    for sample in (0, 1):
+        mine = [e for e in (*events, *engine.last_events) if (e.id, e.sample) == (two, sample)]
+        got = sum((e.token_ids for e in mine), ())
+        assert got == last[two, sample].token_ids == want[0].token_ids[: len(got)]
+        assert len(got) > 1
+    assert last[waits, 1].token_ids == ()
+    m = engine.metrics()
+    assert (m["requests"], m["requests_finished"], m["requests_aborted"]) == (4, 2, 2)  # the short one had ended
+
+
+def test_to_close_is_to_abort(model):
+    engine = Engine(model, **OPTIONS)
+    done, runs = engine.submit(PROMPTS[2], greedy(2)), engine.submit(PROMPTS[0], greedy(20))
+    while done not in {e.id for e in engine.step() if e.completion}:
+        pass
+    engine.close()
+    (end,) = engine.last_events
+    assert (end.id, end.completion.finish_reason) == (runs, "abort")
+    assert 1 < len(end.completion.token_ids) < 20
 
 
 def test_logits_that_are_not_finite_end_a_request_as_an_error(model):
@@ -203,3 +255,16 @@ def test_sampling_values_of_the_wrong_type_are_named(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         SamplingParams(**bad)
     SamplingParams(seed=np.int64(3), temperature=np.float32(0.5), top_k=np.int32(3))
+
+
+def test_an_unknown_sampling_parameter_is_named_with_the_one_that_was_meant():
+    says = "^SamplingParams has no 'max_tokens': did you mean max_new_tokens\\?$"
+    for kind in (TypeError, RequestError):  # as from any constructor, and as from a request that cannot be
+        with pytest.raises(kind, match=says):
+            SamplingParams(max_tokens=5)
+    with pytest.raises(RequestError, match="'zzz': known are temperature, top_k"):
+        SamplingParams(zzz=1)
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["temperature", "top_k"]
+    with pytest.raises(RequestError, match="did you mean seed"):
+        replace(SamplingParams(), seeds=3)
+    assert pickle.loads(pickle.dumps(SamplingParams(0.5, seed=3))) == SamplingParams(temperature=0.5, seed=3)

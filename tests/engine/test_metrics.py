@@ -95,7 +95,9 @@ def test_an_aborted_request_has_no_end_to_end_time_and_preemptions_are_counted(m
     engine.step()
     engine.abort(aborted)
     list(engine.run())
-    assert engine.metrics()["end_to_end_s"]["count"] == 0
+    m = engine.metrics()
+    assert m["end_to_end_s"]["count"] == 0
+    assert (m["requests"], m["requests_finished"], m["requests_aborted"]) == (1, 0, 1)
     for prompt in ([3] * 7, [4] * 7):
         engine.submit(prompt, greedy(18))
     list(engine.run())
@@ -104,6 +106,18 @@ def test_an_aborted_request_has_no_end_to_end_time_and_preemptions_are_counted(m
     assert m["recomputed_tokens"] > 7
     assert m["prefill_tokens"] == 3 + 7 + 7 + m["recomputed_tokens"] + 1  # and the newest token, which had no KV yet
     assert m["output_tokens"] == 36
+    assert (m["requests_finished"], m["requests_aborted"]) == (2, 1)
+
+
+def test_what_is_left_in_the_prefix_cache_is_no_fragmentation(model):
+    engine = Engine(model, **{**OPTIONS, "num_pages": 8})
+    for start in (10, 30):  # together: of each one, the first page of two is kept
+        engine.submit(list(range(start, start + 9)), greedy(2))
+    list(engine.run())
+    m = engine.metrics()
+    assert (m["pages_used"], m["cached_pages"], m["pages_free"]) == (0, 2, 8)
+    assert engine._scheduler.pool.fragmentation > 0
+    assert m["fragmentation"] == 0
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,16 @@ def test_what_is_short_is_reclaimed_and_no_more():
     assert pool.allocate_run(1) is None
 
 
+def test_what_can_be_reclaimed_parts_no_run():
+    pool = PagePool(12, 8)
+    pool.reclaimer = hoard = Hoard(pool)
+    assert (pool.fragmentation, pool.scattered()) == (pytest.approx(5 / 6), 0)
+    hoard.pages.remove(4)  # somebody else holds it
+    assert pool.scattered() == pytest.approx(4 / 11)
+    pool.reclaimer = None
+    assert pool.scattered() == pool.fragmentation
+
+
 class Model:
     """The same by looking at all pages."""
 

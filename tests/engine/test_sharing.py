@@ -331,8 +331,26 @@ def test_resume_refuses_what_it_cannot_do(model, wide):
         Engine(model, **SMALL, kv_cache="int8-g8").resume(value, greedy(4))
     with pytest.raises(RequestError, match=r"token id 97 is not in \[0, 97\)"):
         engine.resume(replace(value, tokens=np.asarray([97] * 40)), greedy(4))
+    with pytest.raises(SnapshotError, match="resume takes a Snapshot, .* not 'hello'"):
+        engine.resume("hello")
     finish(engine)
     check_pool(engine)
+
+
+def test_a_snapshot_of_other_weights_is_refused(model, wide, tmp_path):
+    engine = Engine(model, **SMALL)
+    request = engine.submit(list(STEMS[0]), greedy(8))
+    steps_until(engine, 2)
+    snapshots.save(tmp_path / "one", engine.snapshot(request))
+    value = snapshots.cut(snapshots.load(tmp_path / "one"), 20)
+    norm = model.params.norm
+    other = replace(model, params=replace(model.params, norm=norm.at[3].add(1e-6)))
+    resumed = Engine(other, **SMALL)
+    with pytest.raises(SnapshotError, match="the snapshot was made with other weights than this engine's"):
+        resumed.resume(value, greedy(4))
+    assert not resumed.has_work
+    resumed.resume(replace(value, weights=None), greedy(4))  # as of one that no engine made
+    assert resumed.has_work
 
 
 class SharesUnread(Sharing):

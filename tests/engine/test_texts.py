@@ -152,19 +152,27 @@ def test_a_stop_string_that_the_length_limit_brings_out_is_the_reason(model):
 
 @pytest.mark.parametrize("few", [0, 64])
 def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
+    """And nothing is lost: neither what ends well in the same step, nor what is known of the rest."""
     monkeypatch.setattr(texts, "FEW", few)
-    push, calls = Decoder.push, iter(range(1000))
 
-    def fail(self, id):
-        if next(calls) == 2:
+    class Broken(Decoder):
+        def push(self, id):
             raise ValueError("a broken tokenizer")
-        return push(self, id)
 
-    monkeypatch.setattr(Decoder, "push", fail)
+        def finish(self):
+            raise ValueError("a broken tokenizer")
+
     engine = Engine(model, **OPTIONS)
-    engine.submit([5, 6, 7], greedy(9))
+    broken, ends, runs = (engine.submit([5, 6, 7], greedy(count)) for count in (9, 1, 9))
+    engine._live[broken, 0].output.decoder = Broken()
     with pytest.raises(ValueError, match="a broken tokenizer"):
         list(engine.run())
+    last = {e.id: e.completion for e in engine.last_events if e.completion}
+    assert {id: done.finish_reason for id, done in last.items()} == {broken: "error", ends: "length", runs: "error"}
+    for id in (ends, runs):
+        mine = [e for e in engine.last_events if e.id == id]
+        assert "".join(e.text for e in mine) == last[id].text == "".join(chr(t + 32) for t in last[id].token_ids)
+        assert sum((e.token_ids for e in mine), ()) == last[id].token_ids != ()
     with pytest.raises(EngineClosed, match=r"a step failed \(ValueError: a broken tokenizer\) half-way"):
         engine.step()
     assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
