@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.accuracy_rows import PLAIN_KV, Row
 from experiments.measured_speed import Speed
+from jllm.quant.schemes import PLAIN
 
 Speeds = dict[tuple[str, str], Speed]  # by scheme and KV format
 OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
@@ -42,8 +43,9 @@ def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, 
     """Name, how it is drawn, and of what."""
     schemes = [row for row in rows if row.get("part", "scheme") == "scheme" and row["kl"] > 0]
     timed = [row | {"times": speeds[speed_key(row)].times} for row in schemes if speed_key(row) in speeds]
+    alone = [row for row in schemes if row["kv"] == PLAIN_KV or row["scheme"] == PLAIN]
     return [
-        ("bytes", draw_bytes, schemes),
+        ("bytes", draw_bytes, alone),
         ("speed", draw_speed, timed),
         ("layers", draw_layers, [row for row in rows if row.get("part", "scheme") == "layer"]),
         ("groups", draw_groups, [row for row in rows if row.get("part", "scheme") == "group"]),
@@ -56,13 +58,19 @@ def speed_key(row: Row) -> tuple[str, str]:
 
 
 def draw_bytes(figure: Any, rows: list[Row]) -> None:
-    """KL by bytes: of weights on the left, of K and V on the right."""
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    _scatter(left, [row for row in rows if row["kv"] == PLAIN_KV], "bytes_per_weight", "scheme")
-    _scatter(right, [row for row in rows if row["scheme"] == "bf16"], "bytes_per_kv", "kv")
-    left.set_xlabel("bytes a weight, scales included")
-    right.set_xlabel("bytes a value of K or V, scales included")
-    left.set_ylabel(f"KL from the model as loaded, nats a token\n({rows[0]['protocol']})")
+    """KL by bytes: of weights on the left, of K and V on the right; one of them where only that has rows."""
+    weights = [row for row in rows if row["kv"] == PLAIN_KV]
+    kv = [row for row in rows if row["scheme"] == PLAIN]
+    panels = [
+        (1, weights, "bytes_per_weight", "scheme", "bytes a weight, scales included"),
+        (1.15, kv, "bytes_per_kv", "kv", "bytes a value of K or V, scales included"),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    every = figure.subplots(1, len(panels), width_ratios=[width for width, *_ in panels], squeeze=False)[0]
+    for axes, (_, found, x, label, title) in zip(every, panels):
+        _scatter(axes, found, x, label)
+        axes.set_xlabel(title)
+    every[0].set_ylabel(f"KL from the model as loaded, nats a token\n({rows[0]['protocol']})")
 
 
 def draw_speed(figure: Any, rows: list[Row]) -> None:
@@ -77,6 +85,7 @@ def draw_speed(figure: Any, rows: list[Row]) -> None:
 def _scatter(axes: Any, rows: list[Row], x: str, label: str) -> None:
     """Points with intervals; the names of those that are near one another stand in a column beside them."""
     axes.set_yscale("log")
+    axes.set_autoscale_on(False)  # limits follow from the rows
     for row in rows:
         low, high = row.get("kl_95", (row["kl"], row["kl"]))
         spread = [[max(row["kl"] - low, 0)], [max(high - row["kl"], 0)]]

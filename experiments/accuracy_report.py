@@ -10,6 +10,7 @@ from experiments.accuracy_pictures import Speeds, draw_all, speed_key
 from experiments.accuracy_rows import PLAIN_KV, Row
 from experiments.measured_speed import measured_speeds
 from pallas_kernels.bars import bar
+from pallas_kernels.bench_command import RECORDED
 
 Table = list[list[str]]  # the first line is the header
 W8A8_ADDED, KV8_ADDED = 0.015, 0.002  # of perplexity
@@ -160,15 +161,20 @@ def sources(speeds: Speeds, rows: Iterable[Row]) -> str:
     return text or "no result file of a GPU has these schemes (experiments.quant_steps makes one)"
 
 
+def speeds_for(results: Path) -> Speeds:
+    """Those that files in a directory have, and those that were recorded."""
+    return measured_speeds(RECORDED) | measured_speeds(results)
+
+
 def text_report(document: Row, results: Path) -> str:
-    speeds = measured_speeds(results)
+    speeds = speeds_for(results)
     blocks = [f"{title}\n\n{as_text(table)}" for title, table in tables(document, speeds)]
     return "\n\n".join([*blocks, f"Speeds: {sources(speeds, document['rows'])}"])
 
 
 def write_report(document: Row, file: Path) -> None:
     """The markdown page and the pictures of a result, beside its file."""
-    speeds = measured_speeds(file.parent)
+    speeds = speeds_for(file.parent)
     lines = [f"# {document['experiment']}, {document['date']}, {document['device']}", ""]
     lines += [
         f"`{document['command']}`; text: {document.get('text', 'of its own')}. Made of",

@@ -1,6 +1,6 @@
 """What a sweep of schemes can run on this machine, found out before it starts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -12,22 +12,30 @@ from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
+from jllm.quant.schemes import Scheme
 from pallas_kernels.backends import on_hopper
 
 TOKENS, PAGE = 128, 16  # of the step that is tried
 
 
-def check_all_run(model: Model, pairs: Sequence[tuple[str, str]], layers: Sequence[str], backend: str | None) -> None:
-    """Nothing is computed. Raises ConfigError with what cannot run and why, and with what can, in one line."""
+def check_all_run(
+    model: Model,
+    pairs: Sequence[tuple[str, str]],
+    layers: Sequence[str],
+    backend: str | None,
+    schemes: Mapping[str, str | Scheme],
+) -> None:
+    """Nothing is computed. `schemes`: by the names that pairs and layers have. Raises ConfigError with what cannot run
+    and why, and with what can, in one line."""
     if backend == "mosaic" and not on_hopper():
         raise ConfigError("backend 'mosaic' needs a Hopper GPU; what this machine runs all of the sweep with is 'xla'")
-    schemes = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
+    named = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
     formats = dict.fromkeys(kv for _, kv in pairs)
     dtype = model.params.norm.dtype
-    report("scheme", schemes, lambda scheme: quantize(_shapes(model).params, scheme))
+    report("scheme", named, lambda name: quantize(_shapes(model).params, schemes[name]))
     report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
     if backend is not None:  # None chooses, and XLA takes everything
-        names = {f"{scheme} with KV {kv}": (scheme, kv) for scheme, kv in pairs}
+        names = {f"{scheme} with KV {kv}": (schemes[scheme], kv) for scheme, kv in pairs}
         report(f"backend {backend!r}:", names, lambda name: try_step(model, *names[name], backend))
 
 
@@ -45,7 +53,7 @@ def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) ->
         raise ConfigError(f"{text}; what can: {', '.join(good) or 'nothing that was asked for'}")
 
 
-def try_step(model: Model, scheme: str, kv: str, backend: str) -> None:
+def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
     first = _shapes(model, layers=1)
     c, dtype = first.config, model.params.norm.dtype

@@ -3,6 +3,10 @@
 import argparse
 import math
 import os
+from collections.abc import Iterable
+
+from jllm.errors import ConfigError, QuantizationError
+from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 
 MEMORY_SHARE = 0.9  # of a GPU's memory, for weights, pages and steps
 
@@ -30,6 +34,22 @@ def claim_memory() -> None:
     QPS workload fewer pages than slots. Before JAX first looks at its devices."""
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
+
+
+def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
+    """Schemes as the command line gives them, by what they are called: a file's by the name that it says. One that is
+    unknown is itself, to be refused where it is used. Raises ConfigError for a name that stands for two."""
+    found: dict[str, str | Scheme] = {}
+    for given in schemes:
+        try:
+            scheme = find_scheme(given)
+        except QuantizationError:
+            found[given] = given
+            continue
+        if scheme.rules != getattr({**PRESETS, **found}.get(scheme.name, scheme), "rules", None):
+            raise ConfigError(f"{given}: another scheme is called {scheme.name!r}: give this one another `name`")
+        found[scheme.name] = scheme
+    return found
 
 
 def check_draws_only(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.params import Params
 from jllm.step import Slots, State, jit_step, make_slots
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 BARS = ((128, 0.75), (256, 0.80), (1 << 30, 0.85))  # bf16: up to this batch, at least this share of the floor
 HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)
@@ -101,8 +102,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps timed together")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     return parser.parse_args(argv)
 
 
@@ -125,11 +125,12 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield bar(name, row["floor_fraction"], "1", least)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.decode_step", *(sys.argv[1:] if argv is None else argv)]
     found = ({"model": Path(args.config).stem, **row} for row in rows(args))
-    return record(args.results, "decode_step", command, found, bars=bars, as_json=args.json)
+    return record(args, "decode_step", command, found, bars=bars)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tqdm import tqdm
 
-from experiments.result_file import ResultFile
+from experiments.result_file import Row, bar, record
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 TOKENS = 64
 BARS = {"cold": 15.0, "cached": 6.0}  # seconds, on two CPU cores
@@ -35,34 +36,27 @@ def start(cache: Path) -> float:
     return seconds
 
 
-def measure(repeats: int) -> list[dict[str, Any]]:
-    rows = []
+def measure(repeats: int) -> Iterator[Row]:
     for repeat in tqdm(range(repeats), delay=2):
         with tempfile.TemporaryDirectory() as cache:
             for state in BARS:
-                rows.append({"repeat": repeat, "compile_cache": state, "seconds": round(start(Path(cache)), 2)})
-    return rows
+                yield {"repeat": repeat, "compile_cache": state, "seconds": round(start(Path(cache)), 2)}
 
 
+def bars(rows: list[Row]) -> Iterator[Row]:
+    for state, most in BARS.items():
+        value = median(row["seconds"] for row in rows if row["compile_cache"] == state)
+        yield bar(f"{state} start to the last of {TOKENS} tokens", value, "s", most, most=True)
+
+
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
-    result = ResultFile(args.results, "first_command", ["python", "-m", "experiments.first_command"])
-    for row in measure(args.repeats):
-        result.add(row)
-    bars = []
-    for state, bar in BARS.items():
-        value = median(row["seconds"] for row in result.document["rows"] if row["compile_cache"] == state)
-        name = f"{state} start to the last of {TOKENS} tokens"
-        bars.append({"name": name, "value": value, "unit": "s", "bar": bar, "met": value <= bar})
-        print(f"{name}: {value:.1f} s (bar: {bar:.0f} s)")
-    result.finish(bars=bars, complete=True)
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    command = ["python", "-m", "experiments.first_command", *(sys.argv[1:] if argv is None else argv)]
+    return record(args, "first_command", command, measure(args.repeats), bars=bars)
 
 
 if __name__ == "__main__":

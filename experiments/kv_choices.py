@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -29,6 +28,7 @@ from jllm.engine.length import Quantile
 from jllm.engine.options import EngineOptions
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)
@@ -99,6 +99,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         yield about | simulate(make(), costs, gib, args)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
@@ -107,12 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--requests", type=positive, default=2048, help=f"so many draws from {WORKLOAD}")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     command = ["python", "-m", "experiments.kv_choices", *(sys.argv[1:] if argv is None else argv)]
     name, costs = f"kv_choices_{args.config}", vars(calibrated(None))
-    return record(args.results, name, command, rows(args), as_json=args.json, cost_model=costs)
+    return record(args, name, command, rows(args), cost_model=costs)
 
 
 if __name__ == "__main__":

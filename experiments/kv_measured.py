@@ -26,6 +26,7 @@ from jllm.engine.length import Oracle
 from jllm.engine.options import KV_POLICIES
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 PREDICTORS: dict[str, tuple[str | None, ...]] = {
@@ -111,16 +112,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--warmup", type=int, default=32, help="requests served before the clock starts")
     parser.add_argument("--workload", type=Path, default=qps_args([]).workload, help="JSON with requests")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     return parser.parse_args(argv)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.kv_measured", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
-    return record(args.results, "kv_measured", command, rows(args), as_json=args.json)
+    return record(args, "kv_measured", command, rows(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What host memory loading takes beyond the params: `python -m experiments.load_memory 2048` for a 2 GiB checkpoint.
 
-Generates a bfloat16 checkpoint of about that many MiB, loads it in this process, and prints one JSON object: MiB of
+Generates a bfloat16 checkpoint of about that many MiB, loads it in this process, and says the MiB of
 params, of the largest fused tensor, and of the peak resident set over baseline and params (`overhead_mib`). `--naive`
 loads a whole file first, as a check that the measure would show it. Linux only (/proc).
 """
@@ -9,8 +9,10 @@ import argparse
 import json
 import math
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-from experiments.result_file import ResultFile
+from experiments.result_file import Row, bar, record
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 MIB = 1 << 20
 
@@ -72,14 +75,7 @@ def load_naively(directory: Path, config: LlamaConfig, dtype: str) -> Any:
     return [jax.device_put(tensor.astype(dtype)) for tensor in tensors.values()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("mib", type=int)
-    parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
-    parser.add_argument("--naive", action="store_true")
-    parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
-    parser.add_argument("--results", type=Path)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Row]:
     config = make_config(args.mib)
     jax.block_until_ready(jax.device_put(np.zeros(1, np.float32)))  # the backend is up before the baseline
     with tempfile.TemporaryDirectory() as directory:
@@ -93,9 +89,9 @@ def main() -> None:
         seconds, peak = time.perf_counter() - start, memory("VmHWM")
     params_mib = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / MIB
     leaves = jax.tree.leaves(abstract_params(config, args.dtype))
-    row = {
+    yield {
         "dtype": args.dtype,
-        "scheme": args.quantize or "bf16",
+        "scheme": "bf16" if args.quantize is None else find_scheme(args.quantize).name,
         "params_mib": round(params_mib, 1),
         "largest_leaf_mib": round(max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / MIB, 1),
         "baseline_mib": round(baseline, 1),
@@ -103,21 +99,26 @@ def main() -> None:
         "overhead_mib": round(peak - baseline - params_mib, 1),
         "seconds": round(seconds, 2),
     }
-    if args.results is not None:
-        keep(args.results, args.mib, row)
-    print(json.dumps(row))
 
 
-def keep(directory: Path, mib: int, row: dict[str, Any]) -> None:
-    result = ResultFile(directory, "load_memory", ["python", "-m", "experiments.load_memory", str(mib)])
-    result.add(row)
-    bar = row["largest_leaf_mib"] + 1024
-    name = "peak resident memory less the params"
-    met = row["overhead_mib"] <= bar
-    result.finish(
-        bars=[{"name": name, "value": row["overhead_mib"], "unit": "MiB", "bar": bar, "met": met}], complete=True
-    )
+def bars(rows: list[Row]) -> Iterator[Row]:
+    for row in rows:
+        most = row["largest_leaf_mib"] + 1024
+        yield bar("peak resident memory less the params", row["overhead_mib"], "MiB", most, most=True)
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mib", type=int)
+    parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
+    parser.add_argument("--naive", action="store_true")
+    parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    command = ["python", "-m", "experiments.load_memory", *(sys.argv[1:] if argv is None else argv)]
+    return record(args, "load_memory", command, measure(args), bars=bars)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
     python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one on each at a time
+    python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
 What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
 unless JAX_COMPILATION_CACHE_DIR names another place. A command gets its own log beside the results, and at most the
@@ -22,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+
+from pallas_kernels.bench_command import add_results_folder, interruptible
 
 PYTEST = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short"
 BATCHES = "1,16,64,128,256,512"
@@ -202,6 +205,7 @@ def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
             return
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands alone")
@@ -210,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         "--jobs", type=int, default=8, help="commands of tests that run side by side on a GPU, 12 processes each"
     )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    add_results_folder(parser)
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args(argv)
     try:

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import jllm
 from experiments.arguments import check_draws_only, positive
-from experiments.ptq_methods import read_tokens, rounded, setup_of
-from experiments.result_file import ResultFile, rows_before
+from experiments.ptq_methods import read_tokens, rounded, run_of
+from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import InputFileError, JllmError
 from jllm.evaluate import evaluate, record
@@ -37,6 +37,7 @@ from jllm.pretrained import BUNDLED, Model
 from jllm.quant import ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 SCALES = {"tensor": Scheme("tensor", (("*_proj", "w8a8-tensor"),)), "token": Scheme("token", (("*_proj", "w8a8"),))}
@@ -193,9 +194,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--seed", type=int, default=0, help="of calibration tokens")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     return args
@@ -207,12 +207,14 @@ def redraw(file: Path) -> int:
     except (OSError, ValueError) as error:
         raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
     keys = {"date", "device", "rows"}
-    if not isinstance(document, dict) or document.get("experiment") != "outliers" or not keys <= document.keys():
+    ours = isinstance(document, dict) and str(document.get("experiment")).startswith("outliers")
+    if not ours or not keys <= document.keys():
         raise InputFileError(f"{file}: is not a result of this experiment")
     draw(document, file)
     return 0
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.outliers", *(sys.argv[1:] if argv is None else argv)]
@@ -222,20 +224,16 @@ def main(argv: list[str] | None = None) -> int:
         model = jllm.load(args.model, dtype=args.dtype)
         if not 0 <= args.layer < model.config.num_layers:
             raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
-        setup = setup_of(args, command)
-        fresh = rows(model, args, rows_before(args.results, "outliers", setup))
-        found = [next(fresh)]  # before it replaces a file, it has proved to run
         calibration = f"{args.rows} x {args.length} own tokens"
-        result = ResultFile(args.results, "outliers", command, sha256=setup["sha256"], calibration=calibration)
-        result.add(found[0])
-        for row in fresh:
-            found.append(row)
-            result.add(row)
-            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "absmax"), flush=True)
+        run = run_of(args)
+        with ResumedFile(args.results, "outliers", command, args.label, run=run, calibration=calibration) as result:
+            for row in rows(model, args, result.before):
+                result.add(row)
+                print(" ".join(f"{key}={value}" for key, value in row.items() if key != "absmax"), flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result.finish(bars=list(bars(found)), complete=True)
     draw(result.document, result.path)
     if args.json:
         print(json.dumps(result.document))

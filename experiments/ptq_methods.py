@@ -8,15 +8,14 @@ Calibration tokens are the model's own, drawn by `--seeds` (not those of the bun
 the divergence from the unquantized model in nats a token; `kl_95` its interval by bootstrap over documents (or windows,
 where a text is one document); `ratio` is kl over that of plain rounding in the same model and scheme, and `ratio_95`
 its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine. A run that
-was interrupted goes on where it stopped.
+was interrupted goes on where it stopped, if nothing that decides its rows has changed.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,8 +26,8 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import positive
-from experiments.result_file import ResultFile, rows_before
+from experiments.arguments import by_name, positive
+from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, EvaluationError, JllmError
 from jllm.evaluate import Evaluation, Recorded, evaluate, record
@@ -39,7 +38,8 @@ from jllm.protocols import encode, find_protocol
 from jllm.quant import ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
-from pallas_kernels.result_file import portable
+from jllm.run_identity import digest, of_machine, of_model, of_scheme
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -93,10 +93,10 @@ def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]]
     return ids, name
 
 
-def jobs(args: argparse.Namespace) -> list[tuple[str, str, int, str]]:
+def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[str, str, int, str]]:
     """Model, scheme, seed and method of each row; rounding before what is held against it."""
     found = []
-    for model, scheme, seed in product(args.models, args.schemes, args.seeds):
+    for model, scheme, seed in product(args.models, schemes, args.seeds):
         activations = scheme in PRESETS and any("a8" in fmt or fmt == "fp8" for _, fmt in PRESETS[scheme].rules)
         methods = args.methods or (EIGHT if activations else FOUR)
         for method in dict.fromkeys(("round", *methods)):
@@ -105,19 +105,19 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, str, int, str]]:
     return found
 
 
-def setup_of(args: argparse.Namespace, command: list[str]) -> Row:
-    """What runs share that may go on with each other's rows."""
-    text = "\0".join(read_documents(args.text))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return {"command": " ".join(portable(command)), "sha256": digest, "device": jax.devices()[0].device_kind}
+def run_of(args: argparse.Namespace) -> Row:
+    """What decides the rows, besides the command and versions."""
+    text = digest(text.encode() for text in read_documents(args.text))
+    return {"text": text} | of_machine() | of_model(args.model)
 
 
-def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
+def rows(
+    model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row] = ()
+) -> Iterator[Row]:
     """One a job; those that are there before are not computed again. What doesn't fit the model raises before the
     first."""
-    planned = jobs(args)
+    planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
-    schemes = {name: find_scheme(name) for name in args.schemes}
     for name, scheme in schemes.items():
         if not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
             raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
@@ -185,32 +185,27 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--name", default="ptq_methods", help="of the result file")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     return parser.parse_args(argv)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.ptq_methods", *(sys.argv[1:] if argv is None else argv)]
     try:
-        setup = setup_of(args, command)
         model = jllm.load(args.model, dtype=args.dtype)
-        fresh = rows(model, args, rows_before(args.results, args.name, setup))
-        first = next(fresh)  # before it replaces a file, it has proved to run
+        schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.schemes).items()}
+        run = run_of(args) | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()}
         calibration = f"{args.rows} x {args.length} own tokens"
-        result = ResultFile(args.results, args.name, command, sha256=setup["sha256"], calibration=calibration)
-        found = [first]
-        result.add(first)
-        print(first, flush=True)
-        for row in fresh:
-            found.append(row)
-            result.add(row)
-            print(row, flush=True)
+        with ResumedFile(args.results, args.name, command, args.label, run=run, calibration=calibration) as result:
+            for row in rows(model, args, schemes, result.before):
+                result.add(row)
+                print(row, flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result.finish(bars=list(bars(found)), complete=True)
     if args.json:
         print(json.dumps(result.document))
     return 0

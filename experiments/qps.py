@@ -53,6 +53,7 @@ from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.step import Outputs
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
@@ -342,8 +343,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
     peers.add_options(parser, 110)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
     if args.peers and args.host_only:
@@ -366,6 +366,7 @@ def name_of(args: argparse.Namespace) -> str:
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts if part)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.qps", *(sys.argv[1:] if argv is None else argv)]
@@ -377,13 +378,13 @@ def main(argv: list[str] | None = None) -> int:
         arrivals = [(r.prompt, r.output, r.arrival) for r in requests]
         beside = peers.serving(args.peers, arrivals, args.peer_seconds) if args.peers else []
         model = make_model(args)
-        result = ResultFile(args.results, name_of(args), command)
-        for row in measure(model, requests, args):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        for peer in beside:
-            result.add(peer)
-        result.finish(bars=list(bars(result.document["rows"])), complete=True)
+        with ResultFile(args.results, name_of(args), command, args.label) as result:
+            for row in measure(model, requests, args):
+                result.add(row)
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            for peer in beside:
+                result.add(peer)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,25 +13,24 @@ documents, or over windows where the protocol joins texts. Bytes are those of a 
 K or V, scales included; what is not quantized counts with two.
 
 A .jsonl of {"text": ..} has documents, any other file is one. Without --text it is what the bundled model wrote itself
-(experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped. Beside the
+(experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped, if nothing
+that decides its rows has changed: command, text, weights, tokenizer, rules of schemes, device, versions. Beside the
 JSON lie a page of tables (.md) and pictures (.svg), made of it alone, again by --draw; speeds are those that result
-files of GPUs in the same directory have. --against takes another run's file and says how far the order of schemes is
-the same.
+files of GPUs have, in the same directory or else in experiments/results. --against takes another run's file and says
+how far the order of schemes is the same.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -39,15 +38,16 @@ import jllm
 from experiments.accuracy_report import bars, part, text_report, write_report
 from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
 from experiments.accuracy_support import check_all_run
-from experiments.arguments import check_draws_only, positive
-from experiments.result_file import ResultFile, rows_before
+from experiments.arguments import by_name, check_draws_only, positive
+from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.evaluate import record
 from jllm.pretrained import BUNDLED, Model
 from jllm.protocols import encode, find_protocol
-from jllm.quant.schemes import PLAIN
-from pallas_kernels.result_file import portable
+from jllm.quant.schemes import PLAIN, Scheme
+from jllm.run_identity import digest, of_machine, of_model, of_scheme
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 SCHEMES = (
     PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-tensor", "fp8-weight", "fp8", "w4a16-g32", "w4a16-g64",
@@ -105,21 +105,22 @@ def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
     return flat[: count * size].reshape(count, size)
 
 
-def jobs(model: Model, reference: Model, texts: list[str], args: argparse.Namespace) -> list[Job]:
-    """All of the run's. Raises for what doesn't fit the model or can't run here."""
+def jobs(
+    model: Model, reference: Model, texts: list[str], args: argparse.Namespace, schemes: Mapping[str, str | Scheme]
+) -> list[Job]:
+    """All of the run's. Raises for a protocol or a text that doesn't fit the model."""
     selected = chosen(model, texts, args.protocol, args.tokens)
-    check_all_run(model, pairs(args), args.layers, args.backend)
     recorded = record(reference, selected, args.protocol, backend=args.backend)
     windows = windows_of(model, selected, args.protocol)
     of_pair = partial(scheme_row, model, selected, args.protocol, recorded, backend=args.backend)
     of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
     found = [
-        Job({"part": "scheme", "scheme": scheme, "kv": kv}, 1, partial(of_pair, scheme, kv))
-        for scheme, kv in pairs(args)
+        Job({"part": "scheme", "scheme": name, "kv": kv}, 1, partial(of_pair, name, schemes[name], kv))
+        for name, kv in pairs(args)
     ]
     layers = model.config.num_layers
     named = dict.fromkeys(args.layers)
-    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name)) for name in named]
+    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name, schemes[name])) for name in named]
     if args.groups:
         found.append(Job({"part": "group"}, group_count(model), partial(group_rows, model, windows[0])))
     return found
@@ -173,8 +174,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="table and pictures of results"
     )
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     if args.tokens is None and args.text != BUNDLED_TEXT:
@@ -189,12 +189,12 @@ def name_of(args: argparse.Namespace) -> str:
     return "_".join(["quant_accuracy", *parts])
 
 
-def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
+def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     texts = read_documents(args.text)
     against = None if args.against is None else read_result(args.against)
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    setup = {"command": " ".join(portable(command)), "sha256": digest, "device": jax.devices()[0].device_kind}
+    schemes = by_name([PLAIN, *args.schemes, *args.layers])
+    args.schemes, args.layers = (list(by_name(some)) for some in (args.schemes, args.layers))
     model = jllm.load(args.model, dtype=args.dtype)
     reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
     args.kv = default_kv(model.config.head_dim) if args.kv is None else args.kv
@@ -202,21 +202,27 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResultFile:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
     if against is not None:
         check_common(args, against)
-    before = rows_before(args.results, name_of(args), setup)
+    check_all_run(model, pairs(args), args.layers, args.backend, schemes)
     start = time.perf_counter()
-    todo = jobs(model, reference, texts, args)
-    fresh = rows(todo, before)
-    first = next(fresh)  # before it replaces a file, it has proved to run
-    result = ResultFile(args.results, name_of(args), command, sha256=digest, text=args.text.name)
-    for row in itertools.chain([first], fresh):
-        result.add(row)
-    found = result.document["rows"]
-    compared = bars(found, against, args.against and args.against.name)
-    seconds = {} if before else {"seconds": round(time.perf_counter() - start, 1)}
-    result.finish(bars=compared, complete=True, **seconds)
+    run = run_of(args, texts, schemes)
+    with ResumedFile(args.results, name_of(args), command, args.label, run=run, text=args.text.name) as result:
+        for row in rows(jobs(model, reference, texts, args, schemes), result.before):
+            result.add(row)
+        compared = bars(result.document["rows"], against, args.against and args.against.name)
+        seconds = {} if result.before else {"seconds": round(time.perf_counter() - start, 1)}
+        result.finish(bars=compared, complete=True, **seconds)
     return result
 
 
+def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, str | Scheme]) -> Row:
+    """What decides the rows, besides the command and versions."""
+    run: Row = {"text": digest(text.encode() for text in texts)} | of_machine() | of_model(args.model)
+    if args.reference is not None:
+        run |= {f"reference's {key}": value for key, value in of_model(args.reference).items()}
+    return run | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()}
+
+
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.quant_accuracy", *(sys.argv[1:] if argv is None else argv)]

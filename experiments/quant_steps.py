@@ -40,6 +40,7 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 
@@ -315,14 +316,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=12, help="that compile at once")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
+    add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     return args
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
@@ -332,17 +333,17 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(args.config)
         if args.layers is not None:
             config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
-        result = ResultFile(args.results, "quant_steps", command, model=Path(args.config).stem)
-        for one in rows(config, args):
-            result.add(one)
-            print("  ".join(f"{key}={value}" for key, value in one.items()), flush=True)
+        with ResultFile(args.results, "quant_steps", command, args.label, model=Path(args.config).stem) as result:
+            for one in rows(config, args):
+                result.add(one)
+                print("  ".join(f"{key}={value}" for key, value in one.items()), flush=True)
+            good = [r for r in result.document["rows"] if "error" not in r]
+            complete = len(good) == len(result.document["rows"])
+            toy = args.layers is not None or not on_hopper()  # too small to decide anything
+            result.finish(bars=[] if toy else list(bars(good)), complete=complete)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    good = [r for r in result.document["rows"] if "error" not in r]
-    complete = len(good) == len(result.document["rows"])
-    toy = args.layers is not None or not on_hopper()  # too small to decide anything
-    result.finish(bars=[] if toy else list(bars(good)), complete=complete)
     if args.json:
         print(json.dumps(result.document))
     return 0

@@ -1,68 +1,115 @@
 """The result file of experiments: that of the kernels' benchmarks, with the library's error and its packages."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jllm.errors import JllmError, OutputError
+from jllm.run_identity import differing
 from pallas_kernels import result_file
 from pallas_kernels.bars import bar as bar
+
+Row = dict[str, Any]
 
 
 class ResultFile(result_file.ResultFile):
     """Raises OutputError where it cannot be written."""
 
     packages = (*result_file.ResultFile.packages, "optax", "sentencepiece")
+    error: ClassVar[type[OSError]] = OutputError
+
+
+class ResumedFile(ResultFile):
+    """A result that goes on with what an interrupted run left, if that was the same: by command, versions and `run`,
+    which says what else decides its rows (jllm.run_identity).
+
+    Within its `with` block `before` has the rows that are there, and the file is replaced as soon as it has as many.
+    Raises OutputError where it would replace rows of another run.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        experiment: str,
+        command: Sequence[str],
+        label: str | None = None,
+        *,
+        run: Row,
+        **extra: Any,
+    ):
+        super().__init__(directory, experiment, command, label, run=run, **extra)
+        self.before: list[Row] = []
+
+    def _begin(self) -> None:
+        if (found := _read(self.path)) and found["rows"] and (names := differing(_decides(found), self._decides)):
+            raise OutputError(
+                f"{self.path}: has rows of another run ({', '.join(names[:3])} differ): give this one a --label, or "
+                "other --results, or remove that file"
+            )
+        pattern = f"{self.document['experiment']}-{'[0-9]' * 8}-*.json"
+        for file in sorted(self.path.parent.glob(pattern), reverse=True):
+            if (found := _read(file)) and _decides(found) == self._decides:
+                self.before = [] if found["complete"] else found["rows"]
+                return
+
+    @property
+    def _decides(self) -> Row:
+        return _decides(self.document)
+
+    def _left(self) -> str:
+        return f"run the same command again to go on with row {max(len(self.document['rows']), len(self.before)) + 1}"
 
     def _write(self) -> None:
-        try:
+        if len(self.document["rows"]) >= len(self.before):
             super()._write()
-        except OSError as error:
-            raise OutputError(str(error)) from None
+
+
+def _decides(document: Row) -> Row:
+    """What two runs share that may go on with each other's rows."""
+    named = {"command": document["command"], "versions": document["versions"]}
+    return named | document.get("run", {})
+
+
+def _read(path: Path) -> Row | None:
+    """A result, None for what is none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return document if {"command", "versions", "complete", "rows"} <= document.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def record(
-    directory: Path,
+    args: argparse.Namespace,
     experiment: str,
     command: Sequence[str],
-    rows: Iterable[dict[str, Any]],
+    rows: Iterable[Row],
     *,
-    bars: Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]] = lambda rows: (),
-    shown: Callable[[dict[str, Any]], bool] = lambda row: True,
-    as_json: bool = False,
+    bars: Callable[[list[Row]], Iterable[Row]] = lambda rows: (),
+    shown: Callable[[Row], bool] = lambda row: True,
     **extra: Any,
 ) -> int:
     """Adds rows to a result file as they come and prints those that are `shown`, then the bars; as the last line, if
-    asked, the whole document. Returns the exit status: 2, after a line that says why, where the library refuses."""
+    asked, the whole document. args: as add_result_options has them. Returns the exit status: 2, after a line that says
+    why, where the library refuses."""
     try:
-        result = ResultFile(directory, experiment, command, **extra)
-        for row in rows:
-            result.add(row)
-            if shown(row):
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        result.finish(bars=list(bars(result.document["rows"])), complete=True)
+        with ResultFile(args.results, experiment, command, args.label, **extra) as result:
+            for row in rows:
+                result.add(row)
+                if shown(row):
+                    print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if as_json:
+    if args.json:
         print(json.dumps(result.document))
     return 0
 
 
-def rounded(row: dict[str, Any]) -> dict[str, Any]:
+def rounded(row: Row) -> Row:
     """Floats to five digits."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
-
-
-def rows_before(directory: Path, experiment: str, setup: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the latest run with the same setup (what its document says), if it was interrupted; else none."""
-    for file in sorted(directory.glob(f"{experiment}-*.json"), reverse=True):
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-            if all(document.get(key) == value for key, value in setup.items()):
-                return [] if document["complete"] else document["rows"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # no result of ours, or one that nobody can go on with
-    return []

@@ -21,6 +21,7 @@ from experiments.claims.registry import TITLES
 from experiments.judged import judged
 from experiments.results_sections import FALLBACK, GROUPS, Section, Table
 from jllm.errors import InputFileError
+from pallas_kernels.bench_command import interruptible
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "RESULTS.md"
@@ -251,6 +252,7 @@ def escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is another")

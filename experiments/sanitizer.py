@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from pallas_kernels.bars import bar
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 TOOLS = ("memcheck", "racecheck")
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32")  # of K and V
@@ -132,12 +132,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one process may take")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     parser.add_argument("--run", nargs=2, metavar=("KERNEL", "FORMAT"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.run:
@@ -149,17 +149,16 @@ def main(argv: list[str] | None = None) -> int:
     from experiments.result_file import ResultFile
 
     command = ["python", "-m", "experiments.sanitizer", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, "sanitizer", command)
     cases = [(tool, kernel, kv) for tool in args.tools for kernel in args.kernels for kv in args.formats]
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ResultFile(args.results, "sanitizer", command, args.label) as result, ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda case: watch(sanitizer, args.timeout, *case), cases):
             result.add(row)
             print(
                 {key: value for key, value in row.items() if key != "report"}, row.get("report", "")[:200], flush=True
             )
-    rows = result.document["rows"]
-    complete = not any("error" in row for row in rows)
-    result.finish(bars=list(bars(rows)), complete=complete)
+        rows = result.document["rows"]
+        complete = not any("error" in row for row in rows)
+        result.finish(bars=list(bars(rows)), complete=complete)
     if args.json:
         print(json.dumps(result.document))
     return 0 if complete else 1

@@ -21,7 +21,6 @@ and one --kv-cache must be those of the engine).
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from experiments.arguments import positive
 from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.qps import token_bytes
-from experiments.result_file import ResultFile, bar, rounded
+from experiments.result_file import bar, record, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
@@ -44,6 +43,7 @@ from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import BUNDLED, Model, load
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -217,8 +217,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of draws and arrivals")
     parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
     parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     if args.rate is not None and not args.rate > 0:
         parser.error(f"--rate must be > 0, not {args.rate}")
@@ -227,27 +226,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.simulate", *(sys.argv[1:] if argv is None else argv)]
     try:
         shares = Shares() if args.floor else calibrated(None)
-        result = ResultFile(
-            args.results,
-            f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}",
-            command,
-            cost_model=vars(shares),
-        )
-        for row in replay_all(args) if args.replay else simulate_all(args):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        result.finish(bars=bars(result.document["rows"]), complete=True)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    name = f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}"
+    rows = replay_all(args) if args.replay else simulate_all(args)
+    return record(args, name, command, rows, bars=bars, cost_model=vars(shares))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from experiments.result_file import bar, record
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots
@@ -79,6 +80,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
             yield bar(name, slowest["start_s"], "s", most, most=True)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(host_only=False)  # qps.make_model asks
@@ -90,8 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
     parser.add_argument("--kv-cache", help="KV format")
     parser.add_argument("--repeats", type=positive, default=2, help="of the warm start")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     command = ["python", "-m", "experiments.start_up", *(sys.argv[1:] if argv is None else argv)]
     try:
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return record(args.results, "start_up", command, rows, bars=bars, as_json=args.json)
+    return record(args, "start_up", command, rows, bars=bars)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
+from pallas_kernels.bench_command import add_result_options, interruptible
 from pallas_kernels.measure import Event, timeline
 
 PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
@@ -198,9 +199,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scheme", default="bf16", help="of the weights")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
     parser.add_argument("--steps", type=int, default=4, help="steps in one profile")
-    parser.add_argument("--label", help="to tell runs apart: a part of the result's name, as a --scheme is")
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     return parser.parse_args(argv)
 
 
@@ -245,16 +244,17 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
     name = "step_profile_serve" if args.kind == "serve" else "step_profile"
-    name += "".join(f"-{part}" for part in (args.scheme, args.label) if part not in ("bf16", None))
-    options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002, "as_json": args.json}
+    name += "" if args.scheme == "bf16" else f"-{args.scheme}"
+    options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002}
     if args.layers is None:  # fewer are too small to decide
         options["bars"] = bars
-    return record(args.results, name, command, rows(args), **options)
+    return record(args, name, command, rows(args), **options)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"
@@ -343,8 +344,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
     peers.add_options(parser, 120)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
     return args
@@ -355,6 +355,7 @@ def name_of(args: argparse.Namespace) -> str:
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.throughput", *(sys.argv[1:] if argv is None else argv)]
@@ -362,19 +363,19 @@ def main(argv: list[str] | None = None) -> int:
     beside = peers.compiled_steps(args.peers, args.peer_seconds) if args.peers else []
     claim_memory()
     try:
-        result = ResultFile(args.results, name_of(args), command, h800=source)
-        for row in rows(args):
-            result.add(row)
-            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        with ResultFile(args.results, name_of(args), command, args.label, h800=source) as result:
+            for row in rows(args):
+                result.add(row)
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            decides = on_hopper() and args.layers is None  # anything else is too small to decide
+            found = list(result.document["rows"])
+            complete = bool(found) and not any("error" in row for row in found)
+            for row in beside:
+                result.add(row)
+            result.finish(bars=list(bars(found)) if decides else [], complete=complete)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    decides = on_hopper() and args.layers is None  # anything else is too small to decide
-    found = list(result.document["rows"])
-    complete = bool(found) and not any("error" in row for row in found)
-    for row in beside:
-        result.add(row)
-    result.finish(bars=list(bars(found)) if decides else [], complete=complete)
     if args.json:
         print(json.dumps(result.document))
     return 0

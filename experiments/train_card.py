@@ -14,6 +14,7 @@ from typing import Any
 
 import jllm
 from jllm.errors import InputFileError, JllmError, OutputError
+from pallas_kernels.bench_command import interruptible
 
 SAMPLES = (  # prompt, temperature, top-p, seed
     ("Once upon a time", 0.8, 0.95, 0),
@@ -29,6 +30,7 @@ LENGTH = 300
 TEMPLATE = Path(__file__).with_suffix(".md")
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.train_card", description=(__doc__ or "").strip())
     parser.add_argument("--results", required=True, metavar="FILE", help="results file of the training run")

@@ -39,6 +39,7 @@ from jllm.engine.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned,
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, JllmError, OutputError
 from jllm.pretrained import BUNDLED, Model, load
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 Row = dict[str, Any]
 Weights = dict[str, jax.Array]
@@ -344,8 +345,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--table-rate", type=float, default=0.1, help="of what the tables of tokens learn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     for name in ("texts", "longest", "cuts", "width", "steps", "rows", "lr"):
         if not getattr(args, name) > 0:
@@ -355,12 +355,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.train_length_predictor", *(sys.argv[1:] if argv is None else argv)]
     try:
-        result = ResultFile(args.results, "train_length_predictor", command)
-        run(load(args.model), args, result)
+        with ResultFile(args.results, "train_length_predictor", command, args.label) as result:
+            run(load(args.model), args, result)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.model import Packed, forward
 from jllm.params import Params, Weight
+from pallas_kernels.bench_command import INTERRUPTED, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
 BLOCK = 10  # training steps a dispatch
@@ -183,18 +184,19 @@ def train(
                 return
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        run(parse_arguments(argv), argv)
+        return 0 if run(parse_arguments(argv), argv) else INTERRUPTED
     except JllmError as error:
         print(f"train_small: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> None:
-    """Read, train, save. Results and the best model are written at every evaluation: a broken run leaves them."""
+def run(args: argparse.Namespace, argv: list[str]) -> bool:
+    """Read, train, save. Results and the best model are written at every evaluation: a broken run leaves them. Returns
+    whether it came to its end."""
     out, config, recipe = Path(args.out), make_config(args), make_recipe(args)
     if (out / "model.safetensors").exists():
         raise OutputError(f"{out}: already holds a model; name another folder with --out, or remove it")
@@ -203,7 +205,28 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     model = train_tokenizer(books, config.vocab_size)
     valid = make_validation(held, model, config.context)
     command = ["python", "-m", "experiments.train_small", *argv]
-    results = ResultFile(args.results, "train_small", command, model=asdict(config), recipe=asdict(recipe))
+    about = {"model": asdict(config), "recipe": asdict(recipe)}
+    with ResultFile(args.results, "train_small", command, args.label, **about) as results:
+        complete = train_and_save(out, config, recipe, books, model, valid, results)
+    found = results.document
+    print(f"{out}: {found['parameters']:,} parameters, {found['bars'][0]['value']:.1f} MB;", end=" ")
+    print(f"validation loss {found['valid_loss']:.4f} nats/token,", end=" ")
+    print(f"{found['valid_bits_per_byte']:.4f} bits/byte; figures in {results.path}")
+    if args.json:
+        print(json.dumps(found))
+    return complete
+
+
+def train_and_save(
+    out: Path,
+    config: LlamaConfig,
+    recipe: Recipe,
+    books: list[Book],
+    model: bytes,
+    valid: Validation,
+    results: ResultFile,
+) -> bool:
+    """Whether it came to its end; after an interruption with the best model so far, where there is one."""
     best, complete = None, False
     try:
         for row, params in train(config, recipe, books, model, valid):
@@ -214,11 +237,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
                 save_tokenizer(out, model, config)
         complete = True
     except KeyboardInterrupt:
+        if best is None:
+            raise
         print("train_small: interrupted; the best model so far is kept", file=sys.stderr)
     if best is None:
-        raise ConfigError(
-            "the loss was never a number: lower --lr" if complete else "interrupted before the first validation"
-        )
+        raise ConfigError("the loss was never a number: lower --lr")
     loss = valid.loss(best, config, "float32")
     size, count = sum(f.stat().st_size for f in out.iterdir()) / 1e6, sum(leaf.size for leaf in jax.tree.leaves(best))
     figures = {"parameters": count, "valid_loss": round(loss, 4), "valid_tokens": valid.tokens}
@@ -231,10 +254,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
         "met": size <= 16,
     }
     results.finish(bars=[bar], complete=complete, **figures)
-    print(f"{out}: {count:,} parameters, {size:.1f} MB; validation loss {loss:.4f} nats/token,", end=" ")
-    print(f"{valid.bits_per_byte(loss):.4f} bits/byte; figures in {results.path}")
-    if args.json:
-        print(json.dumps(results.document))
+    return complete
 
 
 def hold_out(books: list[Book], fraction: float = 0.02) -> tuple[list[Book], list[Book]]:
@@ -310,8 +330,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     text.add_argument("--corpus", required=True, metavar="FILE", help="UTF-8, a paragraph a line, blank between books")
     text.add_argument("--valid", metavar="FILE", help="held-out text (default: the last 2%% of the corpus)")
     text.add_argument("--out", default="trained_model", metavar="DIR", help="new model folder (default: %(default)s)")
-    text.add_argument("--results", default="experiments/results", metavar="DIR", help="default: %(default)s")
-    text.add_argument("--json", action="store_true", help="last line on stdout: the results as one JSON object")
     shape = parser.add_argument_group("shape of the model (defaults: the bundled one)")
     for name, size, meaning in SHAPE:
         shape.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{meaning} (default: %(default)s)")
@@ -323,6 +341,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         )
     compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
+    add_result_options(parser)
     return parser.parse_args(argv)
 
 

@@ -1,26 +1,67 @@
-"""The command line that the operations' benchmarks share: rows measured, printed and kept, then held to their bars."""
+"""What the command lines of benchmarks and experiments share: where results go, and rows measured, printed and kept."""
 
 import argparse
+import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.result_file import ResultFile
+from pallas_kernels.result_file import RECORD, ResultFile
 
 Row = dict[str, Any]
+LOCAL = Path("results")  # in the working directory
+RECORDED = Path(__file__).parents[1] / "experiments" / "results"  # what is committed and shown by the results page
+INTERRUPTED = 130  # what shells report for SIGINT
+
+
+def add_results_folder(parser: argparse.ArgumentParser) -> None:
+    """--results, and in a checkout of the repository --record."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--results", type=Path, default=LOCAL, metavar="DIR", help="of results (default: %(default)s)")
+    if RECORDED.is_dir():
+        text = "keep results in experiments/results, which are committed"
+        where.add_argument(RECORD, dest="results", action="store_const", const=RECORDED, help=text)
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Where the result file goes, what it is called, and --json."""
+    add_results_folder(parser)
+    parser.add_argument("--label", type=label, help="to tell runs apart: a part of the result's name")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+
+
+def label(text: str) -> str:
+    """A part of a file's name."""
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, '.', '_' and '-' alone")
+    return text
+
+
+def interruptible(main: Callable[..., int]) -> Callable[..., int]:
+    """A command that ends at Ctrl-C with a line that says what is left and how to go on: the notes of the exception."""
+
+    @functools.wraps(main)
+    def wrapped(*args: Any, **options: Any) -> int:
+        try:
+            return main(*args, **options)
+        except KeyboardInterrupt as error:
+            print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+            return INTERRUPTED
+
+    return wrapped
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--label", help="to tell runs of parts of a benchmark apart: a part of the result's name")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    add_result_options(parser)
     return parser
 
 
+@interruptible
 def record(
     operation: str,
     args: argparse.Namespace,
@@ -31,13 +72,17 @@ def record(
     """Measures `rows` one by one; `summarize` may complete them and gives the bars. A row with "error" makes the
     result incomplete. Returns the exit status."""
     command = ["python", "-m", f"pallas_kernels.{operation}.bench", *(sys.argv[1:] if argv is None else argv)]
-    result = ResultFile(args.results, operation + (f"-{args.label}" if args.label else ""), command)
-    for row in rows:
-        result.add(row)
-        print(row, flush=True)
-    measured = result.document["rows"]
-    bars = list(summarize(measured))
-    result.finish(bars=bars, complete=not any("error" in row for row in measured))
+    try:
+        with ResultFile(args.results, operation, command, args.label) as result:
+            for row in rows:
+                result.add(row)
+                print(row, flush=True)
+            measured = result.document["rows"]
+            bars = list(summarize(measured))
+            result.finish(bars=bars, complete=not any("error" in row for row in measured))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(result.document))
     return 0

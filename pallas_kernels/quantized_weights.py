@@ -14,6 +14,7 @@ K are padded to multiples of 32 once, here; `shape` keeps the logical sizes. Uns
 textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
 """
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 
@@ -122,7 +123,7 @@ def check_shape(shape: tuple[int, int], fmt: WeightFormat) -> None:
         raise ValueError(f"a weight of shape {tuple(shape)} cannot be quantized: expected [N, K]")
     if fmt.group is not None and (shape[1] % fmt.group or padded(shape[1]) != shape[1]):
         raise ValueError(
-            f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {fmt.group} and of {MULTIPLE}"
+            f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {math.lcm(fmt.group, MULTIPLE)}"
         )
 
 

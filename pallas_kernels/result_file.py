@@ -1,5 +1,6 @@
-"""The dated JSON file that every benchmark and experiment leaves in experiments/results."""
+"""The dated JSON file that every benchmark and experiment leaves."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -8,24 +9,32 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+
+from pallas_kernels.one_writer import only_writer
 
 OUTPUTS = ("--results", "--out")  # flags that say where their files go
+RECORD = "--record"  # that they go where results are committed
 
 
-class ResultFile:
-    """`{experiment}-{YYYYMMDD}-{device}.json` in a directory: begun incomplete, rewritten with every row.
+class ResultFile(contextlib.AbstractContextManager):
+    """`{experiment}[-{label}]-{YYYYMMDD}-{device}.json` in a directory: within its `with` block begun incomplete,
+    rewritten with every row, and written by no other process.
 
-    Raises OSError where it cannot be written.
+    Raises `error`, an OSError, where it cannot be written or another process does.
     """
 
     packages: ClassVar[tuple[str, ...]] = ("jax", "jaxlib", "numpy")  # whose versions are kept
+    error: ClassVar[type[OSError]] = OSError
 
-    def __init__(self, directory: str | Path, experiment: str, command: Sequence[str], **extra: Any):
+    def __init__(
+        self, directory: str | Path, experiment: str, command: Sequence[str], label: str | None = None, **extra: Any
+    ):
         import jax
 
         device = jax.devices()[0].device_kind
         today = datetime.date.today()
+        experiment = re.sub(r"[^\w.-]+", "-", experiment if label is None else f"{experiment}-{label}")
         short = re.sub(r"\W+", "-", device.lower().removeprefix("nvidia ")).strip("-")
         self.path = Path(directory) / f"{experiment}-{today:%Y%m%d}-{short}.json"
         versions = {"python": platform.python_version()}
@@ -40,7 +49,24 @@ class ResultFile:
             "bars": [],
             "rows": [],
         }
-        self._write()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                alone = stack.enter_context(only_writer(self.path.with_suffix(".lock")))
+            except OSError as error:
+                raise self.error(f"{self.path}: cannot be written: {error.strerror}") from None
+            if not alone:
+                raise self.error(f"{self.path}: another process writes it: wait for its end, or give another --label")
+            self._begin()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(self._left())
+        self._open.close()
 
     def add(self, row: dict[str, Any]) -> None:
         """One more table row, a flat dict."""
@@ -53,15 +79,21 @@ class ResultFile:
         self.document |= {"complete": complete, "bars": bars, **extra, "rows": rows}
         self._write()
 
+    def _begin(self) -> None:
+        self._write()
+
+    def _left(self) -> str:
+        """What an interruption leaves."""
+        return f"{self.path} has the rows so far ({len(self.document['rows'])})"
+
     def _write(self) -> None:
         body = ",\n".join(f"  {json.dumps(key)}: {_layout(value)}" for key, value in self.document.items())
         partial = self.path.with_suffix(".partial")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(f"{{\n{body}\n}}\n", encoding="utf-8")
             os.replace(partial, self.path)
         except OSError as error:
-            raise OSError(f"{self.path}: cannot be written: {error.strerror}") from None
+            raise self.error(f"{self.path}: cannot be written: {error.strerror}") from None
 
 
 def portable(command: Sequence[str]) -> list[str]:
@@ -71,6 +103,8 @@ def portable(command: Sequence[str]) -> list[str]:
     words = iter(command)
     for word in words:
         flag, equals, value = word.partition("=")
+        if word == RECORD:
+            continue
         if flag in OUTPUTS:
             if not equals:
                 next(words, None)

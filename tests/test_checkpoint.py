@@ -328,21 +328,21 @@ def test_hub_failure_is_one_line():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_holds_one_leaf_besides_the_params(dtype):
-    figures = measure("--dtype", dtype)
+def test_loading_holds_one_leaf_besides_the_params(dtype, tmp_path):
+    figures = measure(tmp_path, "--dtype", dtype)
     assert figures["params_mib"] > 190
     assert figures["overhead_mib"] < figures["largest_leaf_mib"] + 64, figures
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_the_memory_bound_catches_a_second_copy():
-    figures = measure("--naive")
+def test_the_memory_bound_catches_a_second_copy(tmp_path):
+    figures = measure(tmp_path, "--naive")
     assert figures["overhead_mib"] > figures["largest_leaf_mib"] + 64, figures
 
 
-def measure(*options):
-    command = [sys.executable, "-m", "experiments.load_memory", "192", *options]
+def measure(tmp_path, *options):
+    command = [sys.executable, "-m", "experiments.load_memory", "192", "--results", tmp_path, "--json", *options]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])["rows"][0]

@@ -18,9 +18,12 @@ from experiments import (
 from experiments.accuracy_report import bars, text_report
 from experiments.texts import write
 from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.checkpoint import save
 from jllm.errors import ConfigError, InputFileError
 from jllm.evaluate import Evaluation, Part
 from jllm.protocols import PROTOCOLS
+from jllm.quant.schemes import PRESETS
+from pallas_kernels.bench_command import RECORDED
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.quantized_weights import WeightFormat
 from tests.tiny import CONFIG, tiny_model
@@ -77,11 +80,11 @@ def names(result):
     return [(row["scheme"], row["kv"]) for row in result["rows"]]
 
 
-def test_goes_on_where_it_was_interrupted(sweep, evaluated):
+def test_goes_on_where_it_was_interrupted(sweep, evaluated, capsys):
     options = ["--schemes", "bf16", "--kv", "int8-g8", "int4-g8"]
     evaluated.fail.append("int4-g8")
-    with pytest.raises(KeyboardInterrupt):
-        sweep(*options)
+    assert sweep(*options)[0] == 130
+    assert capsys.readouterr().err == "interrupted; run the same command again to go on with row 3\n"
     assert evaluated.calls == [None, "int8-g8", "int4-g8"]
     evaluated.fail.clear()
     status, result = sweep(*options)
@@ -93,12 +96,80 @@ def test_goes_on_where_it_was_interrupted(sweep, evaluated):
     assert len(evaluated.calls) == 7
 
 
-def test_another_sweep_does_not_go_on_with_it(sweep, evaluated):
+def test_another_sweep_does_not_go_on_with_it(sweep, evaluated, capsys):
     evaluated.fail.append("int4-g8")
-    for tokens in ("512", "513"):
-        with pytest.raises(KeyboardInterrupt):
-            sweep("--schemes", "bf16", "--kv", "int4-g8", "--tokens", tokens)
-    assert evaluated.calls == [None, "int4-g8"] * 2
+    options = ["--schemes", "bf16", "--kv", "int4-g8"]
+    _, left = sweep(*options, "--tokens", "512")
+    assert sweep(*options, "--tokens", "513") == (2, left)
+    assert "has rows of another run (command differ)" in capsys.readouterr().err
+    assert evaluated.calls == [None, "int4-g8"]
+    evaluated.fail.clear()
+    assert sweep(*options, "--tokens", "513", "--label", "more")[0] == 0
+    assert sweep(*options, "--tokens", "512")[1]["complete"]
+    assert evaluated.calls[2:] == [None, "int4-g8", "int4-g8"]
+
+
+def test_nor_does_one_of_another_checkpoint_or_an_edited_scheme(sweep, evaluated, tmp_path, capsys):
+    """Under the same names; a copy of the checkpoint is the same."""
+    for folder, seed in (("a", 0), ("b", 1), ("c", 0)):
+        save(tmp_path / folder / "m", tiny_model(seed=seed).params, CONFIG)
+    rules = tmp_path / "half.toml"
+
+    def run(folder: str, scheme: str):
+        rules.write_text(f'rules = [["o_proj", "{scheme}"]]')
+        options = ["--schemes", str(rules), "--kv", "int4-g8", "--model", str(tmp_path / folder / "m")]
+        status, _ = sweep(*options)
+        (file,) = tmp_path.glob("quant_accuracy_m_text-*.json")
+        return status, capsys.readouterr(), json.loads(file.read_text())
+
+    evaluated.fail.append("int4-g8")
+    status, _, left = run("a", "w8a16")
+    assert (status, [row["scheme"] for row in left["rows"]]) == (130, ["half"])
+    for folder, scheme, named in (("b", "w8a16", "weights"), ("a", "w8a8", "scheme half")):
+        status, said, after = run(folder, scheme)
+        assert (status, said.err.count("\n"), after) == (2, 1, left)
+        assert f"has rows of another run ({named} differ): give this one a --label" in said.err
+    evaluated.fail.clear()
+    status, said, done = run("c", "w8a16")
+    assert (status, done["complete"], names(done)) == (0, True, [("half", "model"), ("bf16", "int4-g8")])
+    assert "half  " in said.out
+    assert "half.toml" not in said.out
+
+
+def test_a_name_that_two_schemes_have_is_refused(sweep, tmp_path, capsys):
+    for name in ("w8a16", "mine"):
+        (tmp_path / f"{name}.toml").write_text(f'name = "{name}"\nrules = [["o_proj", "w8a16"]]')
+    (tmp_path / "other.toml").write_text('name = "mine"\nrules = [["o_proj", "fp8"]]')
+    for files in (["w8a16.toml"], ["mine.toml", "other.toml"]):
+        assert sweep("--schemes", *(str(tmp_path / file) for file in files))[0] == 2
+        assert "another scheme is called" in capsys.readouterr().err
+
+
+def test_results_of_users_are_not_the_committed_ones(sweep, evaluated, tmp_path, monkeypatch):
+    committed = {path: path.stat().st_mtime_ns for path in RECORDED.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    text = ["--text", str(tmp_path / "text.txt"), "--tokens", "1024"]
+    assert quant_accuracy.main([*text, "--schemes", "w8a8-all", "--kv", "--layers", "--no-groups"]) == 0
+    (file,) = (tmp_path / "results").glob("*.json")
+    assert {path: path.stat().st_mtime_ns for path in RECORDED.iterdir()} == committed
+    assert "quant_steps-" in file.with_suffix(".md").read_text()  # speeds that were recorded
+
+
+def test_pictures_have_what_there_are_rows_for(tmp_path):
+    """Weights alone, KV formats alone, both of each row, and nothing that differs from the model as loaded."""
+    size = {"protocol": "p", "bytes_per_weight": 0.5, "bytes_per_kv": 1.0}
+
+    def rows(*pairs):
+        return [row_of(*pair, 0.0 if pair == ("bf16", "model") else 0.1) | size for pair in pairs]
+
+    for pairs, count in (([("nf4", "model")], 1), ([("bf16", "int8-g8")], 1), ([("nf4", "int8-g8")], 0), ([], 0)):
+        drawn = {name: len(found) for name, _, found in accuracy_pictures.pictures(rows(("bf16", "model"), *pairs), {})}
+        assert drawn == {"bytes": count, "speed": 0, "layers": 0, "groups": 0}
+    document = {"experiment": "quant_accuracy", "date": "d", "device": "cpu"}
+    document |= {"rows": rows(("bf16", "model"), ("nf4", "model")), "bars": []}
+    (picture,) = accuracy_report.draw_all(document, {}, tmp_path / "q.json")
+    assert "bytes a weight" in picture.read_text()
+    assert "bytes a value of K or V" not in picture.read_text()
 
 
 def test_the_grid_with_k_and_v_apart(sweep, evaluated):
@@ -220,8 +291,8 @@ def test_what_a_backend_cannot_run_is_said_with_what_can(monkeypatch):
     monkeypatch.setattr(accuracy_support, "on_hopper", lambda: True)
     pairs = [("bf16", "model"), ("w8a16", "int8-g8")]
     with pytest.raises(ConfigError, match="backend 'mosaic': .* cannot run: .*; what can: nothing that was asked for$"):
-        accuracy_support.check_all_run(tiny_model("bfloat16"), pairs, (), "mosaic")
-    accuracy_support.check_all_run(tiny_model(), pairs, (), "xla")
+        accuracy_support.check_all_run(tiny_model("bfloat16"), pairs, (), "mosaic", PRESETS)
+    accuracy_support.check_all_run(tiny_model(), pairs, (), "xla", PRESETS)
 
 
 @pytest.mark.parametrize("text", ['{"experiment": "quant_accuracy"}', '{"experiment": "qps"}', "[]", '{"exp', "7"])

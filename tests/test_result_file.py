@@ -1,12 +1,19 @@
 """What an experiment leaves behind."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import experiments.result_file
+import pallas_kernels
+from experiments.result_file import ResumedFile
+from experiments.results_page import RESULTS
 from jllm.errors import OutputError
+from pallas_kernels.bench_command import interruptible, make_parser
+from pallas_kernels.one_writer import open_alone
 from pallas_kernels.result_file import ResultFile, portable
 
 
@@ -18,6 +25,7 @@ from pallas_kernels.result_file import ResultFile, portable
         ("python -m x --results=/home/me/r --out=out", "python -m x"),
         ("/usr/bin/python -m x --model /data/llama-7b --text=/data/a.txt", "python -m x --model llama-7b --text=a.txt"),
         ("python -m x --corpus .corpus/train.txt --results", "python -m x --corpus .corpus/train.txt"),
+        ("python -m x --record --label few", "python -m x --label few"),
     ],
 )
 def test_commands_hold_no_paths_of_a_machine(command, kept):
@@ -25,41 +33,146 @@ def test_commands_hold_no_paths_of_a_machine(command, kept):
 
 
 def test_begun_incomplete_and_finished(tmp_path):
-    result = ResultFile(tmp_path / "results", "x", ["python", "-m", "x", "--results", str(tmp_path)], size=3)
-    result.add({"step": 1})
-    begun = json.loads(result.path.read_text())
-    assert (begun["command"], begun["complete"], begun["rows"]) == ("python -m x", False, [{"step": 1}])
-    result.finish(bars=[], complete=True, loss=2.5)
+    command = ["python", "-m", "x", "--results", str(tmp_path)]
+    with ResultFile(tmp_path / "results", "x", command, size=3) as result:
+        result.add({"step": 1})
+        begun = json.loads(result.path.read_text())
+        assert (begun["command"], begun["complete"], begun["rows"]) == ("python -m x", False, [{"step": 1}])
+        result.finish(bars=[], complete=True, loss=2.5)
     done = json.loads(result.path.read_text())
     assert (done["complete"], done["loss"], done["size"], done["rows"]) == (True, 2.5, 3, [{"step": 1}])
     assert str(tmp_path) not in result.path.read_text()
+    assert list(result.path.parent.iterdir()) == [result.path]
 
 
-def test_an_interrupted_run_is_found_by_its_setup(tmp_path):
-    def write(name, **document):
-        (tmp_path / name).write_text(json.dumps(document))
+def test_the_experiment_the_file_and_the_command_share_a_label(tmp_path):
+    """Whatever a name is made of is fit for a file."""
+    parser = make_parser(None)
+    argv = ["--label", "few.rows", "--results", str(tmp_path)]
+    args = parser.parse_args(argv)
+    with ResultFile(args.results, "x_k=int8,v=a/b", ["python", "-m", "x", *argv], args.label) as result:
+        pass
+    assert result.document["experiment"] == "x_k-int8-v-a-b-few.rows"
+    assert result.path.name.startswith("x_k-int8-v-a-b-few.rows-20")
+    assert result.document["command"] == "python -m x --label few.rows"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--label", "../x"])
 
-    setup = {"command": "python -m x", "sha256": "1"}
-    write("x-20260102-cpu.json", complete=True, rows=[2], **setup)
-    write("x-20260103-cpu.json", complete=False, rows=[1], **setup)
-    write("x-20260104-cpu.json", complete=False, rows=[3], **setup | {"sha256": "2"})
-    write("x_y-20260105-cpu.json", complete=False, rows=[4], **setup)
-    write("x-20260106-cpu.json", rows=[5])
-    (tmp_path / "x-20260107-cpu.json").write_text("[]")
-    (tmp_path / "x-20260108-cpu.json").write_text("{")
-    assert experiments.result_file.rows_before(tmp_path, "x", setup) == [1]
-    assert experiments.result_file.rows_before(tmp_path, "x", setup | {"sha256": "3"}) == []
-    assert experiments.result_file.rows_before(tmp_path / "nowhere", "x", setup) == []
-    write("x-20260109-cpu.json", complete=True, rows=[6], **setup)  # since then it came to its end
-    assert experiments.result_file.rows_before(tmp_path, "x", setup) == []
+
+def test_only_record_writes_where_results_are_committed(capsys):
+    """Every command has its option from one place (a model's card reads a result), and every experiment ends at Ctrl-C
+    as the others do."""
+    root = Path(experiments.__file__).parent
+    assert make_parser(None).parse_args([]).results == Path("results")
+    assert make_parser(None).parse_args(["--record"]).results == root / "results" == RESULTS
+    with pytest.raises(SystemExit):
+        make_parser(None).parse_args(["--record", "--results", "x"])
+    for file in [*root.rglob("*.py"), *Path(pallas_kernels.__file__).parent.rglob("*.py")]:
+        if file.name not in ("bench_command.py", "train_card.py"):
+            assert 'add_argument("--results"' not in file.read_text(), file
+        if root in file.parents and "\ndef main(" in file.read_text():
+            alone = file.name == "torch_attention.py"  # run by a Python that has PyTorch and none of ours
+            assert alone or "\n@interruptible\ndef main(" in file.read_text(), file
+    assert "/results/" in (root.parent / ".gitignore").read_text().splitlines()
+
+
+def resumed(tmp_path, run, steps=(), fail=True, label=None):
+    """Runs over `steps`; returns the rows that were there before, and the document."""
+    with ResumedFile(tmp_path, "x", ["python", "-m", "x"], label, run=run) as result:
+        for step in steps:
+            result.add({"step": step})
+        if not fail:
+            result.finish(bars=[], complete=True)
+    return result.before, json.loads(result.path.read_text()) if result.path.exists() else None
+
+
+def test_a_run_goes_on_with_its_own_rows_alone(tmp_path):
+    ours = {"weights": "1", "text": "2"}
+    assert resumed(tmp_path, ours) == ([], None)
+    assert resumed(tmp_path, ours, [1, 2])[0] == []
+    before, left = resumed(tmp_path, ours, [1])  # interrupted again before it had as many
+    assert before == left["rows"] == [{"step": 1}, {"step": 2}]
+    for other, named in (({"weights": "3"}, "weights"), ({"text": "3", "device": "x"}, "text, device")):
+        with pytest.raises(
+            OutputError, match=rf"x-.*\.json: has rows of another run \({named} differ\): give this one a"
+        ):
+            resumed(tmp_path, ours | other, [7])
+        assert resumed(tmp_path, ours | other, [7], label=f"l{len(other)}")[0] == []
+    before, done = resumed(tmp_path, ours, [1, 2, 3], fail=False)
+    assert (len(before), done["complete"], len(done["rows"])) == (2, True, 3)
+    assert resumed(tmp_path, ours)[0] == []  # since it came to its end
+
+
+def test_a_run_of_an_earlier_day_is_gone_on_with(tmp_path):
+    ours = {"weights": "1"}
+    _, left = resumed(tmp_path, ours, [1, 2])
+    (path,) = tmp_path.glob("*.json")
+    path.rename(tmp_path / "x-20010101-cpu.json")
+    (tmp_path / "x-20010102-cpu.json").write_text(json.dumps(left | {"run": {"weights": "2"}}))
+    (tmp_path / "x-20010103-cpu.json").write_text("[]")
+    (tmp_path / "x-20010104-cpu.json").write_text("{")
+    (tmp_path / "x-y-20010105-cpu.json").write_text(json.dumps(left | {"rows": []}))
+    assert resumed(tmp_path, ours)[0] == [{"step": 1}, {"step": 2}]
+    (tmp_path / "x-20010106-cpu.json").write_text(json.dumps(left | {"complete": True}))
+    assert resumed(tmp_path, ours)[0] == []
 
 
 @pytest.mark.parametrize(("kind", "error"), [(ResultFile, OSError), (experiments.result_file.ResultFile, OutputError)])
 def test_says_where_it_cannot_be_written(tmp_path, monkeypatch, kind, error):
     monkeypatch.setattr(kind, "packages", ("jax",))
     (tmp_path / "file").write_text("")
-    with pytest.raises(error, match=r"file/results/x-.*\.json: cannot be written: Not a directory"):
-        kind(tmp_path / "file" / "results", "x", ["python"])
+    with (
+        pytest.raises(error, match=r"file/results/x-.*\.json: cannot be written: Not a directory"),
+        kind(tmp_path / "file" / "results", "x", ["python"]),
+    ):
+        pass
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    with ResultFile(tmp_path, "x", ["python"]) as first:
+        first.add({"step": 1})
+        with (
+            pytest.raises(OSError, match=r"x-.*\.json: another process writes it: wait for its end, or give another"),
+            ResultFile(tmp_path, "x", ["python"]),
+        ):
+            pass
+        with ResultFile(tmp_path, "y", ["python"]):
+            pass
+        assert json.loads(first.path.read_text())["rows"] == [{"step": 1}]
+    with ResultFile(tmp_path, "x", ["python"]):
+        pass
+
+
+def test_what_a_killed_process_held_is_free(tmp_path):
+    code = f"""if True:
+        import os, signal, sys
+        from pathlib import Path
+        from pallas_kernels.one_writer import open_alone
+        file = open_alone(Path({str(tmp_path / "x")!r}))
+        print(file is not None, flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
+        assert open_alone(tmp_path / "x") is None
+        process.kill()
+    open_alone(tmp_path / "x").close()
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(tmp_path, capsys):
+    @interruptible
+    def main(kind, **options):
+        with kind(tmp_path, "x", ["python"], **options) as result:
+            for step in range(3):
+                result.add({"step": step})
+            raise KeyboardInterrupt
+
+    assert main(ResumedFile, run={}) == 130
+    assert capsys.readouterr().err == "interrupted; run the same command again to go on with row 4\n"
+    assert main(ResultFile) == 130
+    (file,) = tmp_path.glob("x-*.json")
+    assert capsys.readouterr().err == f"interrupted; {file} has the rows so far (3)\n"
 
 
 def test_committed_results_hold_no_paths_of_a_machine():

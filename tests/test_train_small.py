@@ -124,7 +124,7 @@ def test_an_interrupted_run_keeps_its_best_model(corpus, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(train_small, "train", interrupted)
     options = [f"--{name}={value}" for name, value in (SHAPE | QUICK).items()]
-    assert main(["--corpus", str(corpus), "--out", str(tmp_path / "m"), "--results", str(tmp_path), *options]) == 0
+    assert main(["--corpus", str(corpus), "--out", str(tmp_path / "m"), "--results", str(tmp_path), *options]) == 130
     assert "interrupted; the best model so far is kept" in capsys.readouterr().err
     (file,) = tmp_path.glob("train_small-*.json")
     document = json.loads(file.read_text())

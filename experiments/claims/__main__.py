@@ -16,8 +16,10 @@ from pathlib import Path
 from experiments.arguments import claim_memory
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, find
+from experiments.result_file import ResultFile
 from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bench_command import add_result_options, interruptible
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -33,8 +35,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--draw", nargs="+", type=Path, default=[], metavar="FILE", help="draw results, measure nothing"
     )
-    parser.add_argument("--results", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    add_result_options(parser)
     args = parser.parse_args(argv)
     if bool(args.claims) == bool(args.draw):
         parser.error("name claims to test, or results to --draw")
@@ -52,7 +53,8 @@ def check_device(claim: Claim) -> None:
 
 def try_to_draw(document: Row, path: Path) -> None:
     """The picture beside a result. Raises ValueError for a file that is no claim's."""
-    name = str(document.get("experiment", "")).removeprefix("claims-") if isinstance(document, dict) else ""
+    name = str(document.get("experiment", "")) if isinstance(document, dict) else ""
+    name = name.removeprefix("claims-").partition("-")[0]  # the rest is a label
     if name not in TITLES or not document.get("rows"):
         raise ValueError(f"{path} is not the result of a claim")
     try:
@@ -64,7 +66,8 @@ def try_to_draw(document: Row, path: Path) -> None:
 def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
     toy = args.toy or not (claim.computed or on_hopper())
     print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
-    result = run(claim, args.results, command, toy, lambda line: print(line, file=sys.stderr, flush=True))
+    with ResultFile(args.results, f"claims-{claim.id}", command, args.label, size="toy" if toy else "full") as result:
+        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True))
     document = result.document
     *rows, verdict = document["rows"]
     print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
@@ -73,6 +76,7 @@ def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
     return document
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.claims", *(sys.argv[1:] if argv is None else argv)]

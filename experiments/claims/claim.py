@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,8 @@ class Claim:
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
 
 
-def run(claim: Claim, directory: Path, command: Sequence[str], toy: bool, show: Callable[[str], None]) -> ResultFile:
-    """Measures a claim, and leaves the dated file of its rows, the last of which is the verdict."""
-    size = "toy" if toy else "full"
-    result = ResultFile(directory, f"claims-{claim.id}", command, size=size)
+def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None]) -> None:
+    """Measures a claim into the file of its result: its rows, the last of which is the verdict."""
     for row in claim.measure(toy):
         result.add({"claim": claim.id, **row})
         show("  ".join(f"{key}={value}" for key, value in row.items()))
@@ -64,7 +62,6 @@ def run(claim: Claim, directory: Path, command: Sequence[str], toy: bool, show: 
             bars = found.bars
     result.add({"claim": claim.id, "stated": claim.stated, "measured": measured, "verdict": verdict})
     result.finish(bars=list(bars), complete=len(good) + 1 == len(result.document["rows"]))
-    return result
 
 
 def measured_rows(document: Row) -> list[Row]:

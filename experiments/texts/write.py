@@ -18,6 +18,7 @@ import jllm
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import JllmError, OutputError
 from jllm.pretrained import Model
+from pallas_kernels.bench_command import interruptible
 
 DOCUMENTS = 40
 LENGTH = 600  # tokens; BOS and the context of 1024 leave room
@@ -31,6 +32,7 @@ def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, 
     return [{"seed": seed, "text": done.text} for seed, done in enumerate(told)]
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=DOCUMENTS, help="how many (default: %(default)s)")

@@ -1,6 +1,6 @@
 """How long cache_update takes on the device, next to XLA's scatter and to slices of the fused projection.
 
-    python -m pallas_kernels.cache_update.bench [--json] [--rows 1 128 8192] [--results experiments/results]
+    python -m pallas_kernels.cache_update.bench [--json] [--rows 1 128 8192] [--record]
 
 Each figure is over several layers with pages of their own, so that no cache holds them, in one jit. Bytes are those
 that must move: Q in and out, K and V in, and what is stored of them. `fused` reads the projection's output where it

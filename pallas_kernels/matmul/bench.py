@@ -1,6 +1,6 @@
 """How long a 16-bit matmul of few rows takes on the device, next to XLA's.
 
-    python -m pallas_kernels.matmul.bench [--json] [--rows 1 16] [--shapes 4096x11008] [--results experiments/results]
+    python -m pallas_kernels.matmul.bench [--json] [--rows 1 16] [--shapes 4096x11008] [--record]
 
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
 profiler's, of the kernels alone. The ceiling is the best rate of the run.

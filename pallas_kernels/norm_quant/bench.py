@@ -1,6 +1,6 @@
 """How long norm_quant takes on the device, with and without a residual, next to what XLA makes of the same formula.
 
-    python -m pallas_kernels.norm_quant.bench [--json] [--rows 1 128 8192] [--results experiments/results]
+    python -m pallas_kernels.norm_quant.bench [--json] [--rows 1 128 8192] [--record]
 
 Bytes are those that must move: x and the residual in; their sum, the rows and their scales out; the weight.
 """

@@ -1,6 +1,6 @@
 """How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
-    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--results experiments/results]
+    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their

@@ -1,6 +1,6 @@
 """How long sample takes on the device, next to the same in plain jnp and to sorting each row.
 
-    python -m pallas_kernels.sample.bench [--json] [--rows 1 64 512] [--results experiments/results]
+    python -m pallas_kernels.sample.bench [--json] [--rows 1 64 512] [--record]
 
 Bytes are those that must move: the logits in, once. Times are of kernels and copies, without the gaps in which the host
 waits for what plain jnp asks it: `wall_us` has these.

@@ -1,6 +1,6 @@
 """How long silu_mul_quant takes on the device, next to what XLA makes of the same formula.
 
-    python -m pallas_kernels.silu_mul_quant.bench [--json] [--rows 1 128 8192] [--results experiments/results]
+    python -m pallas_kernels.silu_mul_quant.bench [--json] [--rows 1 128 8192] [--record]
 
 Bytes are those that must move: gate and up in; the rows and their scales out.
 """

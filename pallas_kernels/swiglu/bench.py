@@ -1,6 +1,6 @@
 """How long gate, up and their SiLU product take on the device in one kernel, next to two.
 
-    python -m pallas_kernels.swiglu.bench [--json] [--rows 1 16 64] [--tune] [--results experiments/results]
+    python -m pallas_kernels.swiglu.bench [--json] [--rows 1 16 64] [--tune] [--record]
 
 "mosaic" is the one kernel; "default" is the faster product for these shapes and a pass after it; "xla" is both by XLA.
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the

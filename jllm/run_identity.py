@@ -1,0 +1,68 @@
+"""What decides the results of a run besides its prompts or texts and its options, as flat JSON: an interrupted run is
+gone on with by the same one alone."""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jllm import fingerprint
+from jllm.checkpoint import find_model
+from jllm.quant.schemes import Scheme, find_scheme
+
+PACKAGES = ("jllm", "jax", "jaxlib", "sentencepiece", "tokenizers")
+CONFIG = ("config.json", "generation_config.json", "quantize_config.json", "quant_config.json")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def of_machine() -> dict[str, str]:
+    """The device, and the versions of the packages."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind} | {name: _version(name) for name in PACKAGES}
+
+
+def of_model(model: str | Path) -> dict[str, str]:
+    """A directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
+    folder = find_model(model)
+    return {
+        "config": _of_files(folder, CONFIG),
+        "weights": fingerprint.of_files(folder),
+        "tokenizer": _of_files(folder, TOKENIZER),
+    }
+
+
+def of_scheme(scheme: str | Path | Scheme) -> str:
+    """By its rules, whatever it is called. Raises QuantizationError."""
+    return digest([json.dumps(find_scheme(scheme).rules).encode()])
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The keys that only one has, or with another value."""
+    return [key for key in here | there if (key in here, here.get(key)) != (key in there, there.get(key))]
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """A short text that differs where the parts do."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()[:32]
+
+
+def _of_files(folder: Path, names: Iterable[str]) -> str:
+    """By name and content, those that are there."""
+    files = [folder / name for name in names]
+    return digest(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes()))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
