@@ -19,7 +19,7 @@ from jllm.layer_divergence import divergence_by_layer
 from jllm.params import Params, map_linears
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
-from jllm.quant.schemes import Scheme
+from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels import kv_pages, quantized_weights
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
@@ -59,18 +59,17 @@ def scheme_row(
     texts: Sequence[Any],
     protocol: str,
     reference: Model | Recorded,
-    name: str,
     scheme: str | Scheme,
     kv: str,
     *,
     backend: str | None = None,
 ) -> Iterator[Row]:
     quantized = replace(model, params=quantize(model.params, scheme))
-    kv_cache = kv_name(kv, model.params.norm.dtype)
-    found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=kv_cache, backend=backend)
+    name = kv_name(kv, model.params.norm.dtype)
+    found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, backend=backend)
     yield {
         "part": "scheme",
-        "scheme": name,
+        "scheme": find_scheme(scheme).name,
         "kv": kv,
         **accuracy(found),
         "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
@@ -116,7 +115,7 @@ def bytes_per_kv(model: Model, kv: str) -> float:
 
 
 def layer_rows(
-    model: Model, reference: Model, windows: np.ndarray, name: str, scheme: str | Scheme, *, backend: str | None = None
+    model: Model, reference: Model, windows: np.ndarray, scheme: str | Scheme, *, backend: str | None = None
 ) -> Iterator[Row]:
     """Of each layer, counted from 1: the signal-to-noise ratio of the stream after it when all layers are quantized,
     and the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
@@ -127,8 +126,8 @@ def layer_rows(
         noise = np.mean([10 ** (-of_window[i].snr_db / 10) for of_window in errors])
         snr = -10 * math.log10(noise) if noise > 0 else None
         yield {
-            "part": "layer", "scheme": name, "layer": i + 1, "tokens": windows.size, "kl": rounded(kl),
-            "snr_db": None if snr is None else round(snr, 2),
+            "part": "layer", "scheme": find_scheme(scheme).name, "layer": i + 1, "tokens": windows.size,
+            "kl": rounded(kl), "snr_db": None if snr is None else round(snr, 2),
         }  # fmt: skip
 
 

@@ -36,6 +36,14 @@ def claim_memory() -> None:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
 
 
+def scheme_name(given: str) -> str:
+    """What a scheme is called, of which the command line may give a file; one that is unknown is refused later."""
+    try:
+        return find_scheme(given).name
+    except QuantizationError:
+        return given
+
+
 def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
     """Schemes as the command line gives them, by what they are called: a file's by the name that it says. One that is
     unknown is itself, to be refused where it is used. Raises ConfigError for a name that stands for two."""

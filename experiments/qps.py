@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import peers
-from experiments.arguments import MEMORY_SHARE, claim_memory, positive
+from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
 from experiments.decode_step import HBM
 from experiments.floors import make_floor, workload_seconds
 from experiments.result_file import ResultFile, bar, rounded
@@ -243,7 +243,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, ignore_eos=True
     )
     about = {
-        "model": Path(args.model or args.config).stem, "scheme": args.quantize or args.dtype,
+        "model": Path(args.model or args.config).stem, "scheme": scheme_name(args.quantize or args.dtype),
         "kv": args.kv_cache or str(model.params.norm.dtype), "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in POLICIES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
@@ -358,7 +358,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def name_of(args: argparse.Namespace) -> str:
     """Of the result: what the run was about, policies that are not the default included."""
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
-    parts += [args.quantize or args.dtype, f"kv-{args.kv_cache}" if args.kv_cache else ""]
+    parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in POLICIES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]

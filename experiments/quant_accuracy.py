@@ -115,12 +115,12 @@ def jobs(
     of_pair = partial(scheme_row, model, selected, args.protocol, recorded, backend=args.backend)
     of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
     found = [
-        Job({"part": "scheme", "scheme": name, "kv": kv}, 1, partial(of_pair, name, schemes[name], kv))
+        Job({"part": "scheme", "scheme": name, "kv": kv}, 1, partial(of_pair, schemes[name], kv))
         for name, kv in pairs(args)
     ]
     layers = model.config.num_layers
     named = dict.fromkeys(args.layers)
-    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, name, schemes[name])) for name in named]
+    found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, schemes[name])) for name in named]
     if args.groups:
         found.append(Job({"part": "group"}, group_count(model), partial(group_rows, model, windows[0])))
     return found

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.arguments import check_draws_only
+from experiments.arguments import check_draws_only, scheme_name
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import Work, make_floor, step_work
 from experiments.result_file import ResultFile, bar
@@ -193,7 +193,7 @@ def row(
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
     floor = make_floor(params, config, args.bandwidth).of(work, cache_bytes(state.cache) / pool)
-    found: Row = {"scheme": case.scheme, "batch": case.batch, "kv": case.kv, "T": tokens}
+    found: Row = {"scheme": scheme_name(case.scheme), "batch": case.batch, "kv": case.kv, "T": tokens}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
     found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}

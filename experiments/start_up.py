@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import claim_memory, positive
+from experiments.arguments import claim_memory, positive, scheme_name
 from experiments.qps import make_model
 from experiments.result_file import bar, record
 from jllm.engine.loop import Engine
@@ -58,7 +58,7 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     path = Path(args.model or args.config)
     name = path.parent.name if path.stem == "config" else path.stem
-    about = {"model": name, "scheme": args.quantize or args.dtype, "slots": args.slots}
+    about = {"model": name, "scheme": scheme_name(args.quantize or args.dtype), "slots": args.slots}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats + 1):
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:

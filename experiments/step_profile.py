@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from experiments.arguments import claim_memory
+from experiments.arguments import claim_memory, scheme_name
 from experiments.decode_step import filled_slots
 from experiments.quant_steps import KINDS as STEP_KINDS
 from experiments.quant_steps import Case, pack
@@ -218,7 +218,7 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
     """Rows of one number of slots or prompts; their pages are gone with it."""
     length = "input" if args.kind == "prefill" else "context"
     step = {
-        "model": Path(args.config).stem, "scheme": args.scheme, "batch": batch,
+        "model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "batch": batch,
         "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),
     }  # fmt: skip
     profiled = args.steps + SKIPPED if args.kind == "serve" else args.steps
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
     name = "step_profile_serve" if args.kind == "serve" else "step_profile"
-    name += "" if args.scheme == "bf16" else f"-{args.scheme}"
+    name += "" if args.scheme == "bf16" else f"-{scheme_name(args.scheme)}"
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002}
     if args.layers is None:  # fewer are too small to decide
         options["bars"] = bars

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import peers
-from experiments.arguments import claim_memory, positive, positive_seconds
+from experiments.arguments import claim_memory, positive, positive_seconds, scheme_name
 from experiments.decode_step import HBM, filled_slots
 from experiments.floors import Work, make_floor, step_work
 from experiments.result_file import ResultFile, bar, rounded
@@ -262,7 +262,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
         params = quantize(params, args.scheme)
     jax.block_until_ready(params)
     note(f"weights of {tree_bytes(params) / GIB:.2f} GiB")
-    about = {"model": Path(args.config).stem, "scheme": args.scheme, "kv": args.kv_cache or args.dtype}
+    about = {"model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "kv": args.kv_cache or args.dtype}
     room = room_for_pages(config, params, args)
     for case in [case for case in cases if case.batch * pages_each(case, args) > room]:
         need = case.batch * pages_each(case, args)
@@ -351,7 +351,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    parts = ["throughput", Path(args.config).stem, args.scheme, f"kv-{args.kv_cache or args.dtype}"]
+    parts = ["throughput", Path(args.config).stem, scheme_name(args.scheme), f"kv-{args.kv_cache or args.dtype}"]
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts)
 
 

@@ -44,7 +44,7 @@ def of_scheme(scheme: str | Path | Scheme) -> str:
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The keys that only one has, or with another value."""
-    return [key for key in here | there if (key in here, here.get(key)) != (key in there, there.get(key))]
+    return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
 
 
 def digest(parts: Iterable[bytes]) -> str:

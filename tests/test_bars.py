@@ -55,10 +55,12 @@ def test_the_rules_make_the_committed_bars_of_the_committed_rows():
             checked.add(file["experiment"] if "claims-" in name else module_of(file["command"]))
         assert all(entry["met"] == is_met(entry) for entry in found.values()), name
     kernels = "cache_update decode_attention fp8_matmul int8_matmul matmul prefill_attention swiglu weight_only_matmul"
-    modules = "decode_step outliers ptq_methods qps quant_accuracy quant_steps sanitizer simulate start_up step_profile"
+    modules = (
+        "decode_step first_command load_memory outliers ptq_methods qps quant_accuracy quant_steps sanitizer simulate"
+    )
     assert checked == {
         *(f"pallas_kernels.{name}.bench" for name in kernels.split()),
-        *(f"experiments.{name}" for name in [*modules.split(), "throughput"]),
+        *(f"experiments.{name}" for name in [*modules.split(), "start_up", "step_profile", "throughput"]),
         *(f"claims-C{n}" for n in (5, 6, 7, 8, 17)),
     }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import outliers, qps, quant_accuracy, quant_steps
+from experiments import outliers, qps, quant_accuracy, quant_steps, throughput
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,13 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
     with pytest.raises(SystemExit):
         qps.main(["--slots", text])
     assert "is not a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_a_file_of_rules_is_named_as_it_says(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('name = "half"\nrules = [["o_proj", "w8a16"]]')
+    assert (
+        throughput.name_of(throughput.parse_args(["--scheme", str(file)])) == "throughput_llama-2-7b_half_kv-bfloat16"
+    )
+    assert qps.name_of(qps.parse_args(["--quantize", str(file)])) == "qps_llama-2-7b_half"
+    assert qps.name_of(qps.parse_args([])) == "qps_llama-2-7b_bfloat16"
