@@ -5,8 +5,7 @@ takes rows of eight bits: the RMSNorm or SiLU before it makes them in the same p
 from elsewhere, attention's output, is quantized here. Residuals are added in the product's epilogue: one pass over the
 sum less than adding them in the norm that follows.
 
-`backend` names the implementation of these operations ("xla", "mosaic"); None chooses. Plain products know no other
-than the best one unless that is "xla": the kernel for them is there for few rows only.
+`backend` chooses the implementation of all of these operations, as pallas_kernels.backends says.
 
 Gradients of products with quantized weights are those of plain jnp's, whatever runs forward: with respect to inputs,
 scales, biases and norms. Quantized activations pass them straight through (Bengio et al., arXiv 1308.3432: as if
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.params import Weight
+from pallas_kernels.backends import where_faster
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
@@ -77,17 +77,16 @@ def norm_linear(
     return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(x, weight, w, bias)
 
 
-def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight, backend: str | None) -> bool:
+def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
     """Whether gate and up projection, SiLU and product can be one operation: of plain weights, for a reader of plain
-    rows. A backend "mosaic" that is named means the kernel for SiLU."""
-    plain = not isinstance(w, QuantizedWeight) and bias is None
-    return plain and _rows_kind(reader) is None and backend != "mosaic"
+    rows."""
+    return not isinstance(w, QuantizedWeight) and bias is None and _rows_kind(reader) is None
 
 
 def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
     """swiglu of norm of x [T, E] with w [2F, E], which is plain: [T, F]."""
     assert not isinstance(w, QuantizedWeight), "see fuses_swiglu"
-    return swiglu(norm_quant(x, weight, eps=eps, backend=backend)[0], w, backend=backend)
+    return swiglu(norm_quant(x, weight, eps=eps, backend=backend)[0], w, backend=where_faster(backend))
 
 
 def silu_linear(
@@ -117,7 +116,7 @@ def _linear(
     added = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
         assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
-        return matmul(x, w, **added, out_dtype=out_dtype, backend="xla" if backend == "xla" else None)
+        return matmul(x, w, **added, out_dtype=out_dtype, backend=where_faster(backend))
     if isinstance(x, QuantizedRows):
         return _codes_product(x, w, **added, out_dtype=out_dtype, backend=backend)
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -134,7 +133,8 @@ def norm(x: jax.Array, weight: jax.Array, eps: float, reader: Weight, *, backend
 
 def silu_mul(gate_up: jax.Array, reader: Weight, *, backend: str | None = None) -> Rows:
     """SiLU(gate) * up of gate_up [T, 2F], as the weight that reads it takes it: [T, F]."""
-    return silu_mul_quant(gate_up, kind=_rows_kind(reader), backend=backend)
+    kind = _rows_kind(reader)
+    return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
 
 
 def embed(w: Weight, tokens: jax.Array, dtype) -> jax.Array:

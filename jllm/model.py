@@ -20,7 +20,6 @@ from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import of_layer, resolve_taps
 from pallas_kernels import decode_attention, prefill_attention
-from pallas_kernels.backends import on_hopper
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.kv_pages import KVPages
@@ -64,8 +63,8 @@ def forward(
 ) -> tuple[jax.Array, Cache | None]:
     """Logits [T, V] of every row (float32 at least), and the updated cache.
 
-    backend names the kernels ("xla", "mosaic"); None chooses for the device, and XLA without a cache, since gradients
-    and vmap go through that. Raises NotImplementedError for one that lacks these sizes or formats.
+    backend chooses the kernels as pallas_kernels.backends says; without a cache None is "xla", since gradients and vmap
+    go through that. Raises NotImplementedError for one that lacks these sizes or formats.
     """
     hidden, cache = backbone(params, config, batch, cache, backend=backend)
     return head(params, config, hidden, backend=_backend(backend, cache)), cache
@@ -137,7 +136,7 @@ def _backend(backend: str | None, cache: Cache | None) -> str | None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Works:
-    """Work lists of the attention kernels: they depend on lengths alone, so all layers of one window share them."""
+    """What the attention kernels plan ahead: it depends on lengths alone, so all layers of one window share it."""
 
     decode: decode_attention.Work | None = None
     prefill: prefill_attention.Work | None = None
@@ -146,16 +145,16 @@ class _Works:
 def _plan(
     batch: Packed | Paged, config: LlamaConfig, window: int | None, dtype, cache: Cache | None, backend: str | None
 ) -> _Works:
-    on_kernels = backend == "mosaic" or (backend is None and on_hopper())
-    if cache is None or isinstance(batch, Packed) or not on_kernels:
+    if cache is None or isinstance(batch, Packed):
         return _Works()
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     R = batch.decode_lengths.shape[0]
-    q = jax.ShapeDtypeStruct((batch.tokens.shape[0] - R, config.num_heads, config.head_dim), dtype)
+    C = batch.tokens.shape[0] - R
+    q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
     chunks = (batch.chunk_cu, batch.chunk_lengths)
+    options: dict[str, Any] = {"window": window, "backend": backend}
     return _Works(
-        decode_attention.make_work(batch.decode_lengths, *heads, window=window, narrow=cache[0].narrow) if R else None,
-        prefill_attention.make_work(q, cache[0], *chunks, window=window) if q.shape[0] else None,
+        decode_attention.plan(q, cache[0], batch.decode_lengths, **options) if R else None,
+        prefill_attention.plan(qs, cache[0], *chunks, scale=config.head_dim**-0.5, **options) if C else None,
     )
 
 
@@ -208,7 +207,7 @@ def _layer(
     middle = linear(out, p.o, p.o_bias, residual=x, backend=backend)
     tap("middle", lambda: middle)
     tap("mlp_norm", lambda: norm_quant(middle, p.mlp_norm, eps=config.norm_eps, backend=backend)[0])
-    if fuses_swiglu(p.gate_up, p.gate_up_bias, p.down, backend) and "gate_up" not in taps:
+    if fuses_swiglu(p.gate_up, p.gate_up_bias, p.down) and "gate_up" not in taps:
         rows = norm_swiglu(middle, p.mlp_norm, p.gate_up, eps=config.norm_eps, backend=backend)
         tap("silu_mul", lambda: rows)
         y = linear(rows, p.down, p.down_bias, residual=middle, out_dtype=x.dtype, backend=backend)

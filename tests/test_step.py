@@ -17,7 +17,7 @@ from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from jllm.step import State, Variant, jit_step, make_penalties, make_slots, undonated_step
-from pallas_kernels import backends
+from tests.kernels_of import kernels_of
 from tests.tiny import CONFIG, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -43,10 +43,8 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
-def lowered_for_cuda(
-    shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend="mosaic", **changes
-) -> tuple[int, str]:
-    """Layers, and the text of a step on the kernels, from shapes alone and without a GPU."""
+def traced_for_cuda(shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend="hopper", **changes):
+    """A step as a Hopper GPU runs it, from shapes alone and without one."""
     config = replace(load_config(CONFIGS / f"{shape}.json"), **changes)
     formats = parse_kv_cache(None, config, jnp.bfloat16)
     bias = 8 if variant.penalties else 0
@@ -56,7 +54,7 @@ def lowered_for_cuda(
         return State(make_cache(config, 4096, 16, formats), make_slots(64, 256), penalties)
 
     layout = Layout(rung, deltas=160, bias=bias)
-    traced = jit_step.trace(
+    return jit_step.trace(
         quantize(abstract_params(config, jnp.bfloat16), scheme),
         jax.eval_shape(state),
         jax.ShapeDtypeStruct((layout.size,), np.int32),
@@ -65,27 +63,32 @@ def lowered_for_cuda(
         variant=variant,
         backend=backend,
     )
-    return config.num_layers, traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-# In one body for all layers: decode attention and its merge, prefill attention, cache update, norms, SiLU. Then sample.
-KERNELS = 4 + 3 + 1
+def lowered_for_cuda(shape: str, scheme: str, *rest, **changes) -> str:
+    return traced_for_cuda(shape, scheme, *rest, **changes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# In one body for all layers: decode attention and its merge, prefill attention, cache update. Norms of all rows and of
+# the head's. Then sample.
+KERNELS = 4 + 2 + 1
 
 
 @pytest.mark.parametrize("shape", ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"])
 def test_a_step_on_the_kernels_lowers_for_cuda(shape):
-    layers, text = lowered_for_cuda(shape, "bf16")
-    assert text.count("call @_layer(") == layers
+    text = lowered_for_cuda(shape, "bf16")
+    assert text.count("call @_layer(") == load_config(CONFIGS / f"{shape}.json").num_layers
     assert text.count("custom_call @mosaic_gpu_v2") == KERNELS
 
 
 @pytest.mark.parametrize("scheme", [name for name in PRESETS if name not in ("bf16", "w8a8")])
 def test_a_7b_step_of_every_scheme_lowers_for_cuda(scheme):
     """With as many products by kernels as the scheme quantizes."""
-    layers, text = lowered_for_cuda("llama-2-7b", scheme)
-    assert text.count("call @_layer(") == layers
+    text = lowered_for_cuda("llama-2-7b", scheme, num_layers=2)
+    assert text.count("call @_layer(") == 2
     products = 3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4
-    assert text.count("custom_call @mosaic_gpu_v2") == KERNELS + products
+    silu = scheme in ("w8a8-talk", "w8a8-all", "fp8")  # else it is of 16 bits, and XLA's
+    assert text.count("custom_call @mosaic_gpu_v2") == KERNELS + products + silu
 
 
 def branches(text: str) -> int:
@@ -107,24 +110,22 @@ def branches(text: str) -> int:
 @pytest.mark.parametrize("rung", [Rung(64, 0, 0), MIXED], ids=str)
 @pytest.mark.parametrize("variant", [PLAIN, Variant(penalties=True), Variant(logprobs=True)], ids=str)
 def test_a_step_on_the_kernels_waits_for_nothing_that_the_host_must_read(rung, variant):
-    _, text = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, num_layers=2)
+    text = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, num_layers=2)
     assert text.count("stablehlo.case") > 0
     assert branches(text) == 0
     if rung.tokens == 0 and variant == PLAIN:
-        _, plain = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, "xla", num_layers=2)
+        plain = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, "xla", num_layers=2)
         assert branches(plain) > 3  # what plain sampling skips
 
 
-def test_a_vocabulary_that_the_kernel_for_samples_lacks(monkeypatch):
+def test_a_vocabulary_that_the_kernel_for_samples_lacks():
     """Is sampled from in plain jnp where no backend is named, beside the other kernels; a name is taken at its word."""
-    monkeypatch.setattr(backends, "on_hopper", lambda: True)
-    counts = []
-    for vocabulary in (32004, 32001, 300):
-        _, text = lowered_for_cuda("llama-2-7b", "bf16", backend=None, num_layers=2, vocab_size=vocabulary)
-        counts.append(text.count("custom_call @mosaic_gpu_v2"))
-    assert counts == [counts[0], counts[0] - 1, counts[0] - 1]
+    for vocabulary, count in ((32004, 1), (32001, 0), (300, 0)):
+        step = traced_for_cuda("llama-2-7b", "bf16", num_layers=1, vocab_size=vocabulary)
+        kernels = kernels_of(step.jaxpr.jaxpr)
+        assert (kernels["sample"], kernels["decode_attention"]) == (count, 1)
     with pytest.raises(NotImplementedError, match="V=32001 is not supported by backend mosaic, which does multiples"):
-        lowered_for_cuda("llama-2-7b", "bf16", num_layers=2, vocab_size=32001)
+        traced_for_cuda("llama-2-7b", "bf16", backend="mosaic", num_layers=1, vocab_size=32001)
 
 
 def test_the_ladder_holds_every_step():

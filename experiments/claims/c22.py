@@ -28,9 +28,8 @@ from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.params import Params
 from jllm.step import State, jit_step
-from pallas_kernels.backends import on_hopper
 from pallas_kernels.kv_pages import gather
-from pallas_kernels.prefill_attention import make_work, prefill_attention
+from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention.bench import inputs
 from pallas_kernels.prefill_attention.cases import Case
 
@@ -132,7 +131,7 @@ class Contest:
         self.size: Row = {"part": "attention", "tokens": length, "H": heads, "D": dim}
         flash = jax.jit(inputs, static_argnums=(0, 1))(case, 0)
         q, pages, table, cu_q_lens, kv_lens = flash
-        work = make_work(q, pages, cu_q_lens, kv_lens) if on_hopper() else None
+        work = plan(q, pages, cu_q_lens, kv_lens, scale=case.scale)
         k, v = (gather(pool, table, q.dtype)[0].swapaxes(0, 1)[:length] for pool in (pages.k, pages.v))
         self.arguments: dict[str, tuple[Any, ...]] = {"flash": flash, "naive": (q, k, v)}
         attend: dict[str, Callable[..., jax.Array]] = {

@@ -14,13 +14,12 @@ from jllm.linear import linear, norm_linear, silu_mul
 from jllm.model import Paged
 from jllm.params import LayerParams
 from jllm.rope import angles
-from pallas_kernels.backends import on_hopper
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_attention import make_work as decode_work
+from pallas_kernels.decode_attention import plan as plan_decode
 from pallas_kernels.kv_pages import KVPages, gather, write
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.prefill_attention import make_work as prefill_work
+from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rotary import rotate
 
@@ -71,7 +70,7 @@ def layers(
 ) -> tuple[jax.Array, tuple[KVPages, ...]]:
     """All layers on x [T, E], decode rows alone or chunks alone: the result, and the cache."""
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
-    work = _work(x, batch, cache, config) if fusions.attention and on_hopper() else None
+    work = _work(x, batch, cache, config) if fusions.attention else None
     found = []
     for (merged, apart_weights), pages in zip(params, cache, strict=True):
         x, pages = _layer(merged, apart_weights, x, cos, sin, batch, pages, work, config, fusions)
@@ -80,11 +79,10 @@ def layers(
 
 
 def _work(x: jax.Array, batch: Paged, cache: tuple[KVPages, ...], config: LlamaConfig):
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    q = jax.ShapeDtypeStruct((x.shape[0], config.num_heads, config.head_dim), x.dtype)
     if batch.decode_lengths.shape[0]:
-        return decode_work(batch.decode_lengths, *heads)
-    q = jax.ShapeDtypeStruct((x.shape[0], heads[0], heads[2]), x.dtype)
-    return prefill_work(q, cache[0], batch.chunk_cu, batch.chunk_lengths)
+        return plan_decode(q, cache[0], batch.decode_lengths)
+    return plan_prefill(q, cache[0], batch.chunk_cu, batch.chunk_lengths, scale=config.head_dim**-0.5)
 
 
 def _layer(p, s, x, cos, sin, batch, pages, work, config, fusions):

@@ -69,7 +69,7 @@ def gemm(
             approx_math=gated,  # SiLU's exponential, good to 2^-21
         ),
         interpret=interpret,
-        kernel_name="gemm_skinny",
+        kernel_name="gemm_skinny_gated" if gated else "gemm_skinny",
     )
     return kernel(x, w, *given.values())
 

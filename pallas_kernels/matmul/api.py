@@ -1,5 +1,7 @@
 """matmul: x @ w.T + bias + residual."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -36,8 +38,8 @@ def matmul(
             if term.shape != shape:
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
-    check = check_supported if backend == "mosaic" else check_faster
-    chosen = choose_backend(backend, lambda: check(x, w, residual, out_dtype))
+    arguments = x, w, residual, out_dtype
+    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, *arguments))
     if chosen == "mosaic":
         from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
 

@@ -1,5 +1,7 @@
 """prefill_attention: ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +19,7 @@ from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import reference, xla
 from pallas_kernels.prefill_attention.config import check_supported
-from pallas_kernels.prefill_attention.work import Work
+from pallas_kernels.prefill_attention.work import Work, make_work
 
 
 def prefill_attention(
@@ -39,11 +41,10 @@ def prefill_attention(
     nondecreasing: a chunk may be empty), and its last one sees kv_lens[b] keys (i32[B]): positions run up to
     kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
     (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
-    window, key j is visible to query i iff 0 <= i - j < window. `work` is the Mosaic kernel's work list (`make_work`),
-    which all layers of a step share; other backends don't need it, and without it each call makes its own. `debug`
-    reads the values first, outside of jit only, and raises ValueError for a chunk whose rows, length or pages are out
-    of range. Raises ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and formats that
-    a backend lacks.
+    window, key j is visible to query i iff 0 <= i - j < window. `work` is `plan`'s for the same arguments, which all
+    layers of a step share; without it each call makes its own. `debug` reads the values first, outside of jit only, and
+    raises ValueError for a chunk whose rows, length or pages are out of range. Raises ValueError where shapes or dtypes
+    disagree, NotImplementedError for sizes, dtypes and formats that a backend lacks.
     """
     sizes = bind_shapes(
         q=(q, "C H D"), page_table=(page_table, "B M"), cu_q_lens=(cu_q_lens, "B+1"), kv_lens=(kv_lens, "B")
@@ -55,7 +56,7 @@ def prefill_attention(
     check_window(window)
     if debug:
         check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
-    chosen = choose_backend(backend, lambda: check_supported(q, pages, scale))
+    chosen = _choose(backend, q, pages, scale)
     if chosen == "mosaic":
         from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 
@@ -65,3 +66,25 @@ def prefill_attention(
         out = reference.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
         return jnp.asarray(out).astype(q.dtype)
     return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
+
+
+def plan(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pages: KVPages,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    backend: str | None = None,
+) -> Work | None:
+    """The work list of prefill_attention with these arguments, where the kernel that has one is chosen. It depends on
+    lengths, sizes and dtypes alone, so that the layers of a step share it; of q and pages the shapes and dtypes are
+    enough."""
+    if _choose(backend, q, pages, scale) != "mosaic":
+        return None
+    return make_work(q, pages, cu_q_lens, kv_lens, window=window)
+
+
+def _choose(backend: str | None, q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> str:
+    return choose_backend(backend, partial(check_supported, q, pages, scale))

@@ -10,7 +10,7 @@ from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import reference, xla
-from pallas_kernels.silu_mul_quant.config import DEFAULT_KINDS, check_supported
+from pallas_kernels.silu_mul_quant.config import check_faster, check_supported
 
 
 @overload
@@ -36,9 +36,8 @@ def silu_mul_quant(
     rows, width = sizes["T"], sizes["X"] // 2
     if sizes["X"] % 2 or width < 1:
         raise ValueError(f"gate_up has shape {gate_up.shape}, expected [T, 2F] with F of at least 1")
-    chosen = choose_backend(backend, partial(check_supported, str(gate_up.dtype), rows, width))
-    if backend is None and kind not in DEFAULT_KINDS:
-        chosen = "xla"
+    arguments = str(gate_up.dtype), rows, width
+    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, kind, *arguments))
     if chosen == "mosaic":
         from pallas_kernels.silu_mul_quant import mosaic_sm90  # imports all of Pallas
 

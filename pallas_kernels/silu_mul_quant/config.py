@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from pallas_kernels.checks import check_whole_rows
 
-# The kinds that backend=None gives the kernel, whatever the number of rows, as that must not show in a row's bits. It
-# takes half to two thirds of XLA's time to quantize to int8 (H200, 1 to 8192 rows; only one row of 28672 takes 5.5 us
-# for XLA's 4.8). In 16 bits XLA makes one pass too, over more blocks: in a 7B decode step 1.7, 2.7 and 5.3 us at batch
-# 1, 64 and 256, where the kernel takes 3.3, 4.5 and 7.7 for int8.
+# The kinds that a Hopper GPU gives the kernel unasked, whatever the number of rows, as that must not show in a row's
+# bits. It takes half to two thirds of XLA's time to quantize to int8 (H200, 1 to 8192 rows; only one row of 28672 takes
+# 5.5 us for XLA's 4.8). In 16 bits XLA makes one pass too, over more blocks: in a 7B decode step 1.7, 2.7 and 5.3 us at
+# batch 1, 64 and 256, where the kernel takes 3.3, 4.5 and 7.7 for int8.
 DEFAULT_KINDS = ("int8", "fp8")
 
 LARGEST_WIDTH = 32768
@@ -16,6 +16,13 @@ LARGEST_WIDTH = 32768
 def check_supported(dtype: str, rows: int, width: int) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
     check_whole_rows("F", dtype, rows, width, LARGEST_WIDTH)
+
+
+def check_faster(kind: str | None, dtype: str, rows: int, width: int) -> None:
+    """Raises NotImplementedError where XLA's own pass was as fast."""
+    check_supported(dtype, rows, width)
+    if kind not in DEFAULT_KINDS:
+        raise NotImplementedError(f"the mosaic kernel was not seen to be faster for rows of {kind or dtype}")
 
 
 @dataclass(frozen=True)

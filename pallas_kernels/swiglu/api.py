@@ -26,7 +26,7 @@ def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")
     check_floats(x=x, w=w)
-    chosen = choose_backend(backend, partial(check_supported if backend == "mosaic" else check_faster, x, w))
+    chosen = choose_backend(backend, partial(check_supported, x, w), partial(check_faster, x, w))
     if chosen == "mosaic":
         from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
 
