@@ -7,9 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels import kv_pages
+from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, KVPages, Pages
+from pallas_kernels.quantized_weights import STORED as CODES
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+# What Hopper's kernels over pages take.
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64, 128)
 
 
 def bind_shapes(**arrays: tuple[jax.Array, str]) -> dict[str, int]:
@@ -65,6 +72,27 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: expected a multiple")
 
 
+def check_listed(*arguments: tuple[str, object, tuple[object, ...]]) -> None:
+    """Raises NotImplementedError for the first (what it is, value, those that a kernel supports) whose value is none of
+    them."""
+    for what, value, supported in arguments:
+        if value not in supported:
+            names = ", ".join(map(str, supported))
+            raise NotImplementedError(f"{what} {value} is not supported by backend mosaic, which does {names}")
+
+
+def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ...]) -> None:
+    """Raises NotImplementedError for queries and pages that a Hopper kernel lacks which reads or writes K and V
+    `stored` so, naming what it does."""
+    check_listed(
+        ("dtype", dtype, ("bfloat16", "float16")),
+        ("head dim", head_dim, HEAD_DIMS),
+        ("page size", pages.k.page_size, PAGE_SIZES),
+        ("K stored as", pages.k.format.dtype, stored),
+        ("V stored as", pages.v.format.dtype, stored),
+    )
+
+
 def check_whole_rows(letter: str, dtype: str, rows: int, width: int, largest: int) -> None:
     """Raises NotImplementedError for what Hopper's kernels over whole rows [T, `letter`] lack, naming what they do."""
     supported = "bfloat16", "float16"
@@ -95,7 +123,22 @@ def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None
         _check_pool(f"pages.{name}", part, shape[:3], head_dim)
 
 
+def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
+    """Raises NotImplementedError for a format that is none of those that kv_pages reads and writes."""
+    floats = (*kv_pages.FLOATS.values(), "float8_e5m2")
+    if fmt.group is None:
+        known = fmt.dtype in floats
+    else:
+        known = fmt.dtype in LARGEST_CODE and fmt.group % 8 == 0 and head_dim % fmt.group == 0
+    if not known:
+        raise NotImplementedError(
+            f"{name} is stored as {fmt}, which no backend reads; formats: {', '.join(floats)}, "
+            f"int8 and int4 in groups of a multiple of 8 that divides the head dim {head_dim}"
+        )
+
+
 def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int) -> None:
+    _check_format(name, pool.format, head_dim)
     row = head_dim // 2 if pool.format.dtype == "int4" else head_dim
     if pool.values.shape != (*leading, row):
         raise ValueError(
@@ -114,6 +157,28 @@ def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int)
             raise ValueError(
                 f"{name}.scales is {pool.scales.dtype}{list(pool.scales.shape)}, expected float16{list(expected)}"
             )
+
+
+def check_weight(w: QuantizedWeight) -> None:
+    """Raises ValueError where a weight's arrays are not what its format says, and NotImplementedError for unknown
+    codes."""
+    fmt, (rows, columns) = w.format, w.values.shape
+    if fmt.codes not in CODES:
+        raise NotImplementedError(f"no backend reads codes {fmt.codes!r}; codes: {', '.join(CODES)}")
+    groups = None if fmt.group is None else columns * (2 if fmt.packed else 1) // fmt.group
+    shape = (rows,) if groups is None else (groups, rows)
+    scales = "int8" if fmt.double_quant else "float32" if groups is None else "float16"
+    expected: dict[str, tuple[jax.Array | None, str | None, tuple[int, ...]]] = {
+        "values": (w.values, str(fmt.storage_dtype), w.values.shape),
+        "scales": (w.scales, scales, shape),
+        "zeros": (w.zeros, "int8" if fmt.zero_point else None, shape),
+    }
+    for name, (array, dtype, wanted) in expected.items():
+        found = None if array is None else (str(array.dtype), array.shape)
+        if found != (None if dtype is None else (dtype, wanted)):
+            said = "none" if found is None else f"{found[0]}{list(found[1])}"
+            right = "none" if dtype is None else f"{dtype}{list(wanted)}"
+            raise ValueError(f"w.{name} is {said}, expected {right} for {fmt}")
 
 
 def check_concrete(*trees: object) -> None:

@@ -33,7 +33,7 @@ class KVFormat:
     def name(self) -> str:
         """What parse_format makes this of."""
         floats = {dtype: name for name, dtype in FLOATS.items()}
-        return floats[self.dtype] if self.group is None else f"{self.dtype}-g{self.group}"
+        return floats.get(self.dtype, self.dtype) if self.group is None else f"{self.dtype}-g{self.group}"
 
     @property
     def storage_dtype(self) -> jnp.dtype:

@@ -32,6 +32,7 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 MULTIPLE = 32  # of N and K as stored
+STORED = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8", "nf4": "uint8"}  # dtypes of values, by codes
 _BLOCK = 256  # scales that share a step when they are quantized themselves
 _FP8_MAX = 448.0
 
@@ -55,7 +56,7 @@ class WeightFormat:
     @property
     def storage_dtype(self) -> jnp.dtype:
         """The dtype of the values array."""
-        return jnp.dtype({"int8": "int8", "fp8": "float8_e4m3fn"}.get(self.codes, "uint8"))
+        return jnp.dtype(STORED[self.codes])
 
     @property
     def name(self) -> str:

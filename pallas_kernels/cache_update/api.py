@@ -40,6 +40,7 @@ def cache_update(
         page=(page, "T"), offset=(offset, "T"),
     )  # fmt: skip
     check_floats(q=q, k=k, v=v)
+    check_floats(cos=cos, sin=sin)
     check_int32(page=page, offset=offset)
     check_heads(sizes["H"], sizes["K"])
     check_pages(pages, sizes["K"], sizes["D"])
@@ -76,6 +77,8 @@ def cache_update_fused(
     sizes = bind_shapes(
         qkv=(qkv, "T X"), cos=(cos, "T D/2"), sin=(sin, "T D/2"), page=(page, "T"), offset=(offset, "T")
     )
+    check_floats(qkv=qkv)
+    check_floats(cos=cos, sin=sin)
     width, dim, num_kv_heads = sizes["X"], sizes["D"], pages.k.values.shape[1]
     num_heads = width // dim - 2 * num_kv_heads
     if width % dim or num_heads < 1:
@@ -114,5 +117,4 @@ def _check_slots(page: jax.Array, offset: jax.Array, pages: KVPages) -> None:
 
 
 def _choose(backend: str | None, q: jax.Array, head_dim: int, pages: KVPages) -> str:
-    stored = pages.k.format.dtype, pages.v.format.dtype
-    return choose_backend(backend, partial(check_supported, str(q.dtype), head_dim, *stored))
+    return choose_backend(backend, partial(check_supported, str(q.dtype), head_dim, pages))

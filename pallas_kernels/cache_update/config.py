@@ -2,21 +2,15 @@
 
 from dataclasses import dataclass
 
-HEAD_DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16")
-FORMATS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int4")
+from pallas_kernels.checks import check_paged
+from pallas_kernels.kv_pages import FP8, KVPages
+
+FORMATS = ("bfloat16", "float16", "float32", FP8, "int8", "int4")
 
 
-def check_supported(dtype: str, head_dim: int, *formats: str) -> None:
+def check_supported(dtype: str, head_dim: int, pages: KVPages) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
-    for what, value, supported in (
-        ("dtype", dtype, DTYPES),
-        ("head dim", head_dim, HEAD_DIMS),
-        *(("KV format", name, FORMATS) for name in formats),
-    ):
-        if value not in supported:
-            names = ", ".join(map(str, supported))
-            raise NotImplementedError(f"{what} {value} is not supported by backend mosaic, which does {names}")
+    check_paged(dtype, head_dim, pages, FORMATS)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def cache_update(
     array, `num_heads` is H (default: all heads of q). Donated pages are updated in place.
     """
     rows, _, head_dim = q.shape
-    check_supported(str(q.dtype), head_dim, pages.k.format.dtype, pages.v.format.dtype)
+    check_supported(str(q.dtype), head_dim, pages)
     num_heads = q.shape[1] if num_heads is None else num_heads
     if rows == 0:  # no launch without blocks
         return jnp.zeros((0, num_heads, head_dim), q.dtype), pages

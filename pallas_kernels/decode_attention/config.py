@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, KVPages
 
+FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
 
 
@@ -53,20 +55,10 @@ def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False)
     return Config(computing=computing, split=(512 if narrow else 256) // computing)
 
 
-def check_supported(q: jax.Array, pages: KVPages) -> None:
+def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> None:
     """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
-    head_dim, page_size = q.shape[-1], pages.k.page_size
-    if str(q.dtype) not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"the mosaic kernel has no {q.dtype} queries; supported: bfloat16, float16")
-    if head_dim not in (64, 128, 256):
-        raise NotImplementedError(f"the mosaic kernel has no head dim {head_dim}; supported: 64, 128, 256")
-    if page_size not in (8, 16, 32, 64, 128):
-        raise NotImplementedError(f"the mosaic kernel has no page size {page_size}; supported: 8, 16, 32, 64, 128")
-    for name, part in (("K", pages.k), ("V", pages.v)):
-        if part.format.dtype in ("float32", "float64"):
-            raise NotImplementedError(
-                f"the mosaic kernel has no {part.format.dtype} {name}; supported: 16 bits and fewer"
-            )
+    head_dim = q.shape[-1]
+    check_paged(str(q.dtype), head_dim, pages, FORMATS)
     group = q.shape[1] // pages.k.values.shape[1]
     stored = pages.k.format.dtype, pages.v.format.dtype
     large = group > 8 if head_dim == 256 else head_dim == 128 and 8 < group <= 16  # beyond: one head a CTA
@@ -77,7 +69,7 @@ def check_supported(q: jax.Array, pages: KVPages) -> None:
         )
 
 
-def check_proven(q: jax.Array, pages: KVPages) -> None:
+def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> None:
     """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
     arguments get it when it is named, not by default."""
     check_supported(q, pages)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 
@@ -81,18 +82,8 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunk
     return Config(block_kv=64 if converts else 128, heads=heads, pack=pack)
 
 
-def check_supported(q: jax.Array, pages: KVPages, scale: float) -> None:
+def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:
     """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format, size or scale."""
     if not scale > 0:
         raise NotImplementedError(f"scale is {scale}: the mosaic kernel takes positive ones")
-    supported: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("queries of", str(q.dtype), ("bfloat16", "float16")),
-        ("head dim", q.shape[-1], (64, 128, 256)),
-        ("page size", pages.k.page_size, (8, 16, 32, 64, 128)),
-        ("K stored as", pages.k.format.dtype, FORMATS),
-        ("V stored as", pages.v.format.dtype, FORMATS),
-    )
-    for name, value, values in supported:
-        if value not in values:
-            known = ", ".join(map(str, values))
-            raise NotImplementedError(f"{name} {value} is not supported by backend mosaic, which does {known}")
+    check_paged(str(q.dtype), q.shape[-1], pages, FORMATS)

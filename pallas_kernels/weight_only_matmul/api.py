@@ -1,13 +1,14 @@
 """weight_only_matmul: x @ decode(w).T + bias + residual."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype
+from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype, check_weight
 from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.weight_only_matmul import reference, xla
 from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
@@ -36,6 +37,7 @@ def weight_only_matmul(
     if x.ndim < 1 or x.shape[-1] != K:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with K={K} as the weight has")
     check_floats(x=x)
+    check_weight(w)
     for name, term, shape in (("bias", bias, (N,)), ("residual", residual, (*x.shape[:-1], N))):
         if term is not None:
             check_floats(**{name: term})
@@ -43,8 +45,8 @@ def weight_only_matmul(
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     m, stored = math.prod(x.shape[:-1]), w.values.shape[1] * (2 if w.format.packed else 1)
-    check = check_supported if backend == "mosaic" else check_faster
-    chosen = choose_backend(backend, lambda: check(x.dtype, m, w.values.shape[0], stored, w.format))
+    arguments = x.dtype, m, w.values.shape[0], stored, w.format
+    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, *arguments))
     if chosen == "reference":
         check_concrete(x, w, bias, residual)
         return jnp.asarray(reference.weight_only_matmul(x, w, bias, residual)).astype(out_dtype)

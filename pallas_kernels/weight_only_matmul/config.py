@@ -5,10 +5,13 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_listed
 from pallas_kernels.hopper import SMS
 from pallas_kernels.quantized_weights import WeightFormat
 
-GROUPS = (32, 64, 128)  # that the kernel knows
+# Groups that the kernel knows, by codes (None: scales of rows), and codes that may have zero points.
+GROUPS = {"int8": (None, 32, 64, 128), "fp8": (None,), "int4": (32, 64, 128), "nf4": (32, 64, 128)}
+WITH_ZEROS = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,9 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
     if str(x_dtype) not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the mosaic kernel has no {jnp.dtype(x_dtype)} inputs; supported: bfloat16, float16")
-    if fmt.group is not None and fmt.group not in GROUPS:
-        raise NotImplementedError(f"the mosaic kernel has no groups of {fmt.group}; supported: 32, 64, 128")
+    check_listed(("codes", fmt.codes, tuple(GROUPS)), (f"{fmt.codes} in groups of", fmt.group, GROUPS[fmt.codes]))
+    if fmt.zero_point:
+        check_listed(("a zero point for", fmt.codes, WITH_ZEROS))
     multiple = 256 if fmt.packed else 128
     if k % multiple:
         raise NotImplementedError(f"the mosaic kernel has no K={k} for {fmt.name}; supported: multiples of {multiple}")

@@ -162,7 +162,11 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, "4 query heads cannot share 3 KV heads", {"pages": three}),
         (ValueError, "window is 0", {"window": 0}),
         (ValueError, "unknown backend 'cuda'; backends: xla, reference", {"backend": "cuda"}),
-        (NotImplementedError, "no float32 queries", {"q": q.astype(jnp.float32), "backend": "mosaic"}),
+        (
+            NotImplementedError,
+            "dtype float32 is not supported by backend mosaic",
+            {"q": q.astype(jnp.float32), "backend": "mosaic"},
+        ),
         (NotImplementedError, "page size 24", {"pages": odd}),
     ):
         with pytest.raises(error_type, match=message):

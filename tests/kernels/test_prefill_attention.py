@@ -142,7 +142,7 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, "pages.k has no scales", {"pages": KVPages(scaleless, pages.v)}),
         (ValueError, "5 query heads cannot share 2 KV heads", {"q": jnp.zeros((48, 5, 64))}),
         (ValueError, "window is -4", {"window": -4}),
-        (NotImplementedError, "queries of float32 is not supported", {"q": q.astype("float32"), "backend": "mosaic"}),
+        (NotImplementedError, "dtype float32 is not supported", {"q": q.astype("float32"), "backend": "mosaic"}),
     ):
         with pytest.raises(error_type, match=message):
             call(**arguments)

@@ -255,7 +255,7 @@ def test_what_is_not_supported_says_what_is():
     case = MOSAIC_CASES[0]
     q, pages, *rest = case.inputs()
     for arguments, options, message in (
-        ((q.astype(jnp.float32), pages), {}, "queries of float32 is not supported .* bfloat16, float16"),
+        ((q.astype(jnp.float32), pages), {}, "dtype float32 is not supported .* bfloat16, float16"),
         ((q, pages), {"scale": -1.0}, "scale is -1.0: the mosaic kernel takes positive ones"),
     ):
         with pytest.raises(NotImplementedError, match=message):
