@@ -1,16 +1,15 @@
 """What decides the results of a run besides its prompts or texts and its options, as flat JSON: an interrupted run is
-gone on with by the same one alone."""
+gone on with by the same one alone. JAX is imported only where it is asked."""
 
 import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jllm import fingerprint
-from jllm.checkpoint import find_model
-from jllm.quant.schemes import Scheme, find_scheme
+if TYPE_CHECKING:
+    from jllm.quant.schemes import Scheme
 
 PACKAGES = ("jllm", "jax", "jaxlib", "sentencepiece", "tokenizers")
 CONFIG = ("config.json", "generation_config.json", "quantize_config.json", "quant_config.json")
@@ -29,6 +28,9 @@ def of_machine() -> dict[str, str]:
 
 def of_model(model: str | Path) -> dict[str, str]:
     """A directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
+    from jllm import fingerprint
+    from jllm.checkpoint import find_model
+
     folder = find_model(model)
     return {
         "config": _of_files(folder, CONFIG),
@@ -37,8 +39,10 @@ def of_model(model: str | Path) -> dict[str, str]:
     }
 
 
-def of_scheme(scheme: str | Path | Scheme) -> str:
+def of_scheme(scheme: "str | Path | Scheme") -> str:
     """By its rules, whatever it is called. Raises QuantizationError."""
+    from jllm.quant.schemes import find_scheme
+
     return digest([json.dumps(find_scheme(scheme).rules).encode()])
 
 

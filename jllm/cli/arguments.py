@@ -29,10 +29,11 @@ input file: each line is a JSON object with "prompt" (text, or a list of token i
   Any other key is an error, like every broken line, and is reported with the line's number before anything runs.
 
 output file: one JSON object a completion, written as it finishes: index (of the input line, from 0), id, prompt
-  or messages, text, token_ids, finish_reason, seed, settings (what else decides it: the model, its numbers,
-  sampling parameters that are not the default), timings; sample where n > 1; logprobs where asked for (null: not a
+  or messages, text, token_ids, finish_reason, seed, settings (what else was asked for: the model, its numbers,
+  sampling parameters that are not the default), run (what that was: digests of config, weights, tokenizer and rules of
+  the scheme; device and versions), timings; sample where n > 1; logprobs where asked for (null: not a
   finite number). Running the same command again resumes: what is there is kept, what is missing is added. Results of
-  other settings or seeds are not mixed: that is an error.
+  other settings, seeds or runs are not mixed, and a second command that writes to the file is refused: errors.
 
 seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without, each prompt draws one,
   which its result reports. Equal seeds give equal text, whatever else runs at the same time.

@@ -12,7 +12,11 @@ from typing import Any
 
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError
+from jllm.run_identity import differing
+from pallas_kernels.one_writer import open_alone
 
+NAMES = ("model", "quantize")  # what somebody calls
+CONTENTS = ("config", "weights", "tokenizer", "scheme")  # these, which decide the results
 GIVEN = ("id", "prompt", "messages")  # what an input line says beside sampling parameters; results repeat it
 FIELDS = tuple(SamplingParams.__dataclass_fields__)
 RECORD_START = b'{"index": '
@@ -26,7 +30,8 @@ class Job:
     given: dict[str, Any]  # of GIVEN: as it was written
     sampling: SamplingParams
     where: str = ""  # how to name it in an error
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # the model and what else decides the results of a run
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # what was asked for besides: model, scheme, formats
+    run: Mapping[str, str] = field(default_factory=dict)  # jllm.run_identity: what that was, whatever it is called
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,8 @@ def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
         made["sample"] = sample
     made |= {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "seed": c.seed}
     made["settings"] = _settings(job)
+    if job.run:
+        made["run"] = dict(job.run)
     if c.logprobs is not None:
         made["logprobs"] = [
             {"token_id": x.token_id, "logprob": _finite(x.logprob), "top": [[id, _finite(p)] for id, p in x.top]}
@@ -182,8 +189,6 @@ def to_json(result: dict[str, Any]) -> str:
 def read_results(path: Path, jobs: Sequence[Job]) -> Done:
     """What an interrupted run left in its output file; nothing where there is none. A last line that was cut off does
     not count. Raises OutputError when the file holds anything but results of these jobs, and is then left alone."""
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"cannot write {path}: there is no directory {path.parent}")
     seeds: dict[tuple[int, int], int] = {}
     size = 0
     if not path.is_file():  # not there yet, or a pipe or device
@@ -225,28 +230,41 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     for key in GIVEN:
         if (key in raw, raw.get(key)) != (key in job.given, job.given.get(key)):
             raise OutputError(f"{where}: its {key} is not that of {job.where}; {OTHER_FILE}")
-    there, here = raw.get("settings"), _settings(job)
-    if not isinstance(there, dict):
-        raise OutputError(f"{where}: does not say with which settings it was made; {OTHER_FILE}")
+    settings, run = raw.get("settings"), raw.get("run", {})
+    if not isinstance(settings, dict) or not isinstance(run, dict) or (job.run and not run):
+        raise OutputError(f"{where}: does not say with which settings and weights it was made; {OTHER_FILE}")
+    there, here = settings | run, _settings(job) | job.run
     if job.sampling.seed is not None:  # one that is drawn may be any
         there, here = there | {"seed": seed}, here | {"seed": job.sampling.seed}
-    differing = [key for key in here | there if (key in here, here.get(key)) != (key in there, there.get(key))]
-    if differing:
-        key = differing[0]
-        then, now = (_short(made[key]) if key in made else "the default" for made in (there, here))
-        raise OutputError(f"{where}: was made with {key} {then}, and now it is {now}; choose another --output")
+    keys = differing(there, here)
+    if job.run and not set(keys) & set(CONTENTS):
+        keys = [key for key in keys if key not in NAMES]
+    if keys:
+        then, now = (_short(made[keys[0]]) if keys[0] in made else "the default" for made in (there, here))
+        raise OutputError(
+            f"{where}: was made with {keys[0]} {then}, and now it is {now}; choose another --output, or remove this one"
+        )
     return (index, sample), seed
 
 
 class ResultsFile:
-    """An output file to which whole lines are added, each at once and unbuffered. Raises OutputError when it cannot;
-    then the file ends with the last whole line."""
+    """An output file to which this process alone adds whole lines, each at once and unbuffered. Raises OutputError when
+    it cannot; then the file ends with the last whole line. One that was made for nothing is gone in the end."""
 
-    def __init__(self, path: Path, size: int):
-        self._path, self._size = path, size
+    def __init__(self, path: Path):
+        if not path.absolute().parent.is_dir():
+            raise OutputError(f"cannot write {path}: there is no directory {path.parent}")
+        self._path, self._made = path, not path.exists()
         with self._guard():
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        if path.is_file():
+            file = open_alone(path)
+        if file is None:
+            raise OutputError(f"another process is writing {path}: wait for its end, or choose another --output")
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+
+    def begin(self, size: int) -> None:
+        """Keeps this many bytes of what is there."""
+        self._size = size
+        if self._path.is_file():
             with self._guard():
                 self._file.truncate(size)
 
@@ -261,6 +279,8 @@ class ResultsFile:
 
     def close(self) -> None:
         with self._guard():
+            if self._made and not self._size:
+                self._path.unlink(missing_ok=True)
             self._file.close()
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jllm.cli.arguments import parse_args, sampling_params
 from jllm.cli.display import Speed, one_line, write_stdout
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
-from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
+from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
@@ -62,18 +62,27 @@ def _main(args: Namespace, started: float, interrupt: Interrupt, closed: Sequenc
 def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     if args.version:
         return _print_version()
-    jobs, done = _jobs(args, sampling_params(args))
-    todo = done.missing(jobs)
-    if not todo:
-        _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
-        return 0
-    engine, prompts, slots = _prepare(args, todo)
-    from jllm.cli.sinks import Lines, Screen
+    jobs = _jobs(args, sampling_params(args))
+    with _output(args) as file:
+        if args.json or file is not None:
+            run = _run_identity(args)
+            jobs = [replace(job, run=run) for job in jobs]
+        done = Done({}, 0) if file is None else read_results(args.output, jobs)
+        todo = done.missing(jobs)
+        if not todo:
+            _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
+            return 0
+        engine, prompts, slots = _prepare(args, todo)
+        from jllm.cli.sinks import Lines, Screen
 
-    speed = Speed(started, _compiled(engine))
-    interrupt.deferred = True  # from here on there is something to keep
-    sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed)
-    return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
+        speed = Speed(started, _compiled(engine))
+        interrupt.deferred = True  # from here on there is something to keep
+        sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
+        return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
+
+
+def _output(args: Namespace) -> contextlib.AbstractContextManager[ResultsFile | None]:
+    return contextlib.nullcontext() if args.output is None else contextlib.closing(ResultsFile(args.output))
 
 
 def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:
@@ -97,27 +106,35 @@ def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, in
 # What to run
 
 
-def _jobs(args: Namespace, base: SamplingParams) -> tuple[list[Job], Done]:
-    """All requests, and what of them is done already. No model is needed to find most mistakes."""
+def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
+    """All requests. No model is needed to find most mistakes."""
     made_with = _made_with(args)
     if args.input is not None:
-        jobs = read_jobs(args.input, base, made_with)
-        return jobs, Done({}, 0) if args.output is None else read_results(args.output, jobs)
+        return read_jobs(args.input, base, made_with)
     prompts = args.prompts or [_stdin_prompt()]
     jobs = []
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
         where = "" if len(prompts) == 1 else f"prompt {i + 1}"
         jobs.append(Job(i, {"prompt": prompt}, sampling, where, made_with))
-    return jobs, Done({}, 0)
+    return jobs
 
 
 def _made_with(args: Namespace) -> dict[str, Any]:
-    """What decides results besides prompts and sampling parameters."""
+    """What decides results besides prompts and sampling parameters, as it was asked for."""
     made_with = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
     made_with |= {name: value for name, value in numbers.items() if value is not None}
     return made_with | ({"chat": True} if args.chat else {})
+
+
+def _run_identity(args: Namespace) -> dict[str, str]:
+    """What that is here and now."""
+    from jllm.pretrained import BUNDLED
+    from jllm.run_identity import of_machine, of_model, of_scheme
+
+    scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
+    return of_model(BUNDLED if args.model is None else args.model) | scheme | of_machine()
 
 
 def _stdin_prompt() -> str:

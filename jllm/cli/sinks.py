@@ -66,11 +66,15 @@ class Screen:
 class Lines:
     """Lines of an input file: each result is written as it finishes, and a bar says how far the run is."""
 
-    def __init__(self, args: Namespace, todo: Sequence[Job], done: Done, total: int, speed: Speed):
+    def __init__(
+        self, args: Namespace, todo: Sequence[Job], done: Done, total: int, speed: Speed, file: ResultsFile | None
+    ):
         self._done, self._json, self._speed = done.seeds, args.json, speed
         self._left = {job.index: job.sampling.n for job in todo}
         self._total, self._before = total, total - len(todo)
-        self._file = None if args.output is None else ResultsFile(args.output, done.size)
+        self._file = file
+        if file is not None:
+            file.begin(done.size)
         terminal = sys.stderr.isatty()
         pace = 0.1 if terminal else 30.0  # seconds; a log file gets a line now and then, and none from a short run
         self._bar = tqdm(
@@ -99,8 +103,6 @@ class Lines:
 
     def close(self) -> None:
         self._bar.close()
-        if self._file is not None:
-            self._file.close()
 
     def notes(self) -> Sequence[str]:
         done = f"{self._total - len(self._left)} of {self._total} prompts done"

@@ -4,13 +4,20 @@ import errno
 import io
 import json
 import re
+import shutil
 import signal
 
 import pytest
 
+from jllm.checkpoint import save
 from jllm.cli import jsonl
+from jllm.config import load_config
 from jllm.engine.loop import Engine
+from jllm.errors import OutputError
+from jllm.run_identity import of_machine, of_model, of_scheme
+from pallas_kernels import one_writer
 from tests.cli.cases import FLAGS, SUMMARY, WORDS, expected, params, results
+from tests.tiny import tiny_model
 
 
 def test_file_to_file(run, lines, tmp_path, model):
@@ -121,7 +128,7 @@ def test_disk_fills_up(run, lines, tmp_path, monkeypatch):
             return super().write(bytes(data[:taken]))
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl, "open", lambda path, mode, buffering: Disk(path, mode), raising=False)
+        patch.setattr(one_writer, "open", lambda path, mode, buffering: Disk(path, mode), raising=False)
         status, _, err = run("--input", lines, "--output", out, *FLAGS)
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith(f"error: cannot write {out}: No space left on device")
@@ -167,7 +174,6 @@ def test_chat_takes_no_token_ids(run, tmp_path):
         (("--seed", 6), "was made with seed"),
         (("--kv-cache", "f16"), 'kv_cache the default, and now it is "f16"'),
         (("--chat",), "chat the default, and now it is true"),
-        (("--model", "other"), "was made with model"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
 )
@@ -186,8 +192,66 @@ def finished(folder) -> bytes:
     from jllm.cli.jsonl import Job, record, to_json
     from jllm.engine.request import Completion, Timings
 
-    job = Job(0, {"prompt": " ".join(WORDS[:3]), "id": "r0"}, params(), "", {"model": str(folder)})
+    job = Job(0, {"prompt": " ".join(WORDS[:3]), "id": "r0"}, params(), "", {"model": str(folder)}, run_of(folder))
     return to_json(record(job, 0, Completion((3,), "a", "length", None, None, Timings(0.1, 0.2, 3, 1), 5))).encode()
+
+
+def run_of(folder) -> dict[str, str]:
+    return of_model(folder) | of_machine()
+
+
+def test_what_decides_results_is_known_by_content(run, lines, tmp_path, folder, finished, capsys, monkeypatch):
+    """A scheme that was edited, another model at the same relative path: refused, with nothing changed. The same model
+    from elsewhere goes on."""
+    out, rules = tmp_path / "out.jsonl", tmp_path / "rules.toml"
+    rules.write_text('rules = [["o_proj", "w8a16"]]')
+    scheme = of_scheme(rules)
+    line = json.loads(finished)
+    line["settings"]["quantize"], line["run"]["scheme"] = str(rules), scheme
+    made = (json.dumps(line) + "\n").encode()
+    rules.write_text('rules = [["o_proj", "w8a8"]]')
+    out.write_bytes(made)
+    status, _, err = run("--input", lines, "--output", out, *FLAGS, "--quantize", rules)
+    assert (status, err.count("\n"), out.read_bytes()) == (2, 1, made)
+    assert f'{out}, line 1: was made with scheme "{scheme}", and now it is "{of_scheme(rules)}"; choose another' in err
+    for place, seed in (("one", 5), ("two", 0)):
+        copied = tmp_path / place / "m"
+        copied.mkdir(parents=True)
+        for file in folder.iterdir():
+            shutil.copy(file, copied)
+        if seed:
+            config = load_config(folder)
+            sizes = {"num_layers": 1, "vocab_size": config.vocab_size, "tie_embeddings": True}
+            save(copied, tiny_model(seed=seed, **sizes).params, config)
+        line = json.loads(finished)
+        line["settings"]["model"] = "m"
+        out.write_text(json.dumps(line) + "\n")
+        monkeypatch.chdir(tmp_path / place)
+        with monkeypatch.context() as patch:
+            patch.setattr("jllm.cli.main._prepare", refuse)
+            status, _, err = run("--input", lines, "--output", out, *FLAGS, model="m")
+        assert ("was made with weights" in err) == bool(seed)
+        assert ("goes on" in err) == (not seed)
+        assert out.read_text() == json.dumps(line) + "\n"
+
+
+def refuse(args, todo):
+    """In place of loading: nothing would come after it but the run."""
+    raise OutputError(f"goes on with {len(todo)}")
+
+
+def test_a_second_command_is_refused(run, lines, tmp_path, monkeypatch):
+    """Before it loads a model; the first one's lines stay."""
+    monkeypatch.setattr("jllm.cli.main._prepare", None)
+    out = tmp_path / "out.jsonl"
+    first = jsonl.ResultsFile(out)
+    status, _, err = run("--input", lines, "--output", out, *FLAGS)
+    assert (status, err) == (
+        2, f"error: another process is writing {out}: wait for its end, or choose another --output\n"
+    )  # fmt: skip
+    first.write("kept\n")
+    first.close()
+    assert out.read_text() == "kept\n"
 
 
 def test_foreign_output_is_not_touched(run, lines, tmp_path):

@@ -12,6 +12,7 @@ from jllm.cli import jsonl
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results, record, to_json
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.errors import InputFileError, OutputError
+from pallas_kernels import one_writer
 
 BASE = SamplingParams(temperature=0.5, max_new_tokens=7)
 
@@ -148,7 +149,8 @@ def test_resume(tmp_path):
         one, many = done.missing(jobs)
         assert one == jobs[1]
         assert many == replace(jobs[2], sampling=replace(jobs[2].sampling, seed=77))  # its samples belong together
-        file = ResultsFile(path, done.size)
+        file = ResultsFile(path)
+        file.begin(done.size)
         file.write(to_json(result(jobs[1])))
         file.close()
         assert path.read_bytes() == whole + to_json(result(jobs[1])).encode()
@@ -209,9 +211,52 @@ def test_other_settings_are_not_mixed(tmp_path):
         assert f"{path}, line 1: was made with {words}" in str(error.value)
 
 
+def test_what_names_stand_for_decides(tmp_path):
+    """Other names of the same are the same; under the same names, contents are compared, and named by what differs."""
+    path = tmp_path / "out.jsonl"
+    run = {"weights": "w1", "scheme": "s1", "tokenizer": "t1", "jax": "0.1"}
+    made = replace(job(), made_with={"model": "m", "quantize": "a.toml"}, run=run)
+    path.write_text(to_json(result(made)))
+    moved = replace(made, made_with={"model": "/m", "quantize": "b.toml"})
+    assert read_results(path, [moved]).seeds == {(0, 0): 11}
+    for name, other in (("weights", "w2"), ("scheme", "s2"), ("tokenizer", "t2"), ("jax", "0.2")):
+        with pytest.raises(OutputError, match=f'was made with {name} "{run[name]}", and now it is "{other}"'):
+            read_results(path, [replace(made, run=run | {name: other})])
+    with pytest.raises(
+        OutputError, match='was made with model "m", and now it is "/m"; choose another --output, or rem'
+    ):
+        read_results(path, [replace(moved, run=run | {"weights": "w2"})])
+    with pytest.raises(OutputError, match="was made with temperature 0.5, and now it is 0.7"):
+        read_results(path, [replace(moved, sampling=replace(BASE, temperature=0.7))])
+    path.write_text(to_json(result(replace(made, run={}))))
+    with pytest.raises(OutputError, match="does not say with which settings and weights it was made; it is not an"):
+        read_results(path, [made])
+
+
 def test_output_folder_must_exist(tmp_path):
     with pytest.raises(OutputError, match="there is no directory"):
-        read_results(tmp_path / "none" / "out.jsonl", [job(0)])
+        ResultsFile(tmp_path / "none" / "out.jsonl")
+
+
+def test_a_file_has_one_writer_and_none_that_was_made_for_nothing_stays(tmp_path):
+    path = tmp_path / "out.jsonl"
+    first = ResultsFile(path)
+    with pytest.raises(
+        OutputError, match=r"another process is writing .*out\.jsonl: wait for its end, or choose another"
+    ):
+        ResultsFile(path)
+    first.write("x\n")
+    first.close()
+    second = ResultsFile(path)
+    second.begin(0)
+    second.close()
+    assert path.read_text() == ""
+    path.unlink()
+    ResultsFile(path).close()
+    assert not path.exists()
+    null = ResultsFile(jsonl.Path("/dev/null"))  # has room for all
+    ResultsFile(jsonl.Path("/dev/null")).close()
+    null.close()
 
 
 class FullDisk(io.FileIO):
@@ -228,8 +273,8 @@ class FullDisk(io.FileIO):
 
 
 def test_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "open", lambda path, mode, buffering: FullDisk(path, mode), raising=False)
-    file = ResultsFile(tmp_path / "out.jsonl", 0)
+    monkeypatch.setattr(one_writer, "open", lambda path, mode, buffering: FullDisk(path, mode), raising=False)
+    file = ResultsFile(tmp_path / "out.jsonl")
     file.write("x" * 59 + "\n")
     with pytest.raises(OutputError, match="No space left on device; what was written before is kept"):
         file.write("y" * 59 + "\n")
@@ -238,14 +283,14 @@ def test_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
 
 def test_dev_full():
-    file = ResultsFile(jsonl.Path("/dev/full"), 0)
+    file = ResultsFile(jsonl.Path("/dev/full"))
     with pytest.raises(OutputError, match="cannot write /dev/full: No space left"):
         file.write("x\n")
     file.close()
 
 
 def test_lone_surrogates_stay_json(tmp_path):
-    file = ResultsFile(tmp_path / "out.jsonl", 0)
+    file = ResultsFile(tmp_path / "out.jsonl")
     file.write(to_json({"id": "\ud800 ä"}))
     file.close()
     assert json.loads((tmp_path / "out.jsonl").read_bytes()) == {"id": "\ud800 ä"}
