@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestError,
         SnapshotError,
         TokenizerError,
+        UnknownParameterError,
     )
     from jllm.pretrained import Model, load
     from jllm.tokenizer import Tokenizer, load_tokenizer
@@ -54,6 +55,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "TokenizerError",
+    "UnknownParameterError",
     "generate",
     "load",
     "load_tokenizer",
@@ -79,6 +81,7 @@ _NAMES_OF = {
         "RequestError",
         "SnapshotError",
         "TokenizerError",
+        "UnknownParameterError",
     ),
     "jllm.pretrained": ("Model", "load"),
     "jllm.tokenizer": ("Tokenizer", "load_tokenizer"),

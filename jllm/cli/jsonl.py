@@ -233,7 +233,7 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     settings, run = raw.get("settings"), raw.get("run", {})
     if not isinstance(settings, dict) or not isinstance(run, dict) or (job.run and not run):
         raise OutputError(f"{where}: does not say with which settings and weights it was made; {OTHER_FILE}")
-    there, here = settings | run, _settings(job) | job.run
+    there, here = {**settings, **run}, {**_settings(job), **job.run}
     if job.sampling.seed is not None:  # one that is drawn may be any
         there, here = there | {"seed": seed}, here | {"seed": job.sampling.seed}
     keys = differing(there, here)
