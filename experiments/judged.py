@@ -5,15 +5,9 @@ from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
+from experiments.commands import module_of
 
 Document = dict[str, Any]
-ROOMS = ("experiments.", "pallas_kernels.")
-
-
-def module_of(command: str) -> str | None:
-    """experiments.qps of `python -m experiments.qps --rate 2`; None where a file says in words how it came about."""
-    words = command.split()
-    return words[2] if words[:2] == ["python", "-m"] and len(words) > 2 and words[2].startswith(ROOMS) else None
 
 
 def bars_of(document: Document) -> list[Document]:

@@ -99,8 +99,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         yield about | simulate(make(), costs, gib, args)
 
 
-@interruptible
-def main(argv: list[str] | None = None) -> int:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
     parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0], help="sizes of the page pool")
@@ -109,10 +108,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=positive, default=2048, help=f"so many draws from {WORKLOAD}")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     add_result_options(parser)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    return f"kv_choices_{args.config}"
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
     command = ["python", "-m", "experiments.kv_choices", *(sys.argv[1:] if argv is None else argv)]
-    name, costs = f"kv_choices_{args.config}", vars(calibrated(None))
-    return record(args, name, command, rows(args), cost_model=costs)
+    return record(args, name_of(args), command, rows(args), cost_model=vars(calibrated(None)))
 
 
 if __name__ == "__main__":

@@ -189,6 +189,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def name_of(args: argparse.Namespace) -> str:
+    return args.name
+
+
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)

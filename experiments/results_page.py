@@ -2,10 +2,11 @@
 
     python -m experiments.results_page           # writes the page; --check only says whether it is what it would write
 
-Of each experiment and device it shows the newest file: what was asked, the bars and whether they are met, the rows, and
-under what versions, when and by which command they came. Pictures that lie beside a file under its name are shown with
-it. Bars of a run that was cut off are those of its rows, and verdicts of claims what their rows say by the rules of
-today (judged.py). What is said about an experiment, and which columns of its rows are shown, is in results_sections.py.
+Of each experiment, as its command calls it, and device it shows the newest file: what was asked, the bars and whether
+they are met, the rows, and under what versions, when and by which command they came. Pictures that lie beside a file
+under its name are shown with it. Bars of a run that was cut off are those of its rows, and verdicts of claims what
+their rows say by the rules of today (judged.py). What is said about an experiment, and which columns of its rows are
+shown, is in results_sections.py.
 """
 
 import argparse
@@ -13,11 +14,14 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from experiments.claims.registry import TITLES
+from experiments.commands import name_of
 from experiments.judged import judged
 from experiments.results_sections import FALLBACK, GROUPS, Section, Table
 from jllm.errors import InputFileError
@@ -72,15 +76,40 @@ def is_flat(value: Any) -> bool:
     return isinstance(value, plain) or (isinstance(value, list) and all(isinstance(x, plain) for x in value))
 
 
-def read_all(directory: Path) -> dict[tuple[str, str], list[tuple[Path, Document]]]:
-    """The files of each (experiment, device), the newest first."""
+@dataclass(frozen=True)
+class Entry:
+    """The files of one name and device, the newest first."""
+
+    label: str  # their name, without date and device
+    files: list[tuple[Path, Document]]
+
+    @property
+    def document(self) -> Document:
+        return self.files[0][1]
+
+    @property
+    def device(self) -> str:
+        return self.document["device"]
+
+    @cached_property
+    def name(self) -> str:
+        """What the newest's command calls it, whatever the file was renamed to."""
+        return name_of(self.document)
+
+
+def read_all(directory: Path) -> list[Entry]:
     found: dict[tuple[str, str], list[tuple[Path, Document]]] = {}
     for path in sorted(directory.glob("*.json")):
         document = judged(read_result(path))
-        found.setdefault((document["experiment"], document["device"]), []).append((path, document))
+        found.setdefault((label_of(path), document["device"]), []).append((path, document))
     for files in found.values():
         files.sort(key=lambda file: file[1]["date"], reverse=True)
-    return found
+    return [Entry(label, files) for (label, _), files in found.items()]
+
+
+def label_of(path: Path) -> str:
+    """matmul-many of matmul-many-20261122-h200.json."""
+    return re.sub(r"-\d{8}-[^/]*$", "", path.stem)
 
 
 # Markdown
@@ -89,15 +118,17 @@ def read_all(directory: Path) -> dict[tuple[str, str], list[tuple[Path, Document
 def page(directory: Path = RESULTS) -> str:
     """The whole page."""
     found = read_all(directory)
-    placed: list[tuple[str, list[tuple[Section, str, list[tuple[Path, Document]]]]]] = []
-    left = dict(found)
+    placed: list[tuple[str, list[tuple[Section, str, Entry]]]] = []
+    left = list(found)
     for group, sections in GROUPS:
         entries = []
         for section in sections:
-            for key in sorted((key for key in left if re.fullmatch(section.pattern, key[0])), key=_natural):
-                entries.append((section, heading(section, key, found), left.pop(key)))
+            of_section = [entry for entry in left if re.fullmatch(section.pattern, entry.name)]
+            left = [entry for entry in left if entry not in of_section]
+            of_section.sort(key=_natural)
+            entries += [(section, heading(section, entry, of_section), entry) for entry in of_section]
         placed.append((group, entries))
-    placed.append(("Other", [(FALLBACK, f"{key[0]}, {short(key[1])}", files) for key, files in left.items()]))
+    placed.append(("Other", [(FALLBACK, f"{entry.name}, {short(entry.device)}", entry) for entry in left]))
     parts = [
         "# Results",
         "Written by `python -m experiments.results_page` from [the files of results](results), never by hand. "
@@ -108,32 +139,33 @@ def page(directory: Path = RESULTS) -> str:
     for group, entries in placed:
         if entries:
             parts.append(f"## {group}")
-            parts += [part for section, title, files in entries for part in chapter(section, title, files)]
+            parts += [part for section, title, entry in entries for part in chapter(section, title, entry.files)]
     return "\n\n".join(parts) + "\n"
 
 
-def heading(section: Section, key: tuple[str, str], found: Iterable[tuple[str, str]]) -> str:
-    """The section's title, with what sets this one apart from others of the section."""
-    experiment, device = key
-    match = re.fullmatch(section.pattern, experiment)
+def heading(section: Section, entry: Entry, entries: Sequence[Entry]) -> str:
+    """The section's title, with what sets this one apart from others of the section: the name that its command gives
+    it, or the file's where several have the same."""
+    match = re.fullmatch(section.pattern, entry.name)
     assert match is not None
     title = section.title.format(*match.groups())
-    if experiment.startswith("claims-"):
-        title += f": {TITLES.get(match.group(1), experiment)}"
-    others = [other for other in found if other != key and re.fullmatch(section.pattern, other[0])]
-    same = [other for other in others if _groups(section, other[0]) == match.groups()]
-    if any(other[0] != experiment for other in same):
-        title += f": {experiment}"
-    return f"{title} ({short(device)})" if any(other[1] != device for other in same) else title
+    if entry.name.startswith("claims-"):
+        title += f": {TITLES.get(match.group(1), entry.name)}"
+    same = [other for other in entries if other is not entry and _groups(section, other.name) == match.groups()]
+    if any((other.name, other.device) == (entry.name, entry.device) for other in same):
+        title += f": {entry.label}"
+    elif any(other.name != entry.name for other in same):
+        title += f": {entry.name}"
+    return f"{title} ({short(entry.device)})" if any(other.device != entry.device for other in same) else title
 
 
-def _natural(key: tuple[str, str]) -> tuple[list[str | int], str]:
+def _natural(entry: Entry) -> tuple[list[str | int], str]:
     """C2 before C10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key[0])], key[1]
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", entry.label)], entry.device
 
 
-def _groups(section: Section, experiment: str) -> Sequence[str]:
-    match = re.fullmatch(section.pattern, experiment)
+def _groups(section: Section, name: str) -> Sequence[str]:
+    match = re.fullmatch(section.pattern, name)
     return () if match is None else match.groups()
 
 
@@ -141,13 +173,13 @@ def short(device: str) -> str:
     return device.removeprefix("NVIDIA ").replace("cpu", "CPU")
 
 
-def index(placed: Sequence[tuple[str, Sequence[tuple[Section, str, list[tuple[Path, Document]]]]]]) -> str:
+def index(placed: Sequence[tuple[str, Sequence[tuple[Section, str, Entry]]]]) -> str:
     lines = ["| what | in short | bars met | device | date |", "|---|---|---|---|---|"]
     for group, entries in placed:
         if entries:
             lines.append(f"| **{group}** | | | | |")
-        for section, title, files in entries:
-            document = files[0][1]
+        for section, title, entry in entries:
+            document = entry.document
             bars = document["bars"]
             met = f"{sum(bool(bar['met']) for bar in bars)} of {len(bars)}" if bars else ""
             state = "" if document["complete"] else ", incomplete"

@@ -226,6 +226,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def name_of(args: argparse.Namespace) -> str:
+    return f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}"
+
+
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
@@ -235,9 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    name = f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}"
     rows = replay_all(args) if args.replay else simulate_all(args)
-    return record(args, name, command, rows, bars=bars, cost_model=vars(shares))
+    return record(args, name_of(args), command, rows, bars=bars, cost_model=vars(shares))
 
 
 if __name__ == "__main__":

@@ -244,17 +244,20 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 
 
+def name_of(args: argparse.Namespace) -> str:
+    name = "step_profile_serve" if args.kind == "serve" else "step_profile"
+    return name if args.scheme == "bf16" else f"{name}-{scheme_name(args.scheme)}"
+
+
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
-    name = "step_profile_serve" if args.kind == "serve" else "step_profile"
-    name += "" if args.scheme == "bf16" else f"-{scheme_name(args.scheme)}"
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002}
     if args.layers is None:  # fewer are too small to decide
         options["bars"] = bars
-    return record(args, name, command, rows(args), **options)
+    return record(args, name_of(args), command, rows(args), **options)
 
 
 if __name__ == "__main__":

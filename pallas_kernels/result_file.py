@@ -34,7 +34,7 @@ class ResultFile(contextlib.AbstractContextManager):
 
         device = jax.devices()[0].device_kind
         today = datetime.date.today()
-        experiment = re.sub(r"[^\w.-]+", "-", experiment if label is None else f"{experiment}-{label}")
+        experiment = labelled(experiment, label)
         short = re.sub(r"\W+", "-", device.lower().removeprefix("nvidia ")).strip("-")
         self.path = Path(directory) / f"{experiment}-{today:%Y%m%d}-{short}.json"
         versions = {"python": platform.python_version()}
@@ -94,6 +94,11 @@ class ResultFile(contextlib.AbstractContextManager):
             os.replace(partial, self.path)
         except OSError as error:
             raise self.error(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def labelled(experiment: str, label: str | None) -> str:
+    """The name of a result, fit for a file."""
+    return re.sub(r"[^\w.-]+", "-", experiment if label is None else f"{experiment}-{label}")
 
 
 def portable(command: Sequence[str]) -> list[str]:

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from experiments.judged import bars_of, judged, module_of
+from experiments.commands import module_of
+from experiments.judged import bars_of, judged
 from experiments.results_page import RESULTS, read_result
 from pallas_kernels.bars import bar
 

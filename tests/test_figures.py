@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments import train_card
+from experiments import accuracy_report, train_card
 from experiments.results_page import RESULTS, read_result
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 
@@ -171,3 +171,12 @@ def test_the_bundled_text_is_as_long_as_its_page_says():
     count, size = len(read_documents(BUNDLED_TEXT)), BUNDLED_TEXT.stat().st_size
     tokens = count + only("quant_accuracy", "cpu", scheme="bf16", kv="model")["tokens"]  # each begins with one unscored
     assert f"{count} documents, {tokens:,} tokens, {size / 1e3:.0f} kB" in page
+
+
+def test_tables_of_accuracy_have_the_speeds_of_today(tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy_report, "draw_all", lambda *_: [])
+    for path in sorted(RESULTS.glob("quant_accuracy*.md")):
+        accuracy_report.write_report(read_result(path.with_suffix(".json")), tmp_path / f"{path.stem}.json")
+        made = (tmp_path / path.name).read_text(encoding="utf-8").rstrip()
+        draw = f"python -m experiments.quant_accuracy --draw {path.with_suffix('.json')}"
+        assert path.read_text(encoding="utf-8").startswith(made), draw

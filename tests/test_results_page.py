@@ -7,7 +7,8 @@ import pytest
 
 from experiments import results_page
 from experiments.claims import c23
-from experiments.results_page import PAGE, RESULTS, is_flat, page, problems, read_all, read_result, slug
+from experiments.commands import name_of
+from experiments.results_page import PAGE, RESULTS, is_flat, label_of, page, problems, read_all, read_result, slug
 from jllm.errors import InputFileError
 
 GOOD = {
@@ -27,8 +28,9 @@ def test_the_committed_page_is_what_the_results_say():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_result_keeps_to_one_schema(path):
     document = read_result(path)
-    day = document["date"].replace("-", "")
-    assert path.name.startswith(f"{document['experiment']}-{day}-")
+    device = re.sub(r"\W+", "-", document["device"].lower().removeprefix("nvidia "))
+    assert path.stem == f"{label_of(path)}-{document['date'].replace('-', '')}-{device}"
+    assert f"{label_of(path)}-".startswith(f"{name_of(document)}-"), "a file's name begins with what its command says"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,40 @@ def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     assert f"![{title}](results/decode_attention-20261120-h200.svg)" in text
     assert "5 bars, 2 missed" in text
     assert text.count("✗") == 3  # the legend's, and two
+
+
+def test_what_a_command_calls_its_experiment():
+    def said(command: str, experiment: str = "own") -> str:
+        return name_of({"command": command, "experiment": experiment})
+
+    assert said("python -m pallas_kernels.matmul.bench --rows 1 --label many") == "matmul-many"
+    assert said("python -m pallas_kernels.matmul.bench --rows 1") == "matmul"
+    assert said("python -m experiments.start_up --label x") == "start_up-x"
+    run = "python -m experiments.throughput --scheme bf16 --kv-cache"
+    assert said(f"{run} int8-g8 --rows 80x1024x1024") == "throughput_llama-2-7b_bf16_kv-int8-g8"
+    assert said(f"{run} k=int8-g8,v=bf16 --label a") == "throughput_llama-2-7b_bf16_kv-k-int8-g8-v-bf16-a"
+    assert said("python -m experiments.qps --peers ../gone --peer-seconds 45") == "qps_llama-2-7b_bfloat16"
+    assert said("python -m experiments.step_profile --kind serve --scheme w8a8 --batch 1") == "step_profile_serve-w8a8"
+    for command in (
+        "a sweep",
+        "python -m experiments.claims C1 C3",
+        "python -m experiments.qps --gone 1",
+        "python x.py",
+    ):
+        assert said(command) == "own"
+
+
+def test_a_file_is_shown_by_what_its_command_says_and_by_its_own_name_beside_another(tmp_path):
+    command = "python -m pallas_kernels.matmul.bench"
+    write(tmp_path, "matmul-other-20261120-h200", experiment="matmul-other", command=command)
+    write(tmp_path, "matmul-many-20261120-h200", experiment="matmul-many", command=f"{command} --label many")
+    text = page(tmp_path)
+    assert "### 16-bit products of few rows against XLA: matmul\n" in text
+    assert "### 16-bit products of few rows against XLA: matmul-many\n" in text
+    write(tmp_path, "matmul-20261121-h200", experiment="matmul", command=command, date="2026-11-21")
+    text = page(tmp_path)
+    assert "### 16-bit products of few rows against XLA: matmul\n" in text
+    assert "### 16-bit products of few rows against XLA: matmul-other\n" in text
 
 
 def test_a_figure_in_short_is_our_own_and_of_what_it_says(tmp_path):

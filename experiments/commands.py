@@ -1,0 +1,50 @@
+"""What the command of a result says: which module ran, and how it calls what it measured."""
+
+import contextlib
+import importlib
+import io
+from typing import Any
+
+from jllm.errors import JllmError
+from pallas_kernels.result_file import labelled
+
+ROOMS = ("experiments.", "pallas_kernels.")
+BESIDE = ("--peers", "--label")  # options with a value, which no name is made of; a folder of peers may be gone
+
+
+def module_of(command: str) -> str | None:
+    """experiments.qps of `python -m experiments.qps --rate 2`; None where a file says in words how it came about."""
+    words = command.split()
+    return words[2] if words[:2] == ["python", "-m"] and len(words) > 2 and words[2].startswith(ROOMS) else None
+
+
+def name_of(document: dict[str, Any]) -> str:
+    """What a document's command calls its experiment, label included: a file that somebody renamed may say otherwise.
+    Its own word counts where there is no such command or no longer, and for claims, several of which share one."""
+    module = module_of(document["command"])
+    if module in (None, "experiments.claims"):
+        return document["experiment"]
+    found: dict[str, str] = {}
+    options: list[str] = []
+    words = iter(document["command"].split()[3:])
+    for word in words:
+        if word in BESIDE:
+            found[word] = next(words)
+        else:
+            options.append(word)
+    name = _name(module, options)
+    return document["experiment"] if name is None else labelled(name, found.get("--label"))
+
+
+def _name(module: str, options: list[str]) -> str | None:
+    """The module's own, or what it makes of its options. None for options that it has no longer and files that are
+    gone."""
+    name = module.removesuffix(".bench").rpartition(".")[2]
+    loaded = importlib.import_module(module)
+    if not hasattr(loaded, "name_of"):
+        return name
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return loaded.name_of(loaded.parse_args(options))
+    except (SystemExit, JllmError):
+        return None
