@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+from types import ModuleType
 from typing import Any
 
 from jllm.errors import JllmError
@@ -28,20 +29,29 @@ def name_of(document: dict[str, Any]) -> str:
     options: list[str] = []
     words = iter(document["command"].split()[3:])
     for word in words:
-        if word in BESIDE:
-            found[word] = next(words)
+        flag, equals, value = word.partition("=")
+        if flag in BESIDE:
+            found[flag] = value if equals else next(words, "")
         else:
             options.append(word)
     name = _name(module, options)
     return document["experiment"] if name is None else labelled(name, found.get("--label"))
 
 
+def load(module: str) -> ModuleType | None:
+    """A module by its name; None for one that is gone."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+
+
 def _name(module: str, options: list[str]) -> str | None:
     """The module's own, or what it makes of its options. None for options that it has no longer and files that are
     gone."""
     name = module.removesuffix(".bench").rpartition(".")[2]
-    loaded = importlib.import_module(module)
-    if not hasattr(loaded, "name_of"):
+    loaded = load(module)
+    if loaded is None or not hasattr(loaded, "name_of"):
         return name
     try:
         with contextlib.redirect_stderr(io.StringIO()):

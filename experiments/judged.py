@@ -1,11 +1,10 @@
 """What a result's rows say by the rules of today: its bars, and a claim's verdict."""
 
-import importlib
 from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
-from experiments.commands import module_of
+from experiments.commands import load, module_of
 
 Document = dict[str, Any]
 
@@ -18,7 +17,7 @@ def bars_of(document: Document) -> list[Document]:
     module = module_of(document["command"])
     if module is None or "--layers" in document["command"].split():
         return []
-    rule = getattr(importlib.import_module(module), "bars", None)
+    rule = getattr(load(module), "bars", None)
     return [] if rule is None else list(rule([dict(row) for row in document["rows"]]))
 
 

@@ -97,7 +97,12 @@ def test_a_run_that_was_cut_off_has_bars():
 
 def test_what_has_no_rule_has_no_bars():
     document = {"experiment": "x", "complete": False, "bars": [], "rows": [{"M": 1}]}
-    for command in ("a sweep, before the benchmark", "python -m os.path", "python -m experiments.kv_choices"):
+    for command in (
+        "a sweep, before the benchmark",
+        "python -m os.path",
+        "python -m experiments.gone",
+        "python -m experiments.kv_choices",
+    ):
         assert judged(document | {"command": command})["bars"] == []
     rows = {"rows": FILES["decode_step-20261122-h200.json"]["rows"]}
     assert len(judged(document | rows | {"command": "python -m experiments.decode_step"})["bars"]) == 5
