@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.model import Packed, Paged, forward
+from jllm.model import Packed, Paged, forward, rms_norm
 from tests.tiny import tiny_model
 
 forward_jit = partial(jax.jit, static_argnames="config")(forward)
@@ -109,6 +109,16 @@ def test_paged_logits_of_every_row_are_those_without_a_cache(windows):
         logits, cache = forward_jit(model.params, model.config, batch, cache)
         got.append(logits)
     assert relative(jnp.concatenate(got), want) < 1e-12
+
+
+def test_a_norm_rounds_before_its_weight_as_transformers_does():
+    rng, bf16 = np.random.default_rng(0), jnp.bfloat16
+    x, weight = rng.normal(size=(5, 64)).astype(bf16), rng.normal(size=64).astype(bf16)
+    wide = x.astype(np.float32)
+    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + np.float32(1e-5))
+    got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-5))
+    assert (got != normed.astype(bf16) * weight).mean() < 0.01  # float32 may differ in its last bit
+    assert (got != (normed * weight.astype(np.float32)).astype(bf16)).mean() > 0.1
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

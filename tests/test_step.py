@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jllm import step as step_module
 from jllm.batch import Layout, Rung, choose_rung, make_ladder, pack_decode, pack_prompt
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
+from jllm.model import head
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from jllm.step import State, Variant, jit_step, make_penalties, make_slots, undonated_step
 from tests.kernels_of import kernels_of
-from tests.tiny import CONFIG, tiny_model
+from tests.tiny import CONFIG, log_softmax, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LADDER = make_ladder(512, 2048)
@@ -128,6 +130,21 @@ def test_a_vocabulary_that_the_kernel_for_samples_lacks():
         traced_for_cuda("llama-2-7b", "bf16", backend="mosaic", num_layers=1, vocab_size=32001)
 
 
+def test_prompts_are_scored_in_blocks(monkeypatch):
+    """Of which the last is not full."""
+    monkeypatch.setattr(step_module, "PROMPT_LOGPROB_ROWS", 5)
+    model, rng = tiny_model(), np.random.default_rng(0)
+    hidden, targets = jnp.asarray(rng.normal(size=(13, 32)), jnp.float32), rng.integers(0, 97, 13).astype(np.int32)
+    targets[-1] = -1  # nobody asks
+    logprobs, ranks = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None)
+    logits = np.asarray(head(model.params, CONFIG, hidden))
+    rows = np.arange(12)
+    assert logprobs.shape == ranks.shape == (13,)
+    np.testing.assert_allclose(logprobs[:-1], log_softmax(logits)[rows, targets[:-1]], atol=1e-5)
+    better = logits[:-1] > logits[rows, targets[:-1]][:, None]
+    np.testing.assert_array_equal(ranks[:-1], 1 + better.sum(axis=1))
+
+
 def test_the_ladder_holds_every_step():
     assert len(LADDER) <= 16
     for decodes, tokens, chunks in [(1, 0, 0), (512, 1536, 512), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
@@ -142,6 +159,7 @@ def test_the_ladder_holds_every_step():
     assert choose_rung(LADDER, 9, 1, 1) == Rung(32, 384, 384)
     assert choose_rung(LADDER, 460, 0, 0) == Rung(512, 0, 0)
     assert choose_rung(LADDER, 300, 0, 0) == Rung(320, 0, 0)
+    assert choose_rung((Rung(4, 8, 1), Rung(4, 16, 4)), 1, 2, 2) == Rung(4, 16, 4)  # for its chunks
 
 
 def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():

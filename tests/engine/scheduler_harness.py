@@ -256,6 +256,7 @@ class Loop:
         assert s.counts.preempted == sum(seq.preemptions for seq in self.seqs)
         for seq in self.seqs:
             expected = alone(seq)
+            assert seq.origin is seq.snapshot is None, "what has ended keeps others alive"
             if seq.finish_reason == "abort":
                 assert seq.output == expected[: len(seq.output)], "another output than alone"
             else:

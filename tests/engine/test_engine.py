@@ -13,6 +13,7 @@ from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
+from jllm.sampling import RowParams, sample
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
@@ -54,6 +55,23 @@ def test_any_finite_temperature_draws_at_random(model):
     """Also the largest: tokens are then drawn evenly, with no warning."""
     (done,) = serve(model, [[5]], [SamplingParams(temperature=2.9e38, seed=1, max_new_tokens=12)], **OPTIONS)
     assert len(set(done.token_ids)) > 6
+
+
+def test_samples_are_drawn_as_asked(model):
+    """By each parameter as it was given: as jllm.sampling draws from the logits of the forward without a cache."""
+    plain = {"seed": 11, "temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
+    changes = [{}, {"seed": 2**32 - 1}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.4}]
+    engine, prompt = Engine(model, **OPTIONS), PROMPTS[0]
+    ids = {engine.submit(prompt, SamplingParams(n=2, **plain | change)): plain | change for change in changes}
+    done = {(e.id, e.sample): e.completion.token_ids for e in engine.run() if e.completion}
+    assert len(set(done.values())) == 2 * len(changes), "another test than it was: some parameter makes no difference"
+    logits = np.concatenate([full_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1] for tokens in done.values()])
+    asked = [{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "sample": index, **ids[request]} for request, index in done]
+    kinds = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "seed": "u4", "sample": "i4"}
+    rows = {name: np.repeat(np.asarray([one[name] for one in asked], kind), 16) for name, kind in kinds.items()}
+    positions = np.tile(np.arange(len(prompt), len(prompt) + 16, dtype=np.int32), len(done))
+    want = jax.jit(sample)(logits, RowParams(**rows), positions)
+    np.testing.assert_array_equal(np.concatenate(list(done.values())), want)
 
 
 def test_logprobs_are_of_the_raw_logits(model):
@@ -132,12 +150,14 @@ def test_stop_strings_cut_text_and_tokens_and_stream_what_is_certain():
 
 def test_penalties_and_bias_follow_their_formulas(model):
     """Of a prompt of three chunks, in which the tokens occur, some of them often, that are likely next."""
-    params = greedy(16, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={40: 1.5})
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    params = greedy(16, **penalties, logit_bias={40: 1.5}, logprobs=0)
     prompt = PROMPTS[0] + list(serve(model, [PROMPTS[0]], [greedy(33)], **OPTIONS)[0].token_ids)
     done = serve(model, [prompt, PROMPTS[1]], [params, greedy(16)], **OPTIONS)
     ids = list(prompt)
-    for token in done[0].token_ids:
+    for token, reported in zip(done[0].token_ids, done[0].logprobs, strict=True):
         logits = full_logits(model, ids)[-1].astype(np.float64)
+        assert reported.logprob == pytest.approx(log_softmax(logits)[token], abs=1e-4), "of the raw logits"
         seen = np.isin(np.arange(CONFIG.vocab_size), ids)
         logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
         counts = np.bincount(ids[len(prompt) :], minlength=CONFIG.vocab_size)

@@ -1,6 +1,7 @@
 """Decisions of the KV policies one by one, and what they promise together."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
+from tests.engine.scheduler_harness import Loop
 
 P = 4
 
@@ -144,6 +146,15 @@ def test_an_outgrown_extent_goes_on_right_behind_if_it_can(overflow):
     assert policy.grow(a, 1, 0, 99) == []
     assert a.pages == list(range(7))
     assert a.expected == 27  # and one that is computed before the end is read
+
+
+def test_a_sequence_that_wants_more_than_was_expected_is_counted():
+    """Expected to come to 8 tokens of KV, two pages; then to 12, which it does."""
+    policy = partial(Extent, predictor=Fixed(4))
+    loop = Loop(Limits(1, 8, 8, 1, P, 8, 8), partial(Scheduler, policy=policy))
+    loop.add(4, new_tokens=9)
+    loop.run()
+    assert loop.scheduler.counts.outgrown == 1
 
 
 def test_an_outgrown_extent_moves_or_is_scattered():

@@ -218,6 +218,24 @@ def test_a_static_batch_waits_for_its_longest_member():
     assert began
 
 
+def test_a_static_batch_waits_for_slots_that_an_unread_step_uses():
+    loop, rows = static_loop(), []
+    seqs = [loop.add(3, n) for n in (1, 9, 9, 4, 4, 4)]
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.schedule()
+        if plan is not None:
+            loop.unread.append((plan, loop.device.run(plan), []))
+            rows.append(plan.decode_rows)
+        if len(rows) == 3 and plan is not None:  # the first has ended, and the others take part in a step in flight
+            assert seqs[0].finished
+            loop.abort(seqs[1])
+            loop.abort(seqs[2])
+        while loop.unread and (plan is None or len(loop.unread) > 1):
+            loop.read()
+    loop.check_end()
+    assert rows == [0, 3, 3, 0, 3, 3, 3], "three began together, twice"
+
+
 def test_a_static_batch_that_the_pool_cannot_hold_still_ends():
     loop = static_loop(pages=7)
     for n in (9, 12, 10, 3):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jllm.batch import STOP_IDS, Layout, Rung
+from jllm.batch import STOP_IDS, Layout, Rung, pack_prompt
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Chunk, Plan
 from jllm.engine.request import SamplingParams
@@ -49,3 +49,11 @@ def test_a_plan_as_the_device_reads_it():
     }
     assert {name: np.asarray(getattr(batch, name)).tolist() for name in want} == want
     assert {name for name, _, _ in LAYOUT.fields()} == want.keys()
+
+
+def test_a_prompt_packed_by_hand_goes_on_where_others_ended():
+    batch = LAYOUT.unpack(pack_prompt(LAYOUT, [7, 8], pages=[4, 6], slot=1, start=3))
+    fields = ("chunk_slot", "chunk_start", "chunk_len", "chunk_final", "prompt_len")
+    assert [int(getattr(batch, name)[0]) for name in fields] == [1, 3, 2, 1, 5]
+    assert batch.deltas[:2].tolist() == [[1, 0, 4], [1, 1, 6]]
+    assert batch.tokens[:3].tolist() == [7, 8, 0]

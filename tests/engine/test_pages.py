@@ -122,6 +122,9 @@ def test_what_is_short_is_reclaimed_and_no_more():
     assert len(hoard.pages) == 4, "reclaimed more than it took"
     assert pool.allocate_run(7) == [0, 1, 2, 3, 4, 5, 6]
     assert pool.allocate_run(1) is None
+    pool = PagePool(12, 8)
+    pool.reclaimer = Hoard(pool)
+    assert pool.allocate_run(12) == list(range(12)), "all of it"
 
 
 def test_what_can_be_reclaimed_parts_no_run():

@@ -68,6 +68,11 @@ def test_the_part_is_the_longest_that_any_page_has():
     assert cache.lookup((1, 5, 9, 9, 7)) == Match((), held[1, 5, 0, 0], 2)
     assert cache.lookup((2, 9, 9, 9, 7)) == Match((), held[2, 2, 3, 4], 1)
     assert cache.lookup((3, 2, 3, 4, 7)) == Match()
+    for key in [(0, 5, 5, 5), (3, 0, 0, 0), (1, 4, 0, 0)]:  # kept after somebody looked
+        held[key] = keep(cache, key)[0]
+    assert cache.lookup((3, 0, 9, 9, 7)) == Match((), held[3, 0, 0, 0], 2)
+    assert cache.lookup((1, 4, 9, 9, 7)) == Match((), held[1, 4, 0, 0], 2)
+    assert cache.lookup((0, 5, 9, 9, 7)) == Match((), held[0, 5, 5, 5], 2)
 
 
 def test_least_recently_used_first_and_children_before_parents():

@@ -144,6 +144,18 @@ def test_a_read_that_frees_pages_saves_a_preemption():
     assert (loop.scheduler.counts.drains, loop.scheduler.counts.preempted) == (1, 0)
 
 
+def test_pages_that_a_copy_leaves_are_a_reason_to_look_again_at_who_waits():
+    loop = make(pages=6)
+    loop.add(4, new_tokens=12)
+    waits = loop.add(8)  # three pages, and one for the first to grow into
+    loop.scheduler.retired.append((0, loop.scheduler.pool.allocate(3)))  # as if the first step copied these
+    assert ids(loop.dispatch()) == ([], [(0, 0, 4, True)])
+    loop.read()
+    loop.dispatch()
+    assert waits.slot is not None
+    loop.run()
+
+
 def test_slot_and_pages_stay_until_the_last_step_that_may_write_them_is_read():
     loop = make(slots=1)
     seq = loop.add(5, new_tokens=9)

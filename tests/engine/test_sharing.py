@@ -241,15 +241,19 @@ def with_key(model, prompt, sampling, sample: int, begun: list[int]) -> tuple[in
     return next(iter(finish(engine).values())).token_ids
 
 
-def test_what_a_sequence_leaves_to_its_forks_and_to_the_cache():
-    """Of 10 tokens in pages of 4: to a fork what both begin with; to neither anything, once its logits were no
-    numbers."""
+def origin_and_fork() -> tuple[Sharing, Sequence, Sequence]:
+    """A sequence of 10 tokens, in pages of 4, and one that has 7 in common with it."""
     sharing = Sharing(keep=True)
     sharing.renew(PagePool(8, 4))
     prompt, rest = tuple(range(6)), (SamplingParams(), 0, 20)
-    origin = Sequence(0, 0, prompt, *rest, [50, 51, 52, 53, 54], slot=0, pages=[0, 1, 2], computed=11, prefill_end=6)
-    fork = Sequence(0, 1, prompt, *rest, [50, 61, 62, 63, 64], origin=origin, common=7)
-    sharing.pool.allocate(3)
+    pages = sharing.pool.allocate(3)
+    origin = Sequence(0, 0, prompt, *rest, [50, 51, 52, 53, 54], slot=0, pages=pages, computed=11, prefill_end=6)
+    return sharing, origin, Sequence(0, 1, prompt, *rest, [50, 61, 62, 63, 64], origin=origin, common=7)
+
+
+def test_what_a_sequence_leaves_to_its_forks_and_to_the_cache():
+    """To a fork what both begin with; to neither anything, once its logits were no numbers."""
+    sharing, origin, fork = origin_and_fork()
     for reason, held, tokens, kept in ((None, (0, 1), 7, 0), ("error", (), 0, 0), ("stop", (0, 1), 7, 2)):
         origin.finish_reason = reason
         beginning = next(sharing.beginnings(fork, alone=False))
@@ -257,6 +261,30 @@ def test_what_a_sequence_leaves_to_its_forks_and_to_the_cache():
         if reason is not None:
             sharing.on_release(origin)
         assert sharing.num_pages == kept
+
+
+def test_a_fork_waits_for_what_both_begin_with_and_no_longer():
+    sharing, origin, fork = origin_and_fork()
+    origin.prefill_end = 11  # it was preempted, and computes all of its tokens again
+    waits = []
+    for origin.computed in (0, 6, 7, 11):
+        waits.append(sharing.must_wait(fork))
+    assert waits == [True, True, False, False]
+
+
+def test_what_a_sequence_begins_with_is_counted_once():
+    sharing, origin, fork = origin_and_fork()
+    found = Sequence(1, 0, (*range(6), 50, 51, 52), SamplingParams(), 0, 20)
+    for seq, tokens in ((fork, 7), (found, 8)):
+        beginning = next(sharing.beginnings(seq, alone=False))
+        sharing.take(seq, beginning)
+        assert (seq.pages, seq.computed) == (list(beginning.pages), tokens)
+        assert seq.cached == 4 * len(beginning.pages), "a page that is copied is its own"
+        sharing.begin(seq, beginning)
+        assert len(seq.pages) == 2
+        sharing.on_release(origin)
+    counts = sharing.counts
+    assert (counts.lookups, counts.hits, counts.hit_tokens, counts.forked_tokens) == (2, 1, 8, 7)
 
 
 def test_snapshot_and_resume(model, wide, tmp_path):
