@@ -138,7 +138,7 @@ def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
     """The one scale in tensor `name`, float32 [1]. Raises CheckpointError where nothing can be divided by it."""
     single = scale.astype(np.float32).reshape(1)
     if not (np.isfinite(single) & (single >= np.finfo(np.float32).tiny)).all():
-        raise CheckpointError(f"tensor {name} holds {single[0]:g}, expected a positive number")
+        raise CheckpointError(f"tensor {name} holds {single[0]:g}, expected a positive number, 1.2e-38 or more")
     return single
 
 

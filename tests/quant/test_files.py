@@ -136,6 +136,21 @@ def test_tensors_that_contradict_the_config(tmp_path, change, words):
     refuse(tmp_path, model, *words)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "array"),
+    [
+        ("w8a8-all", {"columns": np.arange(96, dtype=np.int32)}),
+        ("w8a8-tensor", {"input_scale": np.ones(1, np.float32)}),
+        ("w8a16", {"input_scale": np.ones(1, np.float32)}),
+    ],
+)
+def test_arrays_that_a_format_does_not_have(tmp_path, scheme, array):
+    model = tiny_model(**WIDE)
+    save(tmp_path, quantize(model.params, scheme), model.config)
+    rewrite(tmp_path / WEIGHTS, lambda t: t.update({f"{DOWN}.{name}": value for name, value in array.items()}))
+    refuse(tmp_path, model, "no use for", *(f"{DOWN}.{name}" for name in array))
+
+
 @pytest.mark.parametrize(("name", "tensor"), [("w4a16-g32", "scales"), ("fp8", "values"), ("nf4-dq", "scale_steps")])
 def test_what_is_no_number_is_named(tmp_path, name, tensor):
     model = tiny_model(**WIDE | {"intermediate_size": 64})

@@ -22,6 +22,19 @@ from tests.quant.layouts import awq, compressed, gptq, nf4
 packed = partial(compressed, form="pack-quantized", activations=False)
 float8 = partial(compressed, form="float-quantized", kind="float")
 decode = jax.jit(quantized_weights.decode)
+
+
+def saying(layout, **fields):
+    """The layout, with other fields in what config_groups say of weights."""
+
+    def write(weights):
+        written = layout(weights)
+        written.config["config_groups"]["group_0"]["weights"].update(fields)
+        return written
+
+    return write
+
+
 HALF = 2.0**-11
 # layout, what its linear layers become, and how far their weights may be off
 CASES = {
@@ -47,7 +60,10 @@ CASES = {
     "int8-actorder": (
         partial(compressed, activations=False, strategy="group", group=32, actorder="group"), "w8a16-g32", 0
     ),
+    "int8-tensor-older": (saying(partial(compressed, strategy="tensor"), strategy=None), "w8a8", 0),
+    "int8-channel-actorder": (saying(compressed, actorder="group"), "w8a8", 0),  # of channels: says nothing
     "fp8": (float8, "fp8", 0),
+    "fp8-older": (saying(float8, strategy=None, group_size=-1), "fp8", 0),
     "fp8-tensor": (partial(float8, strategy="tensor", dtype=np.float32), "fp8", 0),
     "fp8-weight": (partial(float8, activations=False), "fp8-weight", 0),
     "fp8-autofp8": (layouts.autofp8, "fp8", 0),
@@ -60,6 +76,9 @@ CASES = {
         partial(packed, bits=4, strategy="group", group=32, symmetric=False, packed_zeros=False), "w4a16-g32-zp", 0
     ),
     "packed-4-actorder": (partial(packed, bits=4, strategy="group", group=32, actorder="group"), "w4a16-g32", 0),
+    "packed-4-actorder-true": (
+        saying(partial(packed, bits=4, strategy="group", group=32, actorder="group"), actorder=True), "w4a16-g32", 0
+    ),
     "packed-4-float32": (partial(packed, bits=4, strategy="group", group=32, dtype=np.float32), "w4a16-g32", HALF),
     "packed-8-channel": (partial(packed, bits=8), "w8a16", 0),
     "nf4": (nf4, None, HALF),
@@ -139,4 +158,6 @@ def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
 
 FIXED = ("int8-static", "fp8-static", "fp8-autofp8-static")
 STATIC = {"qkv": 5, "o": 6, "gate_up": 5, "down": 4}
-REORDERED = ("gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "int8-actorder")
+REORDERED = (
+    "gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "packed-4-actorder-true", "int8-actorder"
+)  # fmt: skip

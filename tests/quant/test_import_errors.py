@@ -73,6 +73,13 @@ def first(value):
     return change
 
 
+def reshaped(octets):
+    """Another shape of as many values, in what bitsandbytes says of a weight."""
+    said = octets.tobytes()
+    assert b"[64, 64]" in said
+    return np.frombuffer(said.replace(b"[64, 64]", b"[32, 128]"), np.uint8)
+
+
 UNSUPPORTED = {
     "method": (gptq, config(quant_method="quip"), "'quip' is not supported; supported are jllm, gptq, awq"),
     "no method": (gptq, config(quant_method=[]), r"quant_method \[\] is not supported"),
@@ -113,6 +120,7 @@ DISAGREE = {
     "gptq-dtype": (gptq, edit(f"{O}.qweight", lambda x: x.astype(np.int64)), f"{O}.qweight is stored as I64"),
     "gptq-order": (gptq, edit(f"{O}.g_idx", lambda x: x[::-1]), f"{O}.g_idx reorders the inputs, but desc_act = false"),
     "gptq-uneven": (act, edit(f"{O}.g_idx", first(7)), f"{O}.g_idx does not put 32 inputs into each of 2 groups"),
+    "gptq-lopsided": (act, edit(f"{O}.g_idx", lambda x: x * 0), f"{O}.g_idx does not put 32 inputs into each of 2 "),
     "gptq-orders": (act, edit(f"{K}.g_idx", lambda x: x[::-1]), "qkv_proj is one weight, but the g_idx of .*k_proj"),
     "gptq-sym": (partial(gptq, sym=False), config(sym=True), r"\.qzeros holds zero point \d+, but sym = true"),
     "gptq-v2": (partial(gptq, form="gptq_v2"), config(checkpoint_format="gptq"), "zero point 9, .* is it gptq_v2?"),
@@ -133,6 +141,7 @@ DISAGREE = {
     "ct-scale": (packed, edit(f"{O}.weight_scale", first(1e30)), f"{O}: its scales reach .*, which is beyond float16"),
     "ct-groups": (packed, weights(group_size=16), rf"{Q}.weight_scale has shape \[64, 2\], but .* says \[64, 4\]"),
     "ct-scale-0": (static, edit(f"{O}.input_scale", first(0)), f"{O}.input_scale holds 0, expected a positive number"),
+    "ct-scale-small": (static, edit(f"{O}.input_scale", first(1e-39)), "positive number, 1.2e-38 or more$"),
     "ct-scale-nan": (static, edit(f"{O}.input_scale", first(np.nan)), f"{O}.input_scale holds nan, expected a pos"),
     "ct-zero-point": (static, put(f"{O}.input_zero_point", np.ones(1, np.int8)), f"{O}.input_zero_point is not zero"),
     "ct-no-scale": (static, drop(f"{O}.input_scale"), f"missing, by its quantization_config, .* {O}.input_scale"),
@@ -142,10 +151,17 @@ DISAGREE = {
         partial(autofp8, static=True), config(activation_scheme="dynamic"), "no use for, .*proj.input_scale"
     ),
     "fp8-nan": (autofp8, edit(f"{O}.weight", first(ml_dtypes.float8_e4m3fn(np.nan))), f"tensor {O}.weight holds NaN"),
+    "fp8--nan": (autofp8, edit(f"{O}.weight", first(-ml_dtypes.float8_e4m3fn(np.nan))), f"tensor {O}.weight holds NaN"),
     "fp8-int8": (autofp8, edit(f"{O}.weight", lambda x: x.view(np.int8)), f"{O}.weight is stored as I8, .* F8_E4M3"),
     "nf4-map": (nf4, edit(f"{O}.weight.quant_map", first(-0.9)), f"{O}.weight.quant_map does not hold"),
     "nf4-json": (nf4, edit(f"{O}.weight.quant_state.bitsandbytes__nf4", first(0)), "is not a JSON object"),
+    "nf4-transposed": (
+        nf4, edit(f"{O}.weight.quant_state.bitsandbytes__nf4", reshaped), r"describes nf4 of shape \[32, 128\]; the"
+    ),
     "nf4-absmax": (nf4, edit(f"{O}.weight.absmax", lambda x: x[1:]), "has 63 scales, but .* imply 64"),
+    "nf4-nested": (
+        partial(nf4, double=True), edit(f"{O}.weight.nested_absmax", lambda x: np.append(x, x)), "has 2 scales, .* 1"
+    ),
     "nf4-double": (nf4, config(bnb_4bit_use_double_quant=True), f"missing.* {Q}.weight.nested_absmax"),
     "nf4-single": (partial(nf4, double=True), config(bnb_4bit_use_double_quant=False), "no use for.*nested_"),
     "nf4-shape": (nf4, edit(f"{O}.weight", lambda x: x[1:]), rf"{O}.weight has shape \[2047, 1\], .*2048, 1\]"),
