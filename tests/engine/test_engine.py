@@ -155,8 +155,8 @@ def test_penalties_and_bias_follow_their_formulas(model):
     prompt = PROMPTS[0] + list(serve(model, [PROMPTS[0]], [greedy(33)], **OPTIONS)[0].token_ids)
     done = serve(model, [prompt, PROMPTS[1]], [params, greedy(16)], **OPTIONS)
     ids = list(prompt)
-    for token, reported in zip(done[0].token_ids, done[0].logprobs, strict=True):
-        logits = full_logits(model, ids)[-1].astype(np.float64)
+    rows = full_logits(model, [*prompt, *done[0].token_ids])[len(prompt) - 1 : -1].astype(np.float64)
+    for token, reported, logits in zip(done[0].token_ids, done[0].logprobs, rows, strict=True):
         assert reported.logprob == pytest.approx(log_softmax(logits)[token], abs=1e-4), "of the raw logits"
         seen = np.isin(np.arange(CONFIG.vocab_size), ids)
         logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
