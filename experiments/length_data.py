@@ -15,12 +15,14 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.batch import Rung
-from jllm.engine.learned_length import fingerprint
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import InputFileError, RequestError
+from jllm.errors import InputFileError, OutputError, RequestError
+from jllm.fingerprint import of_params
 from jllm.pretrained import Model
+from jllm.run_identity import differing, digest, of_machine
 from jllm.tokenizer import Tokenizer
+from pallas_kernels.one_writer import open_alone
 
 SLOTS = 64
 LINE = "\n"
@@ -50,22 +52,36 @@ def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[T
     """Texts of seeds 0 .. count-1, at temperature 1 from the begin token, and those of other seeds that `path` has.
     What it has is not made again, and new ones are appended to it as they end, so that an interrupted run goes on: it
     must, since the texts that are missing by then are long ones. Raises InputFileError for a file of another model,
-    RequestError for a model without a begin token."""
+    OutputError for one that cannot be written or that another process writes, RequestError for a model without a begin
+    token."""
     if model.config.bos_id is None:
         raise RequestError("texts are sampled from the begin token, and this model has none")
-    about = {"model": fingerprint(model), "longest": longest}
-    found = {text.seed: text for text in read_texts(path, about)} if path.exists() else {}
-    missing = [seed for seed in range(count) if seed not in found]
-    if not path.exists():
-        path.write_text(json.dumps(about) + "\n", encoding="utf-8")
-    if missing:
-        with path.open("a", encoding="utf-8") as file, tqdm(total=len(missing), unit="text", delay=2) as bar:
-            for text in _generate(model, missing, longest):
+    try:
+        file = open_alone(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from None
+    if file is None:
+        raise OutputError(f"another process is writing {path}: wait for its end, or name another --texts-file")
+    with file:
+        about = about_texts(model, longest)
+        if not path.stat().st_size:
+            file.write(json.dumps(about).encode() + b"\n")
+        found = {text.seed: text for text in read_texts(path, about)}
+        file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
+        missing = [seed for seed in range(count) if seed not in found]
+        with tqdm(total=len(missing), unit="text", delay=2) as bar:
+            for text in _generate(model, missing, longest) if missing else ():
                 found[text.seed] = text
-                file.write(json.dumps({"seed": text.seed, "ended": text.ended, "tokens": text.tokens}) + "\n")
-                file.flush()
+                line = json.dumps({"seed": text.seed, "ended": text.ended, "tokens": text.tokens})
+                file.write(line.encode() + b"\n")
                 bar.update()
     return [found[seed] for seed in sorted(found)]
+
+
+def about_texts(model: Model, longest: int) -> dict[str, object]:
+    """What decides texts, besides their seeds."""
+    config = digest([repr(model.config).encode(), str(model.params.norm.dtype).encode()])
+    return {"longest": longest, "config": config, "weights": of_params(model.params)} | of_machine()
 
 
 def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text]:
@@ -83,16 +99,16 @@ def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text
 
 
 def read_texts(path: Path, about: dict[str, object]) -> list[Text]:
-    """Raises InputFileError where the file is not of this model and length."""
+    """Without a last line that was cut off. Raises InputFileError where the file is not of this model and length."""
     try:
-        head, *lines = path.read_text(encoding="utf-8").splitlines()
-        told = json.loads(head)
+        head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        told = dict(json.loads(head))
         rows = [json.loads(line) for line in lines]
         texts = [Text(row["seed"], tuple(row["tokens"]), row["ended"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputFileError(f"{path}: not a file of generated texts: {error}") from None
-    if told != about:
-        raise InputFileError(f"{path}: made by another model or of another length; name another file")
+    if names := differing(told, about):
+        raise InputFileError(f"{path}: has texts of another run ({', '.join(names[:3])} differ): name another file")
     return texts
 
 

@@ -8,6 +8,7 @@ model as prompts do that are served: in ragged chunks, over the paged KV cache a
 of weights and of K and V cost here what they cost there. Logits exist for a block of rows at a time.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from jllm.errors import EvaluationError
 from jllm.pretrained import Model
 from jllm.progress import digest_of, fingerprint, open_progress
 from jllm.protocols import Protocol, Window, encode, find_protocol, windows_of
+from jllm.run_identity import of_machine
 from jllm.scoring import Reader, Scores, Sizes, read_states, score_windows
 
 Text = str | Sequence[int]
@@ -155,8 +157,12 @@ def evaluate(
     if isinstance(reference, Recorded):
         _check_recorded(reference, resolved, ids)
     sizes = Sizes.of(windows, max_slots, max_step_tokens, page_size)
-    progress = () if resume is None else open_progress(resume, _key(resolved, ids, readers, kv_cache, backend))
-    scores = score_windows(tuple(readers), ids, windows, sizes, backend, *progress)
+    with contextlib.ExitStack() as stack:
+        progress: Any = ()
+        if resume is not None:
+            key = _key(resolved, ids, readers, kv_cache, backend)
+            progress = stack.enter_context(open_progress(resume, key))
+        scores = score_windows(tuple(readers), ids, windows, sizes, backend, *progress)
     if resolved.joined:
         return Evaluation(resolved, tuple(_part(scores[i : i + 1], None) for i in range(len(windows))))
     groups: list[list[Scores]] = [[] for _ in ids]
@@ -191,7 +197,7 @@ def _key(
     """What two evaluations must share for one to go on from the other's progress."""
     models = [fingerprint(reader.model, reader.states) for reader in readers]
     how = {"protocol": asdict(protocol), "KV format": kv_cache, "backend": backend}
-    return how | {"text": digest_of(ids), "models": models}
+    return how | {"text": digest_of(ids), "models": models} | of_machine()
 
 
 def _check_options(slots: int, tokens: int, page_size: int, kv_cache: str | None, backend: str | None) -> None:

@@ -1,34 +1,50 @@
 """What an interrupted evaluation goes on from: a file of the windows that are scored, one a line, as they come.
 
-The first line says which evaluation it is: protocol, tokens, models, formats. Arrays stand in base64, so that they are
-read as they were written. A line that was cut off while it was written counts for nothing.
+The first line says which evaluation it is: protocol, tokens, models, formats, device, versions. Arrays stand in base64,
+so that they are read as they were written. A line that was cut off while it was written counts for nothing.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jllm.errors import EvaluationError
+from jllm.fingerprint import of_params
 from jllm.pretrained import Model
 from jllm.scoring import Scores
+from pallas_kernels.one_writer import open_alone
 
 Key = dict[str, Any]
 
-SAMPLE = 256  # values of each weight that tell models apart
+SAMPLE = 256  # values of each recorded state that tell references apart
 
 
-def open_progress(path: str | Path, key: Key) -> tuple[dict[int, Scores], Callable[[int, Scores], None]]:
-    """The windows that the file holds, by number, and a function that adds one; the file begins here where there is
-    none. Raises EvaluationError for a file of another evaluation or of no evaluation at all."""
+@contextlib.contextmanager
+def open_progress(path: str | Path, key: Key) -> Iterator[tuple[dict[int, Scores], Callable[[int, Scores], None]]]:
+    """Yields the windows that the file holds, by number, and a function that adds one; the file begins here where there
+    is none. Raises EvaluationError for a file of another evaluation or of no evaluation at all, and for one that
+    another process writes."""
     path = Path(path)
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        file = open_alone(path)
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be written: {error.strerror}") from None
+    if file is None:
+        raise EvaluationError(f"{path}: another process writes it; name another file")
+    with file:
+        yield _read_progress(path, key), partial(_add, path)
+
+
+def _read_progress(path: Path, key: Key) -> dict[int, Scores]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read: {error.strerror}") from None
     first = json.dumps(key).encode() + b"\n"
@@ -43,20 +59,17 @@ def open_progress(path: str | Path, key: Key) -> tuple[dict[int, Scores], Callab
                 file.write(first)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be written: {error.strerror}") from None
+    return found
 
-    def add(window: int, scores: Scores) -> None:
-        with path.open("ab") as file:
-            file.write(json.dumps({"window": window, "scores": _packed(scores)}).encode() + b"\n")
 
-    return found, add
+def _add(path: Path, window: int, scores: Scores) -> None:
+    with path.open("ab") as file:
+        file.write(json.dumps({"window": window, "scores": _packed(scores)}).encode() + b"\n")
 
 
 def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str:
-    """Tells models apart: by config and some values of each weight, and of what a recorded reference made."""
-    digest = hashlib.sha256(repr(model.config).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // SAMPLE)]).tobytes())
+    """Tells models apart: by config, dtype and weights, and by some of what a recorded reference made."""
+    digest = hashlib.sha256(f"{model.config} {model.params.norm.dtype} {of_params(model.params)}".encode())
     for state in states or ():
         digest.update(state.reshape(-1)[:: max(1, state.size // SAMPLE)].tobytes())
     return digest.hexdigest()

@@ -10,7 +10,16 @@ pytest.importorskip("optax")
 
 from experiments import length_data
 from experiments import train_length_predictor as train
-from experiments.length_data import LONGEST, SHORTEST, Request, Text, cut_requests, generate_texts, read_texts
+from experiments.length_data import (
+    LONGEST,
+    SHORTEST,
+    Request,
+    Text,
+    about_texts,
+    cut_requests,
+    generate_texts,
+    read_texts,
+)
 from jllm.batch import Rung
 from jllm.engine.learned_length import (
     ARRAYS,
@@ -29,7 +38,8 @@ from jllm.engine.learned_length import (
 from jllm.engine.length import Predictor
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError
+from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
+from pallas_kernels.one_writer import open_alone
 from tests.tiny import greedy, tiny_model
 
 EDGES = np.array([1, 2, 4, 8, 16])
@@ -265,13 +275,20 @@ def test_from_a_model_to_a_file(size, tmp_path, capsys, monkeypatch):
     lines = [json.loads(line) for line in workload.read_text().splitlines()]
     assert {tuple(line["stop"]) for line in lines} == {(), ("\n",)}
     texts = tmp_path / "length.safetensors.texts.jsonl"
-    about = {"model": fingerprint(model), "longest": 30}
+    about = about_texts(model, 30)
     first = read_texts(texts, about)
     assert sorted(text.seed for text in first) == list(range(size))
-    texts.write_text("\n".join(texts.read_text().splitlines()[:-2]) + "\n")  # as an interrupted run leaves it
+    lines = texts.read_text().splitlines(keepends=True)
+    texts.write_text("".join(lines[:-2]) + lines[-2][:20])  # as an interrupted run leaves it
     assert generate_texts(model, size, 30, texts) == sorted(first, key=lambda text: text.seed)
-    with pytest.raises(InputFileError, match="made by another model"):
-        read_texts(texts, about | {"model": "other"})
+    assert len(read_texts(texts, about)) == size
+    with pytest.raises(InputFileError, match=r"has texts of another run \(weights differ\): name another file"):
+        read_texts(texts, about | {"weights": "other"})
+    with (
+        open_alone(texts),
+        pytest.raises(OutputError, match="another process is writing .*, or name another"),
+    ):
+        generate_texts(model, size, 30, texts)
 
 
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):

@@ -5,9 +5,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from jllm import evaluate as module
 from jllm import scoring
 from jllm.errors import EvaluationError
 from jllm.evaluate import evaluate, record
+from jllm.progress import open_progress
 from jllm.protocols import Protocol
 from jllm.quant.quantize import quantize
 from tests.tiny import tiny_model
@@ -135,8 +137,35 @@ def test_damage_is_named(model, tmp_path, line):
         evaluate(model, texts(), "document", resume=file, **OPTIONS)
 
 
+def test_one_process_writes_and_machines_are_told_apart(model, tmp_path, monkeypatch):
+    file, key = tmp_path / "progress.jsonl", {"text": "1", "device": "x"}
+    with open_progress(file, key) as (found, add):
+        assert found == {}
+        add(3, {"nats": np.ones(2, np.float32)})
+        with (
+            pytest.raises(EvaluationError, match=r"progress\.jsonl: another process writes it"),
+            open_progress(file, key),
+        ):
+            pass
+    with open_progress(file, key) as (found, add):
+        assert found.keys() == {3}
+    with (
+        pytest.raises(EvaluationError, match="of other device; name another file"),
+        open_progress(file, key | {"device": "y"}),
+    ):
+        pass
+    asked = []
+    monkeypatch.setattr(module, "open_progress", lambda path, key: asked.append(key) or open_progress(path, key))
+    monkeypatch.setattr(module, "score_windows", lambda *args: [{"nats": np.ones(1)} for _ in args[2]])
+    for embed in (model.params.embed, model.params.embed.at[0, 5].add(1e-3)):
+        changed = replace(model, params=replace(model.params, embed=embed))
+        evaluate(changed, texts(), "document", resume=tmp_path / f"{len(asked)}.jsonl", **OPTIONS)
+    assert {"device", "jax", "models"} <= asked[0].keys()
+    assert [name for name in asked[0] if asked[0][name] != asked[1][name]] == ["models"]
+
+
 def test_a_directory_and_a_missing_one(model, tmp_path):
-    with pytest.raises(EvaluationError, match="cannot be read"):
+    with pytest.raises(EvaluationError, match="cannot be written: Is a directory"):
         evaluate(model, texts(), "document", resume=tmp_path, **OPTIONS)
     with pytest.raises(EvaluationError, match="cannot be written"):
         evaluate(model, texts(), "document", resume=tmp_path / "no" / "file", **OPTIONS)
