@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 
 # Tests compile much and run little. On a CPU the least optimization, LLVM's emitters in place of MLIR's (which set a
@@ -35,3 +36,14 @@ def room_for_compiled_functions():
     if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in skipped_lines(terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(line)
+
+
+def skipped_lines(reports) -> list[str]:
+    """What was skipped and why, a line for each module and reason."""
+    whys = [(report.nodeid.partition("::")[0], str(report.longrepr[2]).removeprefix("Skipped: ")) for report in reports]
+    return [f"skipped: {count} of {file}: {why}" for (file, why), count in Counter(whys).items()]

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,13 @@ from jllm.pretrained import load
 from tests.lm_eval_cases import CONTEXT, EXPECTED, kept, write_checkpoint, write_tasks
 from tests.tiny import tiny_model
 
-pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-pytestmark = pytest.mark.filterwarnings("default")  # other people's
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # other people's
+    # Test by test: of a whole module that is skipped, pytest-xdist says nothing.
+    pytest.mark.skipif(
+        find_spec("lm_eval") is None, reason="lm-eval is not installed: `uv run --extra eval pytest` runs them"
+    ),
+]
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "ladder": (Rung(4, 64, 4),)}
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from jllm.engine.request import Event
     from jllm.tokenizer import Tokenizer
 
+WITHOUT_TOKENIZER = (
+    "put its tokenizer.json or tokenizer.model beside its weights, or give token ids: "
+    'lines {"prompt": [5, 6, 7]} of an --input file'
+)
 BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
 
@@ -202,12 +206,16 @@ def _serve(
 
 
 def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
-    """What to submit: token ids where possible, else the text that the engine will refuse with a reason."""
+    """What to submit: token ids where possible, else what the engine will refuse with a reason."""
     prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
-    if messages is None and not chat:
-        return tokenizer.encode(prompt) if isinstance(prompt, str) and prompt and tokenizer else prompt
+    chat = chat or messages is not None
+    if not chat and not isinstance(prompt, str):
+        return prompt
     if tokenizer is None:
-        raise RequestError("a chat needs a tokenizer with a chat template, and this model has none")
+        what = "a chat needs a tokenizer with a chat template" if chat else "a text prompt needs a tokenizer"
+        raise RequestError(f"{what}, and this model has none: {WITHOUT_TOKENIZER}")
+    if not chat:
+        return tokenizer.encode(prompt) if prompt else prompt
     if messages is None:
         if not isinstance(prompt, str):
             raise RequestError("--chat needs text or messages, not token ids")

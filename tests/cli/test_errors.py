@@ -64,9 +64,12 @@ def test_without_a_tokenizer_or_template(run, folder, tmp_path, model):
         (tmp_path / name).symlink_to(folder / name)
     assert "has no chat template" in run("--chat", "hi", model=tmp_path)[2]
     (tmp_path / "tokenizer.model").unlink()
-    assert "a text prompt needs a tokenizer" in run("hi", model=tmp_path)[2]
-    assert "a chat needs a tokenizer" in run("--chat", "hi", model=tmp_path)[2]
-    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    for flags, what in ((), "a text prompt needs a tokenizer"), (("--chat",), "a chat needs a tokenizer"):
+        status, _, err = run(*flags, "hi", model=tmp_path)
+        assert (status, err.count("\n")) == (2, 1)
+        assert what in err
+        assert 'beside its weights, or give token ids: lines {"prompt": [5, 6, 7]} of an --input file' in err
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')  # as that says
     status, out, _ = run("--input", tmp_path / "in.jsonl", "--json", *FLAGS, model=tmp_path)
     (done,) = expected(model, [5, 6, 7], params())
     assert status == 0
