@@ -282,8 +282,9 @@ def test_from_a_model_to_a_file(size, tmp_path, capsys, monkeypatch):
     texts.write_text("".join(lines[:-2]) + lines[-2][:20])  # as an interrupted run leaves it
     assert generate_texts(model, size, 30, texts) == sorted(first, key=lambda text: text.seed)
     assert len(read_texts(texts, about)) == size
+    moved = replace(model, params=replace(model.params, embed=model.params.embed.at[0, 0].add(1e-3)))
     with pytest.raises(InputFileError, match=r"has texts of another run \(weights differ\): name another file"):
-        read_texts(texts, about | {"weights": "other"})
+        generate_texts(moved, size, 30, texts)
     with (
         open_alone(texts),
         pytest.raises(OutputError, match="another process is writing .*, or name another"),
