@@ -26,7 +26,6 @@ from queue import Empty, SimpleQueue
 
 from pallas_kernels.bench_command import add_results_folder, interruptible
 
-PYTEST = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short"
 BATCHES = "1,16,64,128,256,512"
 QUANT_STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
 
@@ -45,17 +44,9 @@ class Command:
 
 COMMANDS = (
     Command(
-        "tests-attention",
-        f"{PYTEST} tests/kernels/test_decode_attention_mosaic.py tests/kernels/test_prefill_attention_mosaic.py"
-        " tests/kernels/test_cache_update_mosaic.py tests/test_gpu.py",
-        240,
-        timed=False,
-    ),
-    Command(
-        "tests-others",
-        f"{PYTEST} tests --ignore-glob '*attention_mosaic.py' --ignore tests/test_gpu.py"
-        " --ignore tests/kernels/test_cache_update_mosaic.py",
-        240,
+        "tests",
+        "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests",
+        480,
         timed=False,
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
@@ -211,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands alone")
     parser.add_argument("--seconds", type=float, default=3600, help="for all together")
     parser.add_argument(
-        "--jobs", type=int, default=8, help="commands of tests that run side by side on a GPU, 12 processes each"
+        "--jobs", type=int, default=8, help="commands that run side by side on a GPU, where they are not timed"
     )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
     add_results_folder(parser)

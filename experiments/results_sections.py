@@ -276,6 +276,12 @@ KERNELS = (
         ),
     ),
     Section(
+        "tests",
+        "Tests on a device",
+        "What `pytest -m gpu` counted, by file; a test that failed is named in the file.",
+        answer=lambda document: f"{document['passed']} passed, {document['failed'] + document['error']} failed",
+    ),
+    Section(
         "sanitizer",
         "Memory checkers over the kernels",
         "compute-sanitizer's tools over each kernel; `wrong` is the error against the reference, relative to its norm.",

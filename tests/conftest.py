@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,8 +19,14 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
 # with two cores, three threads wait forever.
 os.environ.setdefault("NPROC", "16")
 
+# What shares a GPU (workers of pytest, and processes that tests start) takes memory as it needs it: left to itself, the
+# first one takes three quarters.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from pallas_kernels.bench_command import RECORDED  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -38,9 +45,31 @@ def room_for_compiled_functions():
         gc.collect()
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_addoption(parser):
+    parser.addoption("--results", metavar="DIR", help="keep the counts of this run in a result file there")
+    text = "the same in experiments/results, which are committed"
+    parser.addoption("--record", dest="results", action="store_const", const=str(RECORDED), help=text)
+
+
+STARTED = pytest.StashKey[float]()
+
+
+def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Of the run as a whole: workers have no terminal."""
     for line in skipped_lines(terminalreporter.stats.get("skipped", ())):
         terminalreporter.write_line(line)
+    if directory := config.getoption("results"):
+        from tests import run_record
+
+        command = ["python", "-m", "pytest", *config.invocation_params.args]
+        seconds = time.monotonic() - config.stash[STARTED]
+        whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        path = run_record.write(directory, command, terminalreporter.stats, seconds, whole)
+        terminalreporter.write_line(f"counts: {path}")
 
 
 def skipped_lines(reports) -> list[str]:

@@ -1,6 +1,8 @@
-"""On a device (`pytest -m gpu -n 0`): the numbers are right there too, and the cache is updated in place."""
+"""On a device (`pytest -m gpu`): numbers are right there too, the cache is updated in place, and what runs unasked
+agrees with plain jnp. The oracle of the engine is in test_gpu_oracle.py."""
 
 import re
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,16 +20,19 @@ from jllm.config import load_config
 from jllm.engine.request import SamplingParams
 from jllm.pretrained import Model
 from jllm.step import State, jit_step, make_slots
-from tests.parity import FAMILIES, OPTIONS, PARITY, expected
-from tests.tiny import CONFIG, serve, tiny_model
+from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
+from tests.kernels_of import kernels_of, of_step
+from tests.parity import OPTIONS, PARITY, expected
+from tests.tiny import serve
 
 pytestmark = pytest.mark.gpu
 LADDER = (Rung(4, 0, 0), Rung(4, 128, 4))
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama2", "llama3.1", "qwen2-window", "qwen3"])
 def test_parity_in_float32(family):
+    """By XLA: no kernel takes float32."""
     model = jllm.load(PARITY / family, dtype="float32")
     cases = expected(family)
     params = SamplingParams(temperature=0.0, max_new_tokens=len(cases[0][2]), ignore_eos=True)
@@ -36,38 +41,27 @@ def test_parity_in_float32(family):
         assert list(completion.token_ids) == greedy.tolist()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kv_cache", [None, "int8-g8", "fp8", "int4-g16"])
-def test_company_up_to_the_first_near_tie(dtype, kv_cache):
-    model = tiny_model(dtype)
-    params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True, logprobs=2)
-    prompts = [list(range(3, 40)), [5], list(range(50, 60)), [9, 9, 9]]
-    options = {"page_size": 8, "max_step_tokens": 16, "kv_cache": kv_cache}
-    together = serve(model, prompts, [params] * 4, max_slots=4, ladder=(Rung(4, 16, 4),), **options)
-    compared = 0
-    for prompt, got in zip(prompts, together, strict=True):
-        want = serve(model, [prompt], [params], max_slots=1, ladder=(Rung(1, 16, 1),), **options)[0]
-        for a, b, info in zip(got.token_ids, want.token_ids, want.logprobs, strict=True):
-            if info.top[0][1] - info.top[1][1] < 0.1:
-                break
-            assert a == b
-            compared += 1
-    assert compared > 10
-
-
-@pytest.mark.parametrize("kv_cache", ["bf16", "int8-g8"])
-def test_no_copy_of_a_pool(kv_cache):
-    """Donated pools are written in place: no instruction of the compiled step copies anything of their size."""
-    model = tiny_model("bfloat16")
-    num_pages = 4099  # a number that stands for the pool wherever it occurs
-    cache = make_cache(CONFIG, num_pages, 16, parse_kv_cache(kv_cache, CONFIG, jnp.bfloat16))
+@pytest.mark.parametrize(
+    ("shape", "kv_cache"), [("D=128", "bf16"), ("D=64", "int8-g8"), ("D=128", "fp8"), ("D=64", "int4-g16")]
+)
+def test_no_copy_of_a_pool(shape, kv_cache):
+    """Donated pools are written and read where they are, by kernels: no instruction of the compiled step copies
+    anything of their size."""
+    model = kernel_model(shape)
+    num_pages = 16411  # a number that stands for the pool wherever it occurs
     layout = Layout(Rung(4, 16, 4), deltas=8)
-    state = State(cache, make_slots(4, 8))
+    formats = parse_kv_cache(kv_cache, model.config, jnp.bfloat16)
+    state = jax.eval_shape(lambda: State(make_cache(model.config, num_pages, 16, formats), make_slots(4, 64)))
     buffer = np.asarray(pack_decode(layout, []))
-    compiled = jit_step.lower(model.params, state, buffer, config=CONFIG, layout=layout).compile()
-    pattern = rf"= \S*\[{num_pages},[^=]* (copy|copy-start)\("
-    assert not re.findall(pattern, compiled.as_text())
-    assert compiled.memory_analysis().temp_size_in_bytes < cache[0].k.values.nbytes
+    traced = jit_step.trace(model.params, state, buffer, config=model.config, layout=layout)
+    kernels = kernels_of(traced.jaxpr.jaxpr)
+    assert kernels == of_step(LAYERS, chunks=True)
+    compiled = traced.lower().compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == kernels.total()
+    assert not re.findall(rf"= \S*\[{num_pages},[^=]* (copy|copy-start)\(", text)
+    pool = state.cache[0].k.values
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * pool.dtype.itemsize
 
 
 def test_the_bundled_model_tells_a_story():
@@ -84,14 +78,18 @@ def test_the_bundled_model_tells_a_story():
 def test_a_second_process_loads_what_the_first_compiled(tmp_path):
     """Kernels included; and what a step needs beside its arguments is still known."""
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        (cold, none, needs), (warm, loaded, still) = (pool.submit(start, tmp_path).result() for _ in range(2))
+        (cold, none, needs, kernels), (warm, loaded, still, _) = (
+            pool.submit(start, tmp_path).result() for _ in range(2)
+        )
     assert warm == cold
+    assert kernels > 0
     assert (none, loaded) == (0, 2)
     assert still == needs > 0
 
 
 def start(folder):
-    """In a process of its own: tokens, programs that were loaded, and bytes that the largest step needs."""
+    """In a process of its own: tokens, programs that were loaded, bytes that the largest step needs, and its kernels if
+    it was compiled."""
     jax.config.update("jax_enable_compilation_cache", False)  # what that has had cannot be serialized
     engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, ladder=LADDER, executables=folder)
     engine.compile_ahead()
@@ -99,20 +97,20 @@ def start(folder):
     ids = [engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=20)) for prompt in ([5] * 150, [6, 7])]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
     (largest,) = [program for (rung, _), program in engine._device._programs.items() if rung.tokens]
-    return [done[i] for i in ids], loaded, largest.memory_analysis().temp_size_in_bytes
+    kernels = 0 if loaded else largest.as_text().count('custom_call_target="mosaic_gpu')
+    return [done[i] for i in ids], loaded, largest.memory_analysis().temp_size_in_bytes, kernels
 
 
 @pytest.mark.parametrize(("kv_cache", "mean"), [(None, 0.02), ("int8-g8", 0.02), ("fp8", 0.03)])
 def test_kernels_agree_with_xla(kv_cache, mean):
     """Prompts in chunks beside decodes, through the kernels that the device chooses and through plain jnp. fp8's coarse
     steps widen whatever two ways of rounding differ by."""
-    model = jllm.load()
-    assert model.config.head_dim == 64  # a size that the kernels take
+    model = jllm.load(dtype="bfloat16")
     text = (PARITY.parent.parent.parent / "jllm" / "assets" / "fairytale" / "README.md").read_text()
     prompts = [
         model.tokenizer.encode(text)[start : start + n] for start, n in [(0, 400), (100, 3), (200, 150), (9, 70)]
     ]
-    check_agreement(model, prompts, kv_cache, mean=mean, most=0.5, gap=0.2)
+    check_agreement(model, prompts, kv_cache, {}, mean=mean, most=0.5, gap=0.2)
 
 
 def test_kernels_agree_with_xla_at_7b():
@@ -121,17 +119,21 @@ def test_kernels_agree_with_xla_at_7b():
     model = Model(config, init_params(config, jax.random.key(0), jnp.bfloat16), None)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, config.vocab_size, n).tolist() for n in (700, 3, 150, 70)]
-    check_agreement(model, prompts, None, mean=0.05, most=0.5, gap=0.2)
+    products = {"gemm_skinny": 2, "gemm_skinny_gated": 1}  # of 132 rows: more than the one for q, k and v is for
+    check_agreement(model, prompts, None, products, mean=0.05, most=0.5, gap=0.2)
 
 
-def check_agreement(model, prompts, kv_cache, *, mean, most, gap):
-    """Kernels and plain jnp: log-probabilities of prompts differ by `mean` on average and by `most` at the most, and
-    tokens not before the two likeliest are closer than `gap`."""
+def check_agreement(model, prompts, kv_cache, products, *, mean, most, gap):
+    """Kernels, a layer's `products` among them, and plain jnp: log-probabilities of prompts differ by `mean` on average
+    and by `most` at the most, and tokens not before the two likeliest are closer than `gap`."""
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=True)
     options = {"max_slots": 4, "max_step_tokens": 132, "ladder": (Rung(4, 128, 4),), "kv_cache": kv_cache}
-    ours, plain = (
-        serve(model, prompts, [params] * 4, **options, num_pages=400, backend=backend) for backend in (None, "xla")
-    )
+    engines = [jllm.Engine(model, **options, num_pages=400, backend=backend) for backend in (None, "xla")]
+    ours, plain = (play(engine, [Job(prompt, params) for prompt in prompts]) for engine in engines)
+    wanted = of_step(model.config.num_layers, chunks=True, **products)
+    with_prompts = wanted + Counter(norm_quant=1)  # for logits of prompt tokens
+    assert [kernels in (wanted, with_prompts) for kernels in kernels_of_steps(engines[0])] == [True, True]
+    assert not any(kernels_of_steps(engines[1]))
     errors = [np.abs(np.subtract(a.prompt_logprobs, b.prompt_logprobs)) for a, b in zip(ours, plain, strict=True)]
     assert np.concatenate(errors).mean() < mean
     assert max(error.max() for error in errors) < most

@@ -1,0 +1,42 @@
+"""The result file of a run of tests: how many passed, failed and were skipped, by file, and which failed."""
+
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.result_file import ResultFile
+
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")  # error: a fixture's failure
+
+
+def write(
+    directory: str, command: Sequence[str], reports: Mapping[str, Iterable[Any]], seconds: float, whole: bool
+) -> Path:
+    """`reports` are pytest's, by outcome; `whole`: nothing cut the run off."""
+    files: dict[str, Counter[str]] = defaultdict(Counter)
+    took: Counter[str] = Counter()
+    for outcome in OUTCOMES:
+        for report in reports.get(outcome, ()):
+            file = report.nodeid.partition("::")[0]
+            files[file][outcome] += 1
+            took[file] += getattr(report, "duration", 0.0)  # a module that is skipped has none
+    total = sum(files.values(), Counter())
+    failures = [report.nodeid for outcome in ("failed", "error") for report in reports.get(outcome, ())]
+    counts = {outcome: total[outcome] for outcome in OUTCOMES[:4]}
+    with ResultFile(directory, "tests", command, driver=driver(), **counts, seconds=round(seconds)) as result:
+        for file, found in sorted(files.items()):
+            result.add({"file": file} | {o: found[o] for o in OUTCOMES if found[o]} | {"seconds": round(took[file], 1)})
+        result.finish(bars=[], complete=whole, failures=failures)
+    return result.path
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's, if there is one."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (done.stdout.splitlines() or [None])[0] if done.returncode == 0 else None

@@ -1,0 +1,40 @@
+"""What a run of tests leaves, and what the processes of one share."""
+
+import json
+import os
+from types import SimpleNamespace
+
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
+
+from tests import run_record
+
+
+def test_counts_by_file_and_what_failed(tmp_path):
+    def report(nodeid, seconds):
+        return SimpleNamespace(nodeid=nodeid, duration=seconds)
+
+    reports = {
+        "passed": [report("tests/test_a.py::test_x", 1.25), report("tests/test_b.py::test_y[a::b]", 2.0)],
+        "failed": [report("tests/test_a.py::test_z", 0.5)],
+        "error": [report("tests/test_b.py::test_w", 0.0)],
+        "": [report("tests/test_a.py::test_x", 9.0)],  # setup and teardown
+        "warnings": [object()],
+    }
+    command = ["python", "-m", "pytest", "-m", "gpu", "--record"]
+    path = run_record.write(str(tmp_path), command, reports, 61.4, whole=True)
+    document = json.loads(path.read_text())
+    assert path.name.startswith("tests-")
+    assert [document[key] for key in ("passed", "failed", "error", "skipped", "seconds")] == [2, 1, 1, 0, 61]
+    assert document["failures"] == ["tests/test_a.py::test_z", "tests/test_b.py::test_w"]
+    assert document["rows"] == [
+        {"file": "tests/test_a.py", "passed": 1, "failed": 1, "seconds": 1.8},
+        {"file": "tests/test_b.py", "passed": 1, "error": 1, "seconds": 2.0},
+    ]
+    assert (document["command"], document["complete"]) == ("python -m pytest -m gpu", True)
+    assert {"device", "driver", "versions"} <= document.keys()
+
+
+def test_processes_of_a_run_share_a_gpu():
+    """Each takes memory as it needs it, the processes that tests start as well."""
+    assert generate_pjrt_gpu_plugin_options()["preallocate"] is False
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
