@@ -68,15 +68,16 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         return _print_version()
     jobs = _jobs(args, sampling_params(args))
     with _output(args) as file:
+        model = _find_model(args)
         if args.json or file is not None:
-            run = _run_identity(args)
+            run = _run_identity(model, args)
             jobs = [replace(job, run=run) for job in jobs]
         done = Done({}, 0) if file is None else read_results(args.output, jobs)
         todo = done.missing(jobs)
         if not todo:
             _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
             return 0
-        engine, prompts, slots = _prepare(args, todo)
+        engine, prompts, slots = _prepare(args, model, todo)
         from jllm.cli.sinks import Lines, Screen
 
         speed = Speed(started, _compiled(engine))
@@ -132,13 +133,20 @@ def _made_with(args: Namespace) -> dict[str, Any]:
     return made_with | ({"chat": True} if args.chat else {})
 
 
-def _run_identity(args: Namespace) -> dict[str, str]:
-    """What that is here and now."""
+def _find_model(args: Namespace) -> Path:
+    """The directory that is meant, downloaded where it has to be."""
+    from jllm.checkpoint import find_model
     from jllm.pretrained import BUNDLED
+
+    return find_model(BUNDLED if args.model is None else args.model)
+
+
+def _run_identity(model: Path, args: Namespace) -> dict[str, str]:
+    """What `made_with` is here and now."""
     from jllm.run_identity import of_machine, of_model, of_scheme
 
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
-    return of_model(BUNDLED if args.model is None else args.model) | scheme | of_machine()
+    return of_model(model) | scheme | of_machine()
 
 
 def _stdin_prompt() -> str:
@@ -154,13 +162,13 @@ def _stdin_prompt() -> str:
     return text
 
 
-def _prepare(args: Namespace, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
+def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
     """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
     cache = _compile_cache(args)
     from jllm.engine.loop import Engine
-    from jllm.pretrained import BUNDLED, load
+    from jllm.pretrained import load
 
-    model = load(BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize)
+    model = load(path, dtype=args.dtype, quantize=args.quantize)
     prompts = []
     for job in jobs:
         with _named(job):

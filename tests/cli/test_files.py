@@ -235,7 +235,7 @@ def test_what_decides_results_is_known_by_content(run, lines, tmp_path, folder, 
         assert out.read_text() == json.dumps(line) + "\n"
 
 
-def refuse(args, todo):
+def refuse(args, model, todo):
     """In place of loading: nothing would come after it but the run."""
     raise OutputError(f"goes on with {len(todo)}")
 
