@@ -40,7 +40,8 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, JllmError
-from jllm.fit import free_memory, tree_bytes
+from jllm.fit import tree_bytes
+from jllm.memory import free_memory, is_host
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
@@ -289,7 +290,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
 
 def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace) -> float:
     """Pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it has."""
-    free = free_memory()
+    free = None if is_host() else free_memory()
     return math.inf if free is None else (free - STEP_BYTES) // page_bytes(config, params, args)
 
 

@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(value, dict):
@@ -38,7 +38,7 @@ def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise TokenizerError(f"cannot read {file}: {one_line(error)}") from error
     found = read_json(directory / "chat_template.json").get("chat_template") or config.get("chat_template")

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +17,9 @@ import numpy as np
 
 from jllm.config import DTYPES, LlamaConfig, load_quantization, to_hf
 from jllm.errors import CheckpointError, OutputError, QuantizationError
+from jllm.fit import check_weights
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
-from jllm.params import EMBED, HEAD, Params, Weight
+from jllm.params import EMBED, HEAD, Params, Weight, layer_prefix
 from jllm.quant.files import arrays, quantization_config
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme
@@ -33,6 +34,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
+LAYER = re.compile(re.escape(layer_prefix(0)).replace("0", r"(\d+)"))
 BLOCK = 64 << 20  # bytes moved from device to disk at a time
 LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
 
@@ -72,14 +74,21 @@ def find_model(path_or_id: str | Path) -> Path:
     raise CheckpointError(f"{name}: no such directory; as a Hub id it {problem}")
 
 
-def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None, scheme: Scheme | None = None) -> Params:
+def load_params(
+    path: str | Path,
+    config: LlamaConfig,
+    dtype: Any = None,
+    scheme: Scheme | None = None,
+    free: int | None = None,
+) -> Params:
     """Read a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
 
     Every leaf is read, part by part, into one host buffer of its own shape, put on the device, and dropped before the
     next: host memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is
     there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
     they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
-    superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit.
+    superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit, and NoRoomError for weights
+    that take more than `free` bytes (None: nobody knows).
     """
     path, dtype = Path(path), param_dtype(config, dtype)
     stored = stored_tensors(path)
@@ -89,9 +98,11 @@ def load_params(path: str | Path, config: LlamaConfig, dtype: Any = None, scheme
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
     formats = {} if scheme is None else scheme.formats(config.num_layers)
-    check_shapes(specs, formats)
     _check_tensors(path, specs, quantized, stored)
-    with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
+    check_shapes(specs, formats)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    check_weights(path, config, dtype, scheme, free, total if quantized else None)
+    with _progress_bar(total) as advance:
 
         def load(spec: LeafSpec) -> jax.Array:
             host, row = np.empty(spec.shape, dtype), 0
@@ -196,10 +207,16 @@ def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor
     return _sharded_tensors(path, files[0]) if indices else read_header(path / files[0])
 
 
+def count_layers(stored: Iterable[str]) -> int:
+    """How many layers these tensors are of, by their names."""
+    found = [int(match[1]) for match in map(LAYER.match, stored) if match]
+    return 1 + max(found, default=-1)
+
+
 def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
     index = path / name
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index}: not a readable index: a JSON object with a weight_map is needed") from None

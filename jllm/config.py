@@ -15,6 +15,7 @@ from typing import Any
 from jllm.errors import ConfigError
 from jllm.hf_fields import (
     FAMILIES,
+    MOST,
     ROPE_FIELDS,
     UNDERSTOOD_BY,
     check_fields,
@@ -28,6 +29,8 @@ from jllm.hf_fields import (
 ROPE_KINDS = ("default", "linear", "llama3")
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and the method that they imply
+MOST_LAYERS = 10_000
+MOST_SIZE = 1 << 24  # of each other size: more than any model has
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -72,26 +75,18 @@ class LlamaConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        )
-        for name in (*sizes, "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name, most in (*((size, MOST_SIZE) for size in sizes), ("num_layers", MOST_LAYERS), ("context", MOST)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1 and at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one a layer")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ConfigError(f"sliding windows {self.windows} must be at least 1")
+        if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
+            raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
         if not any(self.windows):
             object.__setattr__(
                 self, "windows", ()
@@ -107,11 +102,12 @@ class LlamaConfig:
         return from_hf(raw, source=source)
 
 
-def load_config(path: str | Path) -> LlamaConfig:
+def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:
     """Read a model's config.json, given the file or its directory.
 
     A generation_config.json beside it overrides the begin and end token ids; its sampling defaults (temperature, top_k,
-    ...) are left alone: sampling is what the caller says. Raises ConfigError.
+    ...) are left alone: sampling is what the caller says. Raises ConfigError, also for more layers than the weights
+    have (`stored_layers`).
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -120,6 +116,9 @@ def load_config(path: str | Path) -> LlamaConfig:
     if generation.exists():
         ids = _read_json(generation)
         raw |= {key: ids[key] for key in ("bos_token_id", "eos_token_id") if ids.get(key) is not None}
+    layers = raw.get("num_hidden_layers")
+    if stored_layers and isinstance(layers, int) and layers > stored_layers:
+        raise ConfigError(f"{file}: num_hidden_layers is {layers}, but the weights beside it have {stored_layers}")
     return from_hf(raw, source=str(file))
 
 
@@ -173,7 +172,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         if hidden % heads:
             raise ConfigError(f"hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is not given")
         head_dim = hidden // heads
-    layers = read_integer(raw, "num_hidden_layers", least=1)
+    layers = read_integer(raw, "num_hidden_layers", least=1, most=MOST_LAYERS)
     context = read_integer(raw, "max_position_embeddings", family.context, least=1)
     rope_theta, rope_scaling = _rope(raw, context, source)
     attention_bias = read_boolean(raw, "attention_bias")
@@ -268,7 +267,7 @@ def _rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,7 @@
 """Whether a device has room for a model, reckoned from shapes before anything is allocated, and what would fit."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,32 +11,15 @@ import jax.numpy as jnp
 
 from jllm.batch import Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.config import LlamaConfig, load_quantization
+from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
+from jllm.memory import gib
 from jllm.param_specs import abstract_params, weight_specs
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
-from jllm.safetensors_io import read_header
 
-GIB = 1 << 30
 SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate one first
 LEAST = Rung(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
-
-Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
-
-
-def free_memory() -> int | None:
-    """Bytes that are free on the device that arrays go to; None where it does not say (a CPU)."""
-    stats = device_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-
-
-def device_stats() -> dict[str, int] | None:
-    return jax.local_devices()[0].memory_stats()
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
 
 
 def tree_bytes(tree: Any) -> int:
@@ -61,8 +43,8 @@ def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
 
 def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:
     """Of one KV page in all layers. Raises ConfigError for a format that nobody knows."""
-    formats = parse_kv_cache(kv_cache, config, dtype)
-    return cache_bytes(jax.eval_shape(lambda: make_cache(config, 1, page_size, formats)))
+    formats, one = parse_kv_cache(kv_cache, config, dtype), replace(config, num_layers=1, windows=config.windows[:1])
+    return config.num_layers * cache_bytes(jax.eval_shape(lambda: make_cache(one, 1, page_size, formats)))
 
 
 @dataclass(frozen=True)
@@ -89,31 +71,24 @@ def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = 
     return WeightBytes(tree_bytes(quantize(plain, scheme)), passing)
 
 
-def check_weights(folder: Path, config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int | None) -> None:
+def check_weights(
+    folder: Path, config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int | None, stored: int | None = None
+) -> None:
     """NoRoomError where the weights of a model directory take more than the `free` bytes of a device, naming dtypes and
-    schemes that would leave room for a step as well. A CheckpointError for one that cannot be read."""
+    schemes that would leave room for a step as well. `stored`: bytes of weights that are quantized already, which
+    become codes of the same size."""
     if free is None:
         return
-    stored = load_quantization(folder) is not None
-    need = _stored_bytes(folder) if stored else weight_bytes(config, dtype, scheme)
+    need = weight_bytes(config, dtype, scheme) if stored is None else WeightBytes(stored)
     if need.peak <= free:
         return
     size = f"{gib(need.peak)}{' while they are quantized' if need.passing else ''}"
-    what = "as they are stored" if stored else f"in {_described(dtype, scheme)}"
-    found = [] if stored else _smaller(config, dtype, scheme, free)
+    what = f"in {_described(dtype, scheme)}" if stored is None else "as they are stored"
+    found = _smaller(config, dtype, scheme, free) if stored is None else []
     otherwise = "no smaller dtype or scheme would fit: it takes a larger device"
     raise NoRoomError(
         f"{folder}: its weights {what} need {size}, and the device has {gib(free)} free; {would_fit(found, otherwise)}"
     )
-
-
-def _stored_bytes(folder: Path) -> WeightBytes:
-    """Of a checkpoint that is quantized: what its files hold becomes codes of the same size."""
-    tensors: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        if not file.name.startswith(("adapter_", "consolidated")):
-            tensors |= {name: tensor.nbytes for name, tensor in read_header(file).items()}
-    return WeightBytes(sum(tensors.values()))
 
 
 def _described(dtype: Any, scheme: Scheme | None) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from jllm.errors import ConfigError
 
+MOST = (1 << 31) - 1  # of any integer: the device has 32 bits for it
+
 
 @dataclass(frozen=True)
 class Family:
@@ -153,9 +155,15 @@ def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
 
 
 def read_integer(
-    raw: Mapping[str, Any], key: str, default: int | None = None, null: int | None = None, *, least: int = 0
+    raw: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    null: int | None = None,
+    *,
+    least: int = 0,
+    most: int = MOST,
 ) -> int:
-    """raw[key]; `default` where it is absent, `null` where it is null. Never below `least`."""
+    """raw[key]; `default` where it is absent, `null` where it is null. Never below `least`, nor above `most`."""
     value = raw.get(key, default)
     if value is None and key in raw:
         value = null
@@ -163,6 +171,8 @@ def read_integer(
         raise ConfigError(f"{key} is missing")
     if type(value) is not int or value < least:
         raise ConfigError(f"{key} = {value!r} is not an integer of at least {least}")
+    if value > most:
+        raise ConfigError(f"{key} = {value} is too large: at most {most} are supported")
     return value
 
 
@@ -185,6 +195,6 @@ def read_boolean(raw: Mapping[str, Any], key: str) -> bool:
 def read_token_ids(raw: Mapping[str, Any], key: str, default: int | None) -> tuple[int, ...]:
     value = raw.get(key, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int or i < 0 for i in ids):
+    if any(type(i) is not int or not 0 <= i <= MOST for i in ids):
         raise ConfigError(f"{key} = {value!r} is not a token id or a list of them")
     return tuple(ids)

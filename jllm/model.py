@@ -20,7 +20,6 @@ from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import of_layer, resolve_taps
 from pallas_kernels import decode_attention, prefill_attention
-from pallas_kernels.backends import where_faster
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.kv_pages import KVPages
@@ -215,7 +214,7 @@ def _layer(
     else:
         gate_up = project(middle, p.mlp_norm, p.gate_up, p.gate_up_bias)
         tap("gate_up", lambda: gate_up)
-        tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=where_faster(backend)))
+        tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))
         y = silu_linear(gate_up, p.down, p.down_bias, residual=middle, backend=backend)
     tap("output", lambda: y)
     return y, pages, found

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.config import DTYPES, LlamaConfig
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, NoRoomError
+from jllm.memory import free_memory, gib
 from jllm.params import EMBED, HEAD, LINEARS, LayerParams, Params, layer_prefix
 from pallas_kernels.numerics import compute_dtype
 
@@ -92,13 +93,24 @@ def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
 
 def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
     """Random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2 layers)
-    smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype."""
+    smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype. NoRoomError where
+    the device of `key` has less memory free than they take."""
     dtype = param_dtype(config, dtype)
     specs = param_specs(config)
+    if not isinstance(key, jax.core.Tracer):
+        _check_room(specs, dtype, key)
     keys = jax.random.split(key, config.num_layers + 1)
     top = _draw(replace(specs, layers=()), keys[0], dtype)
     layers = tuple(_draw(layer, keys[i + 1], dtype) for i, layer in enumerate(specs.layers))
     return replace(top, layers=layers)
+
+
+def _check_room(specs: Params, dtype: np.dtype, key: jax.Array) -> None:
+    need = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)) * dtype.itemsize
+    free = free_memory(min(key.devices(), key=lambda device: device.id))
+    if free is not None and need > free:
+        what = f"random weights in {dtype.name} take {gib(need)}"
+        raise NoRoomError(f"{what}, and the device has {gib(free)} free: take fewer or smaller layers")
 
 
 def _draw(specs: Any, key: jax.Array, dtype: np.dtype) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jllm.checkpoint import find_model, load_params
+from jllm.checkpoint import count_layers, find_model, load_params, stored_tensors
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
-from jllm.fit import Memory, check_weights, free_memory
+from jllm.memory import Memory, free_memory
 from jllm.params import Params
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
@@ -69,13 +69,12 @@ def load(
     scheme = None if quantize is None else find_scheme(quantize)
     wanted = _dtype(dtype, scheme)
     folder = find_model(path)
-    config = load_config(folder)
+    config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:
             wanted = jnp.dtype("float32")
-    check_weights(folder, config, wanted, scheme, memory())
-    params = load_params(folder, config, wanted, scheme)
+    params = load_params(folder, config, wanted, scheme, memory())
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import kv_pages
 from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, KVPages, Pages
 from pallas_kernels.quantized_weights import STORED as CODES
-from pallas_kernels.quantized_weights import QuantizedWeight, padded
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -162,14 +162,14 @@ def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int)
 def check_weight(w: QuantizedWeight) -> None:
     """Raises ValueError where a weight's arrays are not what its format says, and NotImplementedError for unknown
     codes."""
-    fmt = w.format
+    fmt, (rows, columns) = w.format, w.values.shape
     if fmt.codes not in CODES:
         raise NotImplementedError(f"no backend reads codes {fmt.codes!r}; codes: {', '.join(CODES)}")
-    rows, columns = map(padded, w.shape)
-    shape = (rows,) if fmt.group is None else (columns // fmt.group, rows)
-    scales = "int8" if fmt.double_quant else "float32" if fmt.group is None else "float16"
+    groups = None if fmt.group is None else columns * (2 if fmt.packed else 1) // fmt.group
+    shape = (rows,) if groups is None else (groups, rows)
+    scales = "int8" if fmt.double_quant else "float32" if groups is None else "float16"
     expected: dict[str, tuple[jax.Array | None, str | None, tuple[int, ...]]] = {
-        "values": (w.values, str(fmt.storage_dtype), (rows, columns // (2 if fmt.packed else 1))),
+        "values": (w.values, str(fmt.storage_dtype), w.values.shape),
         "scales": (w.scales, scales, shape),
         "zeros": (w.zeros, "int8" if fmt.zero_point else None, shape),
     }

@@ -1,5 +1,6 @@
 """Checkpoint directories: what is read is what was stored, what is written is read back, and damage is named."""
 
+import codecs
 import dataclasses
 import io
 import json
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jllm.chat import find_chat_template, read_json
 from jllm.checkpoint import abstract_params, find_model, init_params, load_params, save
 from jllm.config import RopeScaling, load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError
+from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import encode_header, read_header
 from tests.checkpoint_cases import INDEX, WEIGHTS, assert_same_bits, make_config, random_params, rewrite, save_both_ways
 
@@ -168,6 +171,21 @@ def test_init_params():
     assert_same_bits(params, init_params(config, jax.random.key(0), "float32"))
     for other in (make_config(dtype="bfloat16"), make_config(tie_embeddings=True)):
         assert jax.eval_shape(lambda key, c=other: init_params(c, key), jax.random.key(0)) == abstract_params(other)
+
+
+def test_json_with_a_byte_order_mark_is_read(saved):
+    """As editors of Windows write it."""
+    folder = saved[0] / "many"
+    (folder / "chat_template.jinja").write_text("{{ 'x' }}")
+    (folder / "scheme.toml").write_text('rules = [["*", "w8a16"]]')
+    plain = load_config(folder), load_params(folder, load_config(folder)), find_chat_template(folder, {})
+    for file in [*folder.glob("*.json"), folder / "chat_template.jinja", folder / "scheme.toml"]:
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    config = load_config(folder)
+    assert (config, find_chat_template(folder, {})) == (plain[0], plain[2])
+    assert_same_bits(load_params(folder, config), plain[1])
+    assert read_json(folder / "config.json")["model_type"] == "llama"
+    assert find_scheme(folder / "scheme.toml").name == "scheme"
 
 
 def test_known_superfluous_tensors_are_ignored(tmp_path):

@@ -21,7 +21,7 @@ from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
-from jllm.fit import Memory, free_memory
+from jllm.memory import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split

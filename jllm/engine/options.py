@@ -172,7 +172,7 @@ class Sizes:
     """The options made definite."""
 
     limits: Limits
-    max_pages: int  # M
+    max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
     ladder: tuple[Rung, ...]
 
     @property
@@ -192,8 +192,8 @@ class Sizes:
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> Sizes:
     """Fills in defaults; affordable_pages is what the device's memory can hold."""
     P, S = options.page_size, options.max_slots
-    max_pages = -(-config.context // P)
-    num_pages = options.num_pages or max(S, min(S * max_pages, affordable_pages))
+    whole = -(-config.context // P)
+    num_pages = options.num_pages or max(S, min(S * whole, affordable_pages))
     tokens = options.max_step_tokens or max(256, 2 * S)
     ladder = make_ladder(S, tokens) if options.ladder is None else options.ladder
     top = Rung(S, max((r.tokens for r in ladder), default=0), max((r.chunks for r in ladder), default=0))
@@ -216,4 +216,4 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         num_pages=num_pages,
         max_deltas=2 * S + -(-tokens // P),
     )
-    return Sizes(limits, max_pages, ladder)
+    return Sizes(limits, min(whole, num_pages), ladder)

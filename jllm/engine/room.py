@@ -11,12 +11,13 @@ from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, Sizes, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
-from jllm.fit import SCHEMES, gib, page_bytes, step_bytes, tree_bytes, would_fit
+from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
+from jllm.memory import gib, is_host
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.step import State, make_slots
 
-CPU_CACHE_BYTES = 1 << 30  # of pages by default, where nobody knows how much memory is free
+CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or nobody knows its size
 SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
 KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
 
@@ -82,12 +83,27 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: Sizes, free: int 
 def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[Sizes, Need]:
     """Sizes, with as many pages by default as fit, and what they take."""
     page = page_bytes(config, dtype, options.kv_cache, options.page_size)
-    sizes = resolve(options, config, 0)
-    slots = tree_bytes(jax.eval_shape(lambda: make_slots(sizes.limits.max_slots, sizes.max_pages)))
-    step = step_bytes(config, dtype, largest(sizes.ladder))
-    room = CPU_CACHE_BYTES if free is None else max(0, min(int(SHARE * free), free - slots - step))
-    sizes = resolve(options, config, room // page)
-    return sizes, Need(sizes.limits.num_pages * page, slots, step)
+    step = step_bytes(config, dtype, largest(resolve(options, config, 0).ladder))
+    most = CPU_CACHE_BYTES if free is None else int(SHARE * free)
+    if is_host():
+        most = min(most, CPU_CACHE_BYTES)
+    pages = most // page
+    if free is not None:
+        pages = min(pages, _affordable(options, config, page, free - step))
+    sizes = resolve(options, config, pages)
+    return sizes, Need(sizes.limits.num_pages * page, _slot_bytes(options.max_slots, sizes.max_pages), step)
+
+
+def _slot_bytes(slots: int, max_pages: int) -> int:
+    return tree_bytes(jax.eval_shape(lambda: make_slots(slots, max_pages)))
+
+
+def _affordable(options: EngineOptions, config: LlamaConfig, page: int, room: int) -> int:
+    """The most pages of `page` bytes that `room` bytes hold together with the slots, whose tables have an entry for
+    each page, but for no more than the whole context has."""
+    entries, whole = 4 * options.max_slots, -(-config.context // options.page_size)
+    room -= _slot_bytes(options.max_slots, 0)
+    return max(0, room // (page + entries), (room - entries * whole) // page)
 
 
 def _options_that_fit(
@@ -106,7 +122,7 @@ def _options_that_fit(
 
     if options.num_pages is not None:
         need = _reckon(options, config, dtype, free)[1]
-        pages = (free - need.slots - need.step) * limits.num_pages // need.pool
+        pages = _affordable(options, config, need.pool // limits.num_pages, free - need.step)
         if pages >= limits.max_slots:
             yield f"num_pages={pages} ({gib(total({'num_pages': pages}) or free)})"
     for name in KV_FORMATS:

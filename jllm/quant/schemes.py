@@ -193,7 +193,7 @@ def _near_presets(name: str) -> list[str]:
 def read_scheme(file: Path) -> Scheme:
     """From a TOML or JSON file; without a name, it is called as the file is."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise QuantizationError(f"{file}: cannot be read: {error.strerror}") from None

@@ -1,6 +1,7 @@
 """A model or an engine that does not fit says what it needs, what there is, and what would fit; and that does fit."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,8 +18,9 @@ from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.options import make_options
 from jllm.engine.room import check_room, sizes_for
-from jllm.errors import ConfigError, NoRoomError
-from jllm.fit import GIB, check_weights, free_memory, page_bytes, weight_bytes
+from jllm.errors import ConfigError, NoRoomError, RequestError
+from jllm.fit import check_weights, page_bytes, weight_bytes
+from jllm.memory import GIB, gib
 from jllm.quant.quantize import quantize
 from tests.tiny import greedy, serve, tiny_model
 
@@ -30,10 +32,10 @@ CONFIGS = {name: load_config(f"configs/{name}.json") for name in ("llama-2-7b", 
 PARAMS = {name: abstract_params(config, jnp.bfloat16) for name, config in CONFIGS.items()}
 
 
-def refused(options, name: str, free: int) -> str | None:
+def refused(options, name: str, free: int, **changes) -> str | None:
     """What check_room says, None where it is content."""
     try:
-        check_room(make_options(options), CONFIGS[name], PARAMS[name], free)
+        check_room(make_options(options), replace(CONFIGS[name], **changes), PARAMS[name], free)
     except NoRoomError as error:
         return str(error)
     return None
@@ -57,27 +59,28 @@ def proposals(text: str) -> list[dict[str, int | str]]:
     pages=st.none() | st.integers(512, 40_000),
     tokens=st.none() | st.sampled_from([1024, 8192]),
     given_ladder=st.booleans(),
+    context=st.sampled_from([4096, 2**31 - 1]),
 )
-def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, pages, tokens, given_ladder):
+def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, pages, tokens, given_ladder, context):
     options = {"max_slots": slots, "num_pages": pages, "max_step_tokens": tokens}
     if given_ladder:
         options["ladder"] = (Rung(slots, 0, 0), Rung(slots, (tokens or 1024) - slots, slots))
-    config, params = CONFIGS[name], PARAMS[name]
-    said = refused(options, name, free)
+    config, params = replace(CONFIGS[name], context=context), PARAMS[name]
+    said = refused(options, name, free, context=context)
     sizes = sizes_for(make_options(options), config, params, free)
     pool = sizes.limits.num_pages * page_bytes(config, jnp.bfloat16, None, 16)
     if said is None:
         assert pool <= free
         return
     assert "\n" not in said
-    assert f"{fit.gib(free)} free" in said
+    assert f"{gib(free)} free" in said
     for change in proposals(said):
         scheme = change.pop("quantize", None)
         less = 0 if scheme is None else fit.tree_bytes(params) - fit.tree_bytes(quantize(params, scheme))
         if given_ladder and ("max_slots" in change or "max_step_tokens" in change):
             s, t = change.get("max_slots", slots), change.get("max_step_tokens", tokens or 1024)
             change["ladder"] = (Rung(s, 0, 0), Rung(s, max(1, min(t, tokens or 1024) - slots), s))
-        assert refused({**options, **change}, name, free + less) is None, change
+        assert refused({**options, **change}, name, free + less, context=context) is None, change
 
 
 def test_the_largest_number_of_pages_that_fits_is_named():
@@ -87,6 +90,12 @@ def test_the_largest_number_of_pages_that_fits_is_named():
     assert refused({"max_slots": 64, "num_pages": pages + 1}, "llama-2-7b", 20 * GIB) is not None
     assert "kv_cache=int8-g8" not in said  # 40,000 pages of 5 MiB
     assert "kv_cache=int4-g32" not in refused({"max_slots": 64, "num_pages": 40_000}, "llama-2-7b", 2 * GIB)
+    endless = {"context": 2**31 - 1}  # tables of as many pages as the pool has, and those take memory as well
+    pages = proposals(refused({"max_slots": 512, "num_pages": 10**9}, "qwen3-0.6b", 20 * GIB, **endless))[0][
+        "num_pages"
+    ]
+    assert refused({"max_slots": 512, "num_pages": pages}, "qwen3-0.6b", 20 * GIB, **endless) is None
+    assert refused({"max_slots": 512, "num_pages": pages + 1}, "qwen3-0.6b", 20 * GIB, **endless) is not None
 
 
 @settings(max_examples=25, deadline=None)
@@ -103,7 +112,7 @@ def test_weights_that_are_proposed_fit(tmp_path_factory, name, free, dtype, sche
     if need.peak <= free:
         check_weights(folder, config, dtype, found, free)
         return
-    with pytest.raises(NoRoomError, match=re.escape(fit.gib(need.peak))) as error:
+    with pytest.raises(NoRoomError, match=re.escape(gib(need.peak))) as error:
         check_weights(folder, config, dtype, found, free)
     for change in proposals(str(error.value)):
         other = {"bf16": "bfloat16"}.get(change.get("dtype"), dtype)
@@ -125,7 +134,7 @@ def test_loading_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     save(tmp_path, model.params, model.config)
     need = model.memory_footprint()["total"]
     assert jllm.load(tmp_path, memory=lambda: need).memory_footprint()["total"] == need
-    monkeypatch.setattr("jllm.pretrained.load_params", None)
+    monkeypatch.setattr("jllm.checkpoint.read_tensor", None)
     with pytest.raises(NoRoomError, match="what would fit: dtype=bf16") as error:
         jllm.load(tmp_path, memory=lambda: need - 1)
     assert isinstance(error.value, ConfigError)
@@ -176,10 +185,31 @@ def test_recovery_does_not_ask_the_device_again(monkeypatch):
     assert len([e for e in engine.run() if e.completion]) == 1
 
 
-def test_the_device_is_asked(monkeypatch):
-    assert free_memory() is None  # a CPU does not say
-    monkeypatch.setattr(fit, "device_stats", lambda: {"bytes_limit": 100, "bytes_in_use": 58})
-    assert free_memory() == 42
+def test_the_operating_system_is_asked_where_the_device_is_a_cpu(monkeypatch):
+    """It gave JAX's own RESOURCE_EXHAUSTED, or nothing until the machine was full."""
+    monkeypatch.setattr(device_module, "make_cache", None)
+    with pytest.raises(NoRoomError, match=r"^1000000000 KV pages of 8 tokens take .* GiB free .*: num_pages=\d+ \("):
+        Engine(tiny_model(), num_pages=10**9, **OPTIONS)
+    monkeypatch.setattr("jllm.memory.host_memory", lambda: 1000)
+    with pytest.raises(NoRoomError, match="its weights in float32 need .* and the device has 0.00 MiB free"):
+        jllm.load()
+
+
+def test_a_cpu_keeps_its_memory_for_others_too():
+    config, params = CONFIGS["llama-2-7b"], PARAMS["llama-2-7b"]
+    pages = sizes_for(make_options({"max_slots": 32}), config, params, 100 * GIB).limits.num_pages
+    assert pages * page_bytes(config, jnp.bfloat16, None, 16) == GIB
+
+
+def test_a_context_without_end_takes_no_more_than_the_pool():
+    """Page tables are as long as the pool; as long as the context, they would be 4 GiB here."""
+    model = tiny_model(num_layers=1, context=2**31 - 1)
+    engine = Engine(model, device=partial(Device, memory=lambda: 1 << 20), num_pages=16, **OPTIONS)
+    assert engine.sizes.max_pages == 16
+    engine.submit([5, 6, 7], greedy(126))
+    assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [126]  # which fill the pool
+    with pytest.raises(RequestError, match="the page pool has 16"):
+        engine.submit([5, 6, 7], greedy(10**12))
 
 
 def test_random_weights_take_what_is_counted():

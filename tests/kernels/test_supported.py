@@ -108,24 +108,20 @@ def test_angles_are_floats_of_one_dtype():
 
 
 def test_weights_in_other_formats():
-    weight = jnp.ones((32, 256), jnp.float32)
+    x, weight = jnp.ones((2, 256), jnp.bfloat16), jnp.ones((32, 256), jnp.float32)
     fp8, int8, int4 = (encode(weight, parse_weight_format(name)) for name in ("fp8-weight", "w8a16", "w4a16-g32"))
     for w, message in (
         (replace(fp8, values=fp8.values.astype(jnp.float8_e5m2)), r"w.values is float8_e5m2.*, expected float8_e4m3fn"),
         (replace(int8, values=int8.values.astype(jnp.uint8)), r"w.values is uint8\[32, 256\], expected int8"),
-        (replace(int8, values=int8.values[:31]), r"w.values is int8\[31, 256\], expected int8\[32, 256\]"),
-        (replace(int8, shape=(32, 300)), r"w.values is int8\[32, 256\], expected int8\[32, 320\]"),
         (replace(int8, scales=int8.scales.astype(jnp.float16)), r"w.scales is float16\[32\], expected float32"),
         (replace(int4, scales=int4.scales.astype(jnp.bfloat16)), r"w.scales is bfloat16\[8, 32\], expected float16"),
         (replace(int4, scales=int4.scales[:4]), r"w.scales is float16\[4, 32\], expected float16\[8, 32\]"),
         (replace(int4, zeros=jnp.zeros((8, 32), jnp.int8)), r"w.zeros is int8\[8, 32\], expected none"),
         (replace(int4, format=replace(int4.format, zero_point=True)), r"w.zeros is none, expected int8\[8, 32\]"),
     ):  # fmt: skip
-        x = jnp.ones((2, w.shape[1]), jnp.bfloat16)
         for backend in ("xla", "mosaic"):
             with pytest.raises(ValueError, match=message):
                 weight_only_matmul(x, w, backend=backend)
-    x = jnp.ones((2, 256), jnp.bfloat16)
     for fmt, message in (
         (WeightFormat("int4"), "int4 in groups of None is not supported by backend mosaic, which does 32, 64, 128"),
         (WeightFormat("fp8", 32), "fp8 in groups of 32 is not supported by backend mosaic, which does None"),

@@ -1,0 +1,89 @@
+"""How much memory is free: on the device that arrays go to, or of this machine where that device is its CPU."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+GIB = 1 << 30
+
+Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
+
+
+def free_memory(device: jax.Device | None = None) -> int | None:
+    """Bytes that are free on a device, by default the one that arrays go to; None where it does not say. A CPU has
+    what the operating system would give this process."""
+    stats = device_stats(device) or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return host_memory() if is_host(device) else None
+
+
+def device_stats(device: jax.Device | None = None) -> dict[str, int] | None:
+    return (device or jax.local_devices()[0]).memory_stats()
+
+
+def is_host(device: jax.Device | None = None) -> bool:
+    """Whether its memory is that of the machine, which other programs need as well."""
+    return (device or jax.local_devices()[0]).platform == "cpu"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that the operating system calls available, or fewer where a control group of this process (a container's
+    limit, say) has less left. `root` is where /proc and /sys lie. None where nothing is known."""
+    return min((left for left in (_available(root), *_left_to_groups(root)) if left is not None), default=None)
+
+
+def _available(root: Path) -> int | None:
+    """Of the machine. Where there is no /proc (macOS): all that it has, for want of better."""
+    found = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if found is not None:
+        return found * 1024
+    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        if name in os.sysconf_names:
+            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _left_to_groups(root: Path) -> Iterator[int | None]:
+    """What each control group that this process is in, of either version, has left of its limit. Files that the kernel
+    would drop from its cache count as free."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            mount, limit, usage, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            limit, usage, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        inner = mount / path.lstrip("/")  # in a container it may name a place outside, and the mount is the group
+        for group in (inner, *inner.parents):
+            if group.is_relative_to(mount):
+                yield _left(group / limit, group / usage, group / "memory.stat", cached)
+
+
+def _left(limit: Path, usage: Path, stat: Path, cached: str) -> int | None:
+    """None where there is no limit."""
+    try:
+        return max(0, int(limit.read_text()) - int(usage.read_text()) + _fields(stat).get(cached, 0))
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """First word of each line -> the number after it; empty where the file cannot be read."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    except (OSError, ValueError):
+        return {}
