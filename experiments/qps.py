@@ -95,7 +95,7 @@ class HostOnly(Device):
         self._state = None
 
     def run(self, buffer, layout, variant) -> Outputs:
-        self.used.add((layout.rung, variant))
+        self.programs.used.add((layout.rung, variant))
         tokens: Any = np.ones(layout.rung.decodes + layout.rung.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 

@@ -52,7 +52,7 @@ def make_ladder(max_slots: int, max_step_tokens: int) -> tuple[Rung, ...]:
     return tuple(Rung(r, c, min(max_slots, c)) for r, c in sorted(sizes))
 
 
-def choose_rung(ladder: tuple[Rung, ...], decodes: int, tokens: int, chunks: int) -> Rung:
+def choose_rung(ladder: Sequence[Rung], decodes: int, tokens: int, chunks: int) -> Rung:
     """The smallest rung that holds a step."""
     fits = [r for r in ladder if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks]
     return min(fits, key=lambda r: (r.size, r))

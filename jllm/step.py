@@ -29,6 +29,7 @@ from jllm.sampling import (
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 TOP_LOGPROBS = 20
+WANTS = ("penalties", "logprobs", "prompt_logprobs")  # of a variant: what single requests ask for
 NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
 
 
@@ -41,6 +42,19 @@ class Variant:
     prompt_logprobs: bool = False
     sort: bool = False  # sample by sorting, as a baseline
     taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
+
+    def __or__(self, other: "Variant") -> "Variant":
+        """What serves both. They sample alike."""
+        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in WANTS})
+
+    def covers(self, other: "Variant") -> bool:
+        """Whether a step of this variant does all that one of the other does."""
+        return self == self | other and other | self == self
+
+    @property
+    def breadth(self) -> int:
+        """How many things it does that requests ask for."""
+        return sum(getattr(self, name) for name in WANTS)
 
 
 @jax.tree_util.register_dataclass

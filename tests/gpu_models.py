@@ -68,7 +68,7 @@ def kernels_of_steps(engine: Engine) -> list[Counter[str]]:
     """Those of each compiled step that an engine used, by rows. They were traced already."""
     device = engine._device
     found = []
-    for rung, variant in sorted(device.used, key=lambda key: key[0].size):
-        static = device._static(device.layout(rung, variant), variant)
-        found.append(kernels_of(jit_step.trace(*device._arguments(rung, variant), **static).jaxpr.jaxpr))
+    for key in sorted(device.programs.used, key=lambda key: key[0].size):
+        traced = jit_step.trace(*device._arguments(*key), **device._static(*key))
+        found.append(kernels_of(traced.jaxpr.jaxpr))
     return found

@@ -96,7 +96,7 @@ def start(folder):
     loaded = engine.metrics()["compile_loaded"]
     ids = [engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=20)) for prompt in ([5] * 150, [6, 7])]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
-    (largest,) = [program for (rung, _), program in engine._device._programs.items() if rung.tokens]
+    (largest,) = [program for (rung, _), program in engine._device.programs._kept.items() if rung.tokens]
     kernels = 0 if loaded else largest.as_text().count('custom_call_target="mosaic_gpu')
     return [done[i] for i in ids], loaded, largest.memory_analysis().temp_size_in_bytes, kernels
 

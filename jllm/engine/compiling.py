@@ -1,61 +1,88 @@
-"""Programs compiled in threads ahead of their first call, the most needed first."""
+"""Programs compiled in threads, the most needed first, or by the step that needs them now; and how many there were."""
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import jax
+from jax._src import config as jax_config
 from tqdm import tqdm
 
 from jllm.batch import Rung
 
-T = TypeVar("T")
-Keep = Callable[[jax.stages.Compiled], None]
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass
 class Compiled:
-    """What an engine had compiled ahead so far."""
+    """What was compiled for an engine so far: ahead of requests, behind their steps, or at a step's first use."""
 
     programs: int = 0
-    seconds: float = 0.0  # until the last of them was there, tracing included
+    first_use: int = 0  # those of them that a step had to wait for
+    seconds: float = 0.0  # while at least one was made, tracing included
     cache_hits: int = 0  # programs that JAX's persistent cache had
     loaded: int = 0  # programs that files had (executables.py)
 
 
+class Recipe(NamedTuple):
+    """How a program is made: where it may be found, how it is traced and lowered, and what is done with a new one."""
+
+    lower: Callable[[], jax.stages.Lowered]
+    find: Callable[[], jax.stages.Compiled | None] = lambda: None
+    keep: Callable[[jax.stages.Compiled], None] = lambda made: None
+
+
 def most_needed_first(ladder: Sequence[Rung]) -> list[Rung]:
-    """A ladder's rungs: first the one that holds every step, then those with more decodes, without prompt tokens before
-    with them."""
-    top = max(ladder, key=lambda r: (r.decodes, r.tokens, r.chunks))
+    """A ladder's rungs: first the one that holds every step (see options.resolve), then those with more decodes,
+    without prompt tokens before with them."""
+    top = max(ladder, key=lambda r: (r.tokens, r.chunks, r.decodes))
     return [top, *sorted((r for r in ladder if r != top), key=lambda r: (-r.decodes, r.tokens))]
 
 
-class Compiler:
-    """Compiles programs in threads of its own in the order in which they come, and adds them to `compiled`.
+def own_settings() -> Callable[[], AbstractContextManager[None]]:
+    """The JAX settings that context managers have changed in this thread, as a context manager for another thread."""
+    states = jax_config.config_states.values()
+    own = [(state, value) for state in states if (value := state.get_local()) is not jax_config.config_ext.unset]
 
-    Tracing is not for threads: JAX's context managers (64-bit mode, say) are the calling thread's own. What a program's
-    compilation raises, its future does.
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for state, value in own:
+                stack.enter_context(state(value))
+            yield
+
+    return settings
+
+
+class Compiler:
+    """Makes programs in threads of its own, in the order in which they are added, and counts them in `compiled`.
+
+    Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
+    Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
     """
 
     def __init__(self, compiled: Compiled):
-        self._compiled, self._start, self._before = compiled, time.perf_counter(), compiled.seconds
-        self._lock, self._threads = threading.Lock(), set[int]()
-        self._unfinished, self._last, self._listens = 0, False, True
-        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile", lambda: self._threads.add(threading.get_ident()))
-        jax.monitoring.register_event_listener(self._count_hit)
+        self._compiled, self._closed = compiled, False
+        self._lock, self._tracing = threading.Lock(), threading.Lock()
+        self._busy: set[int] = set()  # threads that are making a program
+        self._since = 0.0  # the time up to which compiled.seconds counts
+        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
 
-    def add(self, lowered: jax.stages.Lowered, keep: Keep = lambda made: None) -> "Future[jax.stages.Compiled]":
-        """keep is called with the program, in the thread that made it, before the future is done."""
-        return self._submit(self._compile, lowered, keep)
+    def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
+        return self._pool.submit(self._behind, recipe, own_settings())
 
-    def load(self, find: Callable[[], jax.stages.Compiled | None]) -> "Future[jax.stages.Compiled | None]":
-        """A program that a file may have."""
-        return self._submit(self._find, find)
+    def now(self, recipe: Recipe) -> jax.stages.Compiled:
+        """Makes a program in this thread, which waits for it."""
+        made = self._make(recipe, contextlib.nullcontext())
+        with self._lock:
+            self._compiled.first_use += 1
+        return made
 
     def wait(self, jobs: Iterable[Future]) -> None:
         """Until all are done, with progress on a terminal. Raises what the first of them to fail raises."""
@@ -67,58 +94,53 @@ class Compiler:
                 bar.set_postfix_str(f"{cached} from the cache", refresh=False)
                 bar.update()
 
-    def leave(self) -> None:
-        """No more programs come; those that came go on."""
-        self._pool.shutdown(wait=False)
-        with self._lock:
-            self._last = True
-            self._stop_listening()
-
     def close(self) -> None:
         """What has not begun never does; waits for the rest."""
+        self._closed = True
         self._pool.shutdown(cancel_futures=True)
-        with self._lock:
-            self._last, self._unfinished = True, 0
-            self._stop_listening()
 
-    def _submit(self, work: Callable[..., T], *arguments: Any) -> "Future[T]":
-        with self._lock:
-            self._unfinished += 1
-        return self._pool.submit(self._finish, work, arguments)
+    def _behind(self, recipe: Recipe, settings: Callable[[], AbstractContextManager[None]]) -> jax.stages.Compiled:
+        with settings():
+            return self._make(recipe, self._tracing)
 
-    def _finish(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    def _make(self, recipe: Recipe, tracing: AbstractContextManager) -> jax.stages.Compiled:
+        with self._counting():
+            made = recipe.find()
+            loaded = made is not None
+            if made is None:
+                with tracing:
+                    if self._closed:
+                        raise CancelledError
+                    lowered = recipe.lower()
+                made = lowered.compile()
+            with self._lock:
+                self._compiled.programs += 1
+                self._compiled.loaded += loaded
+            if not loaded:
+                recipe.keep(made)
+            return made
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Counts the time, and the hits of JAX's persistent cache in this thread."""
+        me = threading.get_ident()
+        with self._lock:
+            if not self._busy:
+                self._since = time.perf_counter()
+                jax.monitoring.register_event_listener(self._count_hit)
+            self._busy.add(me)
         try:
-            return work(*arguments)
+            yield
         finally:
             with self._lock:
-                self._unfinished -= 1
-                self._stop_listening()
+                self._busy.remove(me)
+                if not self._busy:
+                    jax.monitoring.unregister_event_listener(self._count_hit)
+                now = time.perf_counter()
+                self._compiled.seconds += now - self._since
+                self._since = now
 
-    def _compile(self, lowered: jax.stages.Lowered, keep: Keep) -> jax.stages.Compiled:
-        made = lowered.compile()
-        self._count(loaded=0)
-        keep(made)
-        return made
-
-    def _find(self, find: Callable[[], jax.stages.Compiled | None]) -> jax.stages.Compiled | None:
-        found = find()
-        if found is not None:
-            self._count(loaded=1)
-        return found
-
-    def _count(self, loaded: int) -> None:
-        with self._lock:
-            self._compiled.programs += 1
-            self._compiled.loaded += loaded
-            self._compiled.seconds = self._before + time.perf_counter() - self._start
-
-    def _stop_listening(self) -> None:
-        """Once all is done."""
-        if self._listens and self._last and self._unfinished <= 0:
-            self._listens = False
-            jax.monitoring.unregister_event_listener(self._count_hit)
-
-    def _count_hit(self, event: str, **about: Any) -> None:
-        if event == CACHE_HIT and threading.get_ident() in self._threads:
+    def _count_hit(self, event: str, **about: object) -> None:
+        if event == CACHE_HIT and threading.get_ident() in self._busy:
             with self._lock:
                 self._compiled.cache_hits += 1

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,9 +14,10 @@ from jllm import fingerprint
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.compiling import Compiled, Compiler, most_needed_first
+from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.options import EngineOptions
+from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
@@ -31,15 +31,13 @@ from jllm.step import (
     State,
     Variant,
     jit_copy_pages,
-    jit_step,
     make_penalties,
     make_slots,
 )
 
 
 class Device:
-    """Owns the state, which every step takes and returns. Compiled steps live in jit_step's own cache, which engines
-    over the same shapes share, or in files as well (options.executables) and here.
+    """Owns the state, which every step takes and returns, and the compiled steps.
 
     memory tells how many bytes are free once the weights are there. Raises NoRoomError, before anything is allocated,
     where the options take more.
@@ -51,25 +49,16 @@ class Device:
         self._page_size = options.page_size
         self._options, self._memory, self._free = options, memory, memory()
         self.sizes = sizes_for(options, config, params, self._free)
-        self.used: set[tuple[Rung, Variant]] = set()  # the compiled steps that this engine needed
-        self.compiled = Compiled()
-        self._compiler: Compiler | None = None
-        self._jobs: dict[tuple[Rung, Variant], Future] = {}  # what is being compiled
-        self._files: Executables | None = None
-        if options.executables is not None:
-            self._files = make_files(Path(options.executables), params)
-        self._programs: dict[tuple[Rung, Variant], jax.stages.Compiled] = {}  # those of files, or for them
-        self._loaded: set[Path] = set()
+        self._left: int | None = None  # bytes free beside the state, before steps ran; None where nobody knows
+        files = None if options.executables is None else make_files(Path(options.executables), params)
+        self.programs = Programs(self.sizes.ladder, self._arguments, self._static, files, self._check)
         self.renew()
 
     def renew(self) -> None:
         """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
         do programs and their files: one that was loaded may be what failed."""
         self._state: State | None = None
-        self._programs.clear()
-        for path in self._loaded:
-            path.unlink(missing_ok=True)
-        self._loaded.clear()
+        self.programs.forget_files()
         check_room(self._options, self._config, self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet
         limits = self.sizes.limits
@@ -78,8 +67,7 @@ class Device:
 
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
-        self._stop_compiling()
-        self._programs.clear()
+        self.programs.close()
         del self._params
         self._state = None
 
@@ -90,11 +78,7 @@ class Device:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
-        self.used.add((layout.rung, variant))
-        if self._files is None:
-            self._state, outputs = jit_step(self._params, self._state, buffer, **self._static(layout, variant))
-        else:
-            self._state, outputs = self._program(layout.rung, variant)(self._params, self._state, buffer)
+        self._state, outputs = self.programs.run((layout.rung, variant), self._params, self._state, buffer)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
@@ -139,100 +123,33 @@ class Device:
             )
 
     def compile_ahead(self, variant: Variant) -> int:
-        """Compiles a variant of every rung, and what copies pages; returns how many rungs there are."""
-        self.start_compiling(variant)
-        assert self._compiler is not None
-        try:
-            self._compiler.wait(self._jobs.values())
-        finally:
-            self._stop_compiling()
+        """Compiles a variant of every rung, and what copies pages; returns how many rungs there are. Raises NoRoomError
+        for a step that takes more memory than is left."""
+        self._left = self._memory()
+        self.programs.compile_ahead(variant, self._copying())
         return len(self.sizes.ladder)
 
     def start_compiling(self, variant: Variant) -> None:
-        """The same in the background: returns once all is loaded or traced, and the rung that holds every step is
-        there. Until another is, steps take a larger one (see ladder). Raises NoRoomError for a step that takes more
-        memory than is left."""
+        """The same in the background: returns once the rung that holds every step is there."""
+        self._left = self._memory()
+        self.programs.start(variant, self._copying())
+
+    def _copying(self) -> Recipe:
         assert self._state is not None
-        self._stop_compiling()
-        self._compiler = compiler = Compiler(self.compiled)
-        try:
-            pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-            copies = compiler.add(jit_copy_pages.lower(jax.eval_shape(lambda s: s.cache, self._state), pages))
-            keys = [(rung, self._variant_of(rung, variant)) for rung in most_needed_first(self.sizes.ladder)]
-            if self._files is not None:
-                loads = [partial(self._load, key, self._path(*key)) for key in keys if key not in self._programs]
-                compiler.wait(map(compiler.load, loads))  # only then is it known what is to be traced
-            for key in keys:
-                if key not in self._programs:
-                    keep = partial(self._keep, key, self._path(*key))
-                    self._jobs[key] = compiler.add(self._lower(*key), keep)
-            first = self._jobs.get(keys[0])
-            compiler.wait([copies] if first is None else [copies, first])
-            top = self._programs[keys[0]] if first is None else first.result()
-            check_step(top, self._state, self.sizes, self._memory())
-            compiler.leave()
-        except BaseException:
-            self._stop_compiling()
-            raise
+        pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
+        return Recipe(partial(jit_copy_pages.lower, jax.eval_shape(lambda s: s.cache, self._state), pages))
 
-    def ladder(self, variant: Variant) -> tuple[Rung, ...]:
-        """The rungs that a step of this variant may take now: all but those that are being compiled in the background.
-        One that failed to is compiled again when it is needed, and raises there."""
-        if not self._jobs:
-            return self.sizes.ladder
-        self._jobs = {key: job for key, job in self._jobs.items() if not job.done()}
-        return tuple(r for r in self.sizes.ladder if (r, self._variant_of(r, variant)) not in self._jobs)
-
-    def _stop_compiling(self) -> None:
-        if self._compiler is not None:
-            self._compiler.close()
-        self._compiler = None
-        self._jobs.clear()
-
-    def _variant_of(self, rung: Rung, variant: Variant) -> Variant:
-        """What a step of these rows can have of a variant."""
-        return variant if rung.tokens else replace(variant, prompt_logprobs=False)
-
-    def _lower(self, rung: Rung, variant: Variant) -> jax.stages.Lowered:
-        return jit_step.lower(*self._arguments(rung, variant), **self._static(self.layout(rung, variant), variant))
+    def _check(self, top: jax.stages.Compiled) -> None:
+        assert self._state is not None
+        check_step(top, self._state, self.sizes, self._left)
 
     def _arguments(self, rung: Rung, variant: Variant) -> tuple[Params, State, jax.ShapeDtypeStruct]:
         """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
         return self._params, state, jax.ShapeDtypeStruct((self.layout(rung, variant).size,), np.int32)
 
-    def _program(self, rung: Rung, variant: Variant) -> jax.stages.Compiled:
-        """From memory, from its file, or compiled now, which nobody counts as compiled ahead."""
-        key = rung, variant
-        if key not in self._programs:
-            path = self._path(rung, variant)
-            if self._load(key, path) is None:
-                self._keep(key, path, self._lower(rung, variant).compile())
-        return self._programs[key]
-
-    def _load(self, key: tuple[Rung, Variant], path: Path | None) -> jax.stages.Compiled | None:
-        if self._files is None or path is None:
-            return None
-        found = self._files.load(path)
-        if found is not None:
-            self._programs[key] = found
-            self._loaded.add(path)
-        return found
-
-    def _keep(self, key: tuple[Rung, Variant], path: Path | None, made: jax.stages.Compiled) -> None:
-        if self._files is None:
-            return
-        self._programs[key] = made
-        if path is not None and not jax_cache_is_on():
-            self._files.save(path, made)
-
-    def _path(self, rung: Rung, variant: Variant) -> Path | None:
-        """Of a program's file. For the thread that traces."""
-        if self._files is None:
-            return None
-        return self._files.path(self._arguments(rung, variant), self._static(self.layout(rung, variant), variant))
-
-    def _static(self, layout: Layout, variant: Variant) -> dict[str, Any]:
+    def _static(self, rung: Rung, variant: Variant) -> dict[str, Any]:
+        layout = self.layout(rung, variant)
         return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
 
     def _with_penalties(self, state: State, wanted: bool) -> State:

@@ -6,6 +6,7 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 import contextlib
 import secrets
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jllm.batch import choose_rung
 from jllm.engine.checks import Prompt, check_request, token_ids
 from jllm.engine.device import Device
+from jllm.engine.gate import Gate
 from jllm.engine.learned_length import with_learned
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Counts, Metrics, Times
@@ -63,6 +64,8 @@ class Engine:
             policy=self._options.make_policy(),
             prefix_cache=self._options.prefix_cache,
         )
+        self._sort = self._options.sampling == "sort"
+        self._gate = Gate(self._device.programs, self._scheduler, sort=self._sort)
         self._trace = None
         if self._options.trace is not None:
             about = self._options.memory
@@ -70,7 +73,6 @@ class Engine:
         self._live: dict[tuple[int, int], Live] = {}
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
         self._requests: dict[int, Samples] = {}  # the unfinished ones
-        self._penalized = 0  # unfinished sequences that ask for penalties or a bias
         self._in_flight: InFlight | None = None
         self._next_id = 0
         self._counts, self._times = Counts(), Times()
@@ -106,12 +108,13 @@ class Engine:
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
 
-        Each rung for requests like `samplings` (all of them together); what asks for less or more compiles when it
-        comes first. Without wait it returns once the largest rung is there, and steps do with the rungs that there are
-        until the rest is. metrics() has seconds, programs and hits of the persistent cache.
+        Each rung for requests like `samplings` (all of them together). A request that asks for more waits, while others
+        run, until the programs for it are compiled in the background. Without wait it returns once the largest rung is
+        there, and steps do with the rungs that there are until the rest is. metrics() has seconds, programs and hits of
+        the persistent cache.
         """
         self._check_open()
-        variant = variant_for(list(samplings), sort=self._options.sampling == "sort")
+        variant = variant_for(list(samplings), sort=self._sort)
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)
@@ -232,12 +235,16 @@ class Engine:
         try:
             if self._trace:
                 self._trace.planning()
+            for seq, error in self._gate.open():
+                self._refuse(seq, error)
             plan = self._scheduler.schedule()
             before, self._in_flight = self._in_flight, None
             if plan is not None:
                 self._in_flight = self._dispatch(plan)
             if before is not None:
                 self._read(before)
+            elif plan is None:
+                self._gate.wait()
             if self._in_flight is not None and self._options.host == "wait":
                 before, self._in_flight = self._in_flight, None
                 self._read(before)
@@ -254,8 +261,8 @@ class Engine:
     @in_turn
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
-        device = self._device
-        return Metrics.of(self._scheduler, len(device.used), device.compiled, self._counts, self._times).as_dict()
+        waiting, programs = len(self._gate.waiting), self._device.programs
+        return Metrics.of(self._scheduler, waiting, programs, self._counts, self._times).as_dict()
 
     @in_turn
     def reset_metrics(self) -> None:
@@ -299,7 +306,7 @@ class Engine:
             raise EngineClosed(f"this engine takes no more work: {self._closed}")
 
     def _add(self, seq: Sequence) -> Live:
-        self._scheduler.add(seq)
+        self._gate.add(seq)
         if self._trace:
             self._trace.request(seq)
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
@@ -310,7 +317,6 @@ class Engine:
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
         request.unfinished += 1
-        self._penalized += seq.params.penalizes
         return live
 
     def _find(self, request_id: int, sample: int) -> Live:
@@ -323,15 +329,16 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> InFlight:
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
-        variant = Variant(
-            penalties=self._penalized > 0,
+        need = Variant(
+            penalties=self._gate.inside.penalties,
             logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
-            sort=self._options.sampling == "sort",
+            sort=self._sort,
         )
         tokens, pool = sum(len(c.tokens) for c in plan.chunks), self._scheduler.pool
         decodes = max(len(plan.decodes), plan.decode_rows)
-        rung = choose_rung(self._device.ladder(variant), decodes, max(tokens, plan.prompt_rows), len(plan.chunks))
+        rows = max(tokens, plan.prompt_rows)
+        rung, variant = self._device.programs.choose(need, decodes, rows, len(plan.chunks))
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:
@@ -417,11 +424,10 @@ class Engine:
             live.output.finish()
             if live.output.stopped:  # bytes held back completed a stop string
                 reason = "stop"
-        self._scheduler.finish(seq, reason)
+        self._gate.finish(seq, reason)
         if self._trace:
             self._trace.end(seq, reason)
         del self._live[seq.request_id, seq.sample]
-        self._penalized -= seq.params.penalizes
         self._requests[seq.request_id].unfinished -= 1
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
@@ -431,6 +437,12 @@ class Engine:
         if reason != "abort":
             self._times.end_to_end.add(total)
         self._events.append(News(live, token, reason, total))
+
+    def _refuse(self, seq: Sequence, error: BaseException) -> None:
+        """Ends a sequence whose steps could not be compiled."""
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        warnings.warn(f"request {seq.request_id} ends: its steps could not be compiled ({why})", stacklevel=2)
+        self._finish(self._live[seq.request_id, seq.sample], "error", time.perf_counter())
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 from jllm.engine.compiling import Compiled
 from jllm.engine.plan import Counts as Scheduled
 from jllm.engine.prefix_cache import Counts as Sharing
+from jllm.engine.programs import Programs
 from jllm.engine.scheduler import Scheduler
 
 PERCENTILES = (50, 90, 95, 99)
@@ -104,18 +105,18 @@ class Metrics:
     cached_pages: int  # that the prefix cache keeps, whether somebody uses them now or not: of free ones and used ones
     sharing: Sharing  # what was found computed already
     compiled_steps: int  # different ones that this engine needed
-    compiled: Compiled  # ahead of the first request
+    compiled: Compiled  # ahead of requests, behind their steps, and at a step's first use
     scheduled: Scheduled  # what the scheduler counted
     counts: Counts
     times: Times
 
     @classmethod
-    def of(cls, scheduler: Scheduler, compiled_steps: int, compiled: Compiled, counts: Counts, times: Times) -> Self:
-        """As things stand now."""
+    def of(cls, scheduler: Scheduler, outside: int, programs: Programs, counts: Counts, times: Times) -> Self:
+        """As things stand now. outside: sequences that wait for programs to be compiled."""
         pool, sharing = scheduler.pool, scheduler.sharing
         return cls(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + outside,
             pages_free=pool.num_available,
             pages_used=pool.num_used,
             pages_total=pool.num_pages,
@@ -124,8 +125,8 @@ class Metrics:
             empty_tokens=scheduler.empty,
             cached_pages=sharing.num_pages,
             sharing=sharing.counts,
-            compiled_steps=compiled_steps,
-            compiled=compiled,
+            compiled_steps=len(programs.used),
+            compiled=programs.compiled,
             scheduled=scheduler.counts,
             counts=counts,
             times=times,

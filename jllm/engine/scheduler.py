@@ -104,9 +104,14 @@ class Scheduler:
         return self.dispatched - self.read
 
     @property
+    def active(self) -> bool:
+        """Whether a sequence runs or a step is unread."""
+        return bool(self.running or self.unread)
+
+    @property
     def idle(self) -> bool:
         """Nothing to do, now or after a read."""
-        return not (self.waiting or self.running or self.unread)
+        return not (self.waiting or self.active)
 
     def check(self, length: int, max_length: int) -> None:
         """RequestError when a sequence of so many tokens could never run to max_length."""
@@ -114,11 +119,17 @@ class Scheduler:
             raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
         self.policy.check(length, max_length)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. RequestError when it could never run to its max_length."""
+    def arrive(self, seq: Sequence) -> None:
+        """Give a new sequence its place in the order of arrival. RequestError when it could never run to its
+        max_length."""
         self.check(seq.length, seq.max_length)
         seq.arrival, self.arrivals = self.arrivals, self.arrivals + 1
-        self.waiting.append(seq)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence, in its place if it has arrived before (else it arrives now)."""
+        if seq.arrival < 0:
+            self.arrive(seq)
+        self._queue(seq)
         self.counts.added += 1
 
     def reset_counts(self) -> None:
@@ -381,8 +392,14 @@ class Scheduler:
 
     def _requeue(self, seq: Sequence) -> None:
         seq.lost, seq.computed, seq.cached, seq.in_flight = seq.computed, 0, 0, 0
-        at = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
-        self.waiting.insert(at, seq)
+        self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        if not self.waiting or self.waiting[-1].arrival < seq.arrival:
+            self.waiting.append(seq)
+        else:
+            at = next(i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival)
+            self.waiting.insert(at, seq)
 
     def _release(self, seq: Sequence) -> None:
         assert seq.slot is not None

@@ -7,13 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import step as step_module
 from jllm.batch import Rung, make_ladder
 from jllm.engine import compiling
-from jllm.engine.compiling import Compiled, Compiler, most_needed_first
+from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
-from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed, NoRoomError
 from tests.tiny import greedy, serve, tiny_model
 
@@ -27,32 +25,25 @@ def model():
     return tiny_model(num_layers=1)
 
 
-class Gate:
-    """Lets the compilation of so many programs through at once, the rest once it is opened; notes their order."""
+class Held:
+    """Holds back programs that threads compile: so many go through at once, the rest once it is opened. Notes their
+    order; raises an error, if it is given one, instead of compiling what it held back."""
 
     def __init__(self, monkeypatch, through: int, error: Exception | None = None):
         self.order, self.opened, self.error = [], threading.Event(), error
         self.through = threading.Semaphore(through)
-        lower, compile = Device._lower, Compiler._compile
+        behind = Compiler._behind
 
-        def named(device, rung, variant):
-            lowered = lower(device, rung, variant)
-            self.names[id(lowered)] = rung
-            self.kept.append(lowered)
-            return lowered
-
-        def gated(compiler, lowered, keep):
-            rung = self.names.get(id(lowered), "copies")
-            self.order.append(rung)
+        def held(compiler, recipe, settings):
+            layout = recipe.lower.keywords.get("layout")
+            self.order.append("copies" if layout is None else layout.rung)
             if not self.through.acquire(blocking=False):
                 assert self.opened.wait(60)
                 if self.error is not None:
                     raise self.error
-            return compile(compiler, lowered, keep)
+            return behind(compiler, recipe, settings)
 
-        self.names, self.kept = {}, []
-        monkeypatch.setattr(Device, "_lower", named)
-        monkeypatch.setattr(Compiler, "_compile", gated)
+        monkeypatch.setattr(Compiler, "_behind", held)
         monkeypatch.setattr(compiling.os, "cpu_count", lambda: 1)
 
 
@@ -67,83 +58,69 @@ def test_the_first_rung_holds_every_step(slots, tokens):
 
 def test_a_request_is_served_while_others_compile(model, monkeypatch):
     wants = serve(model, PROMPTS, [greedy(12)] * 3, **OPTIONS)
-    gate = Gate(monkeypatch, through=2)
+    held = Held(monkeypatch, through=2)
     engine = Engine(model, **OPTIONS)
     assert engine.compile_ahead(wait=False) == 4
-    assert gate.order[:2] == ["copies", Rung(3, 13, 3)]
-    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing again would call it
+    assert held.order[:2] == ["copies", Rung(3, 13, 3)]
     ids = [engine.submit(p, greedy(12)) for p in PROMPTS]
     done = {e.id: e.completion for e in engine.run() if e.completion}
     assert [done[i].token_ids for i in ids] == [w.token_ids for w in wants]
     m = engine.metrics()
-    assert (m["compiled_steps"], m["compile_programs"]) == (1, 2)
+    assert (m["compiled_steps"], m["compile_programs"], m["compile_first_use"]) == (1, 2, 0)
     assert m["rows"] == 16 * m["steps"]
-    gate.opened.set()
+    held.opened.set()
     wait_for(engine)
     again = [engine.submit(p, greedy(12)) for p in PROMPTS]
     done = {e.id: e.completion for e in engine.run() if e.completion}
     assert [done[i].token_ids for i in again] == [w.token_ids for w in wants]
     m = engine.metrics()
-    assert gate.order[2:] == [Rung(3, 0, 0), Rung(2, 6, 2), Rung(1, 0, 0)]
+    assert held.order[2:] == [Rung(3, 0, 0), Rung(2, 6, 2), Rung(1, 0, 0)]
     assert m["compiled_steps"] > 1
-    assert m["compile_programs"] == 5
+    assert (m["compile_programs"], m["compile_first_use"]) == (5, 0)
     assert m["compile_seconds"] > 0
     engine.close()
 
 
 def wait_for(engine: Engine) -> None:
-    for job in list(engine._device._jobs.values()):
+    for job in list(engine._device.programs._jobs.values()):
         job.exception(60)
 
 
-def test_other_variants_do_not_wait(model, monkeypatch):
-    gate = Gate(monkeypatch, through=2)
-    engine = Engine(model, **OPTIONS)
-    engine.compile_ahead(wait=False)
-    asked = SamplingParams(logprobs=1, max_new_tokens=4, ignore_eos=True)
-    engine.submit(PROMPTS[0], asked)
-    (done,) = [e.completion for e in engine.run() if e.completion]
-    assert len(done.logprobs) == 4
-    assert len(engine._device.used) == 2  # what nobody compiles ahead takes the sizes that suit
-    gate.opened.set()
-    engine.close()
-
-
 def test_a_rung_that_failed_in_its_thread_is_compiled_again_when_needed(model, monkeypatch):
-    gate = Gate(monkeypatch, through=2, error=jax.errors.JaxRuntimeError("INTERNAL: the compiler fell over"))
+    held = Held(monkeypatch, through=2, error=jax.errors.JaxRuntimeError("INTERNAL: the compiler fell over"))
     engine = Engine(model, **OPTIONS)
     engine.compile_ahead(wait=False)
-    gate.opened.set()
+    held.opened.set()
     wait_for(engine)
     engine.submit(PROMPTS[0], greedy(6))
     assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [6]
-    assert Rung(1, 0, 0) in {rung for rung, _ in engine._device.used}
+    assert Rung(1, 0, 0) in {rung for rung, _ in engine._device.programs.used}
 
 
 @pytest.mark.parametrize("through", [0, 1, 3])
 def test_an_exception_in_a_thread_reaches_who_waits_and_joins(model, monkeypatch, through):
-    gate = Gate(monkeypatch, through=through, error=ValueError("the compiler fell over"))
-    gate.opened.set()
+    held = Held(monkeypatch, through=through, error=ValueError("the compiler fell over"))
+    held.opened.set()
     engine = Engine(model, **OPTIONS)
     with pytest.raises(ValueError, match="the compiler fell over"):
         engine.compile_ahead()
     assert not [t for t in threading.enumerate() if t.name.startswith("compile")]
-    assert engine._device._jobs == {}
+    assert engine._device.programs._jobs == {}
     engine.submit(PROMPTS[0], greedy(3))  # and the engine is none the worse
     assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
 
 
 def test_close_joins_and_begins_no_more(model, monkeypatch):
-    gate = Gate(monkeypatch, through=2)
+    held = Held(monkeypatch, through=2)
     engine = Engine(model, **OPTIONS)
     engine.compile_ahead(wait=False)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    gate.opened.set()
+    held.opened.set()
     closing.join(60)
     assert not closing.is_alive()
     assert not [t for t in threading.enumerate() if t.name.startswith("compile")]
-    assert len(gate.order) <= 4  # the one that had begun, and no other
+    assert len(held.order) <= 4  # the one that had begun, and no other
     with pytest.raises(EngineClosed):
         engine.compile_ahead()
 
@@ -172,41 +149,73 @@ def test_hits_of_the_persistent_cache_are_counted(jax_cache, tmp_path):
         jax.clear_caches()
         jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.arange(7)))  # not the engine's
         with pytest.warns(UserWarning, match="no compiled step is kept in .*: JAX's own compilation cache is on"):
-            engine = Engine(model, **OPTIONS, executables=tmp_path / "steps")
+            engine = Engine(model, **OPTIONS | {"ladder": LADDER[2:]}, executables=tmp_path / "steps")
         engine.compile_ahead()
         seen.append((engine.metrics()["compile_programs"], engine.metrics()["compile_cache_hits"]))
         assert not (tmp_path / "steps").exists()
         engine.submit(PROMPTS[0], greedy(3))
         assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
-    assert seen == [(5, 0), (5, 5)]
+    assert seen == [(3, 0), (3, 3)]
 
 
 def test_hits_elsewhere_are_not_counted():
-    compiled = Compiled()
-    compiler = Compiler(compiled)
-    jax.monitoring.record_event(compiling.CACHE_HIT)
-    compiler.leave()
-    assert compiled.cache_hits == 0
+    compiled, hit = Compiled(), partial(jax.monitoring.record_event, compiling.CACHE_HIT)
+    compiler, lower = Compiler(compiled), jax.jit(lambda x: x + 1).lower
+
+    def lowered(hits: int) -> jax.stages.Lowered:
+        elsewhere = threading.Thread(target=hit)
+        elsewhere.start()
+        elsewhere.join()
+        for _ in range(hits):
+            hit()
+        return lower(1.0)
+
+    for hits in (0, 1):
+        compiler.now(Recipe(partial(lowered, hits)))
+        hit()
+        assert compiled.cache_hits == hits
+    assert (compiled.programs, compiled.first_use) == (2, 2)
 
 
 def test_a_step_that_takes_more_than_is_left_is_refused(model):
     """Before it has run; what it takes is known once it is compiled."""
     free = [1 << 30]
-    engine = Engine(model, device=partial(Device, memory=lambda: free[0]), num_pages=1000, **OPTIONS)
+    options = OPTIONS | {"ladder": LADDER[-1:]}
+    engine = Engine(model, device=partial(Device, memory=lambda: free[0]), num_pages=1000, **options)
     free[0] = 1000
     says = r"a step of 3 decodes and 13 prompt tokens needs .* 1000 KV pages; what would fit: num_pages=\d+$"
     with pytest.raises(NoRoomError, match=says):
         engine.compile_ahead()
-    engine = Engine(model, num_pages=3, **OPTIONS)
+    engine = Engine(model, num_pages=3, **options)
     engine._device._memory = lambda: 0
     with pytest.raises(NoRoomError, match="fewer pages are not enough: lower max_slots or max_step_tokens"):
         engine.compile_ahead()
 
 
 def test_a_compiler_closes_more_than_once_and_takes_no_more():
-    compiler = Compiler(Compiled())
-    compiler.wait([compiler.add(jax.jit(lambda x: x + 1).lower(1.0))])
+    compiler, recipe = Compiler(Compiled()), Recipe(lambda: jax.jit(lambda x: x + 1).lower(1.0))
+    compiler.wait([compiler.add(recipe)])
     compiler.close()
     compiler.close()
     with pytest.raises(RuntimeError, match="shutdown"):
-        compiler.add(jax.jit(lambda x: x + 1).lower(1.0))
+        compiler.add(recipe)
+
+
+def test_what_is_traced_in_a_thread_has_the_settings_of_who_asked():
+    compiler, seen = Compiler(Compiled()), []
+
+    def lower() -> jax.stages.Lowered:
+        seen.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+        return jax.jit(lambda x: x + 1).lower(np.float64(1.0))
+
+    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+        made = compiler.add(Recipe(lower))
+    assert made.result().in_avals[0][0].dtype == np.float64
+    compiler.add(Recipe(lower)).result()
+    compiler.close()
+    assert seen == [(True, "float32"), (False, None)]
+
+
+@pytest.mark.parametrize("ladder", [(Rung(4, 0, 0), Rung(3, 13, 3)), (Rung(3, 13, 3), Rung(1, 13, 4), Rung(3, 13, 4))])
+def test_the_first_rung_of_any_ladder_holds_every_step(ladder):
+    assert most_needed_first(ladder)[0] == ladder[-1]

@@ -39,6 +39,7 @@ samplings = st.builds(
     logprobs=st.sampled_from([None, 2]),
     prompt_logprobs=st.booleans(),
 )
+ALL = SamplingParams(repetition_penalty=1.4, logprobs=2, prompt_logprobs=True)
 jobs = st.lists(st.tuples(prompts, samplings, st.integers(0, 6)), min_size=1, max_size=5)
 errors = st.dictionaries(st.sampled_from(PLACES), st.sets(st.integers(0, 14), max_size=3), max_size=3)
 
@@ -75,6 +76,7 @@ def model():
 def play(model, jobs, options, errors=None):
     """Completions by job and sample; None where the engine closed. And the engine, and its faults."""
     engine, done, ids, clock = Engine(model, **options), {}, {}, 0
+    engine.compile_ahead([ALL])  # which serves every request, so that no schedule depends on a compiler's time
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(engine, patch, errors or {})
         try:

@@ -9,7 +9,7 @@ import pytest
 import jllm
 from jllm import step as step_module
 from jllm.batch import STOP_IDS, Rung
-from jllm.engine import device as device_module
+from jllm.engine import programs as programs_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
@@ -261,7 +261,7 @@ def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
     chex = pytest.importorskip("chex")
     counted = chex.assert_max_traces(step_module.step, n=1)
     jitted = jax.jit(counted, static_argnames=step_module.STATIC, donate_argnames="state")
-    monkeypatch.setattr(device_module, "jit_step", jitted)
+    monkeypatch.setattr(programs_module, "jit_step", jitted)
     options = {**OPTIONS, "ladder": (Rung(5, 17, 5),)}
     mixes = [
         ([PROMPTS[0]], [greedy(4)]),

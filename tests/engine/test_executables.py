@@ -59,6 +59,8 @@ def test_a_second_start_traces_nothing(model, folder, monkeypatch, wait):
     monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
     engine = Engine(model, **OPTIONS, executables=folder)
     engine.compile_ahead(wait=wait)
+    for job in list(engine._device.programs._jobs.values()):
+        job.result(60)
     assert tokens(engine) == wants
     m = engine.metrics()
     assert (m["compile_loaded"], m["compile_cache_hits"], m["compiled_steps"]) == (2, 0, 2)
@@ -70,7 +72,7 @@ def test_what_comes_without_warning_is_kept_and_found_as_well(model, tmp_path, m
     engine = Engine(model, **OPTIONS, executables=tmp_path)
     wants = tokens(engine, PENALTIES)
     assert wants == tokens(Engine(model, **OPTIONS), PENALTIES)
-    assert len(list(tmp_path.iterdir())) == len(engine._device.used)
+    assert len(list(tmp_path.iterdir())) == len(engine._device.programs.used)
     jax.clear_caches()
     monkeypatch.setattr(step_module, "tapped_backbone", None)
     assert tokens(Engine(model, **OPTIONS, executables=tmp_path), PENALTIES) == wants
@@ -105,9 +107,9 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_files(model, tmp_
 def test_other_options_have_other_files(model, tmp_path):
     paths = set()
     for changes in ({}, {"page_size": 16}, {"num_pages": 7}, {"kv_cache": "int8-g8"}, {"backend": "xla"}):
-        device = Engine(model, **OPTIONS | {"executables": tmp_path} | changes)._device
+        programs = Engine(model, **OPTIONS | {"executables": tmp_path} | changes)._device.programs
         for variant in (Variant(), Variant(sort=True)):
-            paths |= {device._path(rung, variant) for rung in LADDER}
+            paths |= {programs.path(rung, variant) for rung in LADDER}
     assert len(paths) == 5 * 2 * 2
 
 
@@ -171,7 +173,7 @@ def test_a_file_whose_program_fails_costs_one_recovery(model, folder, tmp_path):
     def broken(*arguments):
         raise jax.errors.JaxRuntimeError("NOT_FOUND: Function broadcast_multiply_fusion not found")
 
-    programs = engine._device._programs
+    programs = engine._device.programs._kept
     programs.update(dict.fromkeys(programs, broken))
     assert tokens(engine) == wants
     assert engine.metrics()["device_errors"] == 1

@@ -1,0 +1,89 @@
+"""Which requests the scheduler sees: those whose steps are compiled, so that nobody waits for a compiler but who asks.
+
+A request that asks for more than the programs at hand can do (log-probabilities, penalties) waits outside while theirs
+are compiled in the background, and those that ask for less overtake it. Then it takes its place by its arrival.
+Where nothing was compiled ahead and nobody runs, it goes in at once, and its first steps wait for the compiler.
+"""
+
+from collections import Counter
+from functools import reduce
+from operator import or_
+
+from jllm.engine.live import variant_for
+from jllm.engine.programs import Programs
+from jllm.engine.scheduler import Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.step import Variant
+
+PATIENCE = 0.05  # seconds that a step waits for the compiler where there is nothing else to do
+
+
+class Gate:
+    """Stands before one scheduler. sort: whether steps sample by sorting."""
+
+    def __init__(self, programs: Programs, scheduler: Scheduler, *, sort: bool):
+        self._programs, self._scheduler, self._sort = programs, scheduler, sort
+        self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
+        self.waiting: list[Sequence] = []  # in the order of arrival
+
+    @property
+    def inside(self) -> Variant:
+        """What steps of the sequences inside may have to do."""
+        return reduce(or_, self._inside, Variant(sort=self._sort))
+
+    def add(self, seq: Sequence) -> None:
+        """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
+        self._scheduler.arrive(seq)
+        if self._may_enter(seq):
+            self._let_in(seq)
+        else:
+            self.waiting.append(seq)
+
+    def open(self) -> list[tuple[Sequence, BaseException]]:
+        """Lets in those whose steps are compiled by now, and has those of the others compiled; returns those whose
+        steps cannot be, and why."""
+        if not self.waiting:
+            return []
+        failed, wanted, errors = [], self.inside, self._programs.take_failures()
+        for seq in list(self.waiting):
+            if self._may_enter(seq):
+                self.waiting.remove(seq)
+                self._let_in(seq)
+                continue
+            wanted |= self._wants(seq)  # and what those do that wait before it
+            if wanted in errors:
+                failed.append((seq, errors[wanted]))
+            else:
+                self._programs.prepare(wanted)
+        return failed
+
+    def wait(self) -> None:
+        """For the compiler, where there is nothing else to do: not for long where requests may come for which all was
+        compiled ahead."""
+        if self.waiting:
+            self._programs.wait(PATIENCE if self._programs.ahead else None)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends a sequence, inside or not."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+            seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
+            return
+        wants = self._wants(seq)
+        self._inside[wants] -= 1
+        self._inside += Counter()  # without those that are none
+        self._scheduler.finish(seq, reason)
+
+    def _may_enter(self, seq: Sequence) -> bool:
+        wants = self._wants(seq)
+        if not (self._programs.ahead or self._programs.compiling or self._scheduler.active):
+            self._programs.permit(wants)
+            self._programs.permit(self.inside | wants)
+        return self._programs.serves(self.inside | wants)
+
+    def _let_in(self, seq: Sequence) -> None:
+        self._inside[self._wants(seq)] += 1
+        self._scheduler.add(seq)
+
+    def _wants(self, seq: Sequence) -> Variant:
+        return variant_for([seq.params], sort=self._sort)

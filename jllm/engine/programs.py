@@ -1,0 +1,237 @@
+"""The compiled steps of one engine: which there are, which of them a step takes, and how others come to be.
+
+A step needs a variant and a rung. It may take a program of a wider variant and a larger rung: all that this costs is
+time. So what is missing can be compiled in the background while steps take what there is.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jllm.batch import Rung, choose_rung
+from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
+from jllm.engine.executables import Executables, jax_cache_is_on
+from jllm.step import Variant, jit_step
+
+Key = tuple[Rung, Variant]
+
+
+class Programs:
+    """Programs live in jit_step's own cache, which engines over the same shapes share, or in files as well and here.
+
+    arguments(rung, variant) gives a step's arguments, by shape where nothing but the shape matters, static(rung,
+    variant) its static ones. check raises where the program that holds every step takes more memory than there is.
+    """
+
+    def __init__(
+        self,
+        ladder: tuple[Rung, ...],
+        arguments: Callable[[Rung, Variant], tuple],
+        static: Callable[[Rung, Variant], dict[str, Any]],
+        files: Executables | None,
+        check: Callable[[jax.stages.Compiled], None],
+    ):
+        self.compiled = Compiled()
+        self.used: set[Key] = set()  # those that steps took
+        self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
+        self._rungs = most_needed_first(ladder)
+        self._arguments, self._static, self._files, self._check = arguments, static, files, check
+        self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
+        self._made: set[Key] = set()
+        self._permitted: set[Key] = set()  # those that a step may wait for
+        self._jobs: dict[Key, Future] = {}
+        self._failed: dict[Variant, BaseException] = {}
+        self._kept: dict[Key, jax.stages.Compiled] = {}  # with files, all those that were made
+        self._loaded: set[Path] = set()
+        self._compiler: Compiler | None = None
+
+    # What a step takes
+
+    def serves(self, variant: Variant) -> bool:
+        """Whether steps can be of this variant, or of one that covers it, at once."""
+        self._collect()
+        return self._narrowest(variant) is not None
+
+    def permit(self, variant: Variant) -> None:
+        """From here on steps of this variant wait for the programs that they need first."""
+        self._open.add(variant)
+        self._permitted.update(self._keys(variant))
+
+    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int) -> Key:
+        """The program for a step: the smallest of the narrowest variant. If it is not there, it is compiled behind, and
+        the step takes a larger one."""
+        self._collect()
+        variant = self._narrowest(need)
+        rung = choose_rung(self._rungs, decodes, tokens, chunks)
+        if variant is None:
+            return _key(rung, need)
+        if not self._is_there(_key(rung, variant)):
+            self._begin(_key(rung, variant))
+            now = [rung for rung in self._rungs if self._is_there(_key(rung, variant))]
+            rung = choose_rung(now, decodes, tokens, chunks)
+        return _key(rung, variant)
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """Runs a program, which is made first where it has to be."""
+        self.used.add(key)
+        program = self._kept.get(key)
+        if key not in self._made or (self._files is not None and program is None):
+            program = self._make(key)
+        if self._files is not None:
+            assert program is not None
+            return program(*arguments)
+        return jit_step(*arguments, **self._static(*key))
+
+    # How programs come to be
+
+    def compile_ahead(self, variant: Variant, *others: Recipe) -> None:
+        """All sizes of a variant, and others besides."""
+        jobs = self.start(variant, *others)
+        try:
+            self._compiling().wait(jobs)
+        finally:
+            self.stop()
+
+    def start(self, variant: Variant, *others: Recipe) -> list[Future]:
+        """The same in the background: returns once the others, and the program that holds every step, are there, with
+        what is still to come."""
+        try:
+            jobs = [self._compiling().add(other) for other in others]
+            for key in self._keys(variant):
+                self._begin(key)
+            first = self._jobs.get(_key(self._rungs[0], variant))
+            coming = list(self._jobs.values())
+            self._compiling().wait(jobs if first is None else [*jobs, first])
+            self._collect()
+            if variant in self._failed:
+                raise self._failed.pop(variant)
+        except BaseException:
+            self.stop()
+            self._failed.pop(variant, None)
+            raise
+        self.ahead = True
+        return coming
+
+    def prepare(self, variant: Variant) -> None:
+        """Begins to compile, in the background, what it takes to serve a variant: the program that holds every step."""
+        self._begin(_key(self._rungs[0], variant))
+
+    def take_failures(self) -> dict[Variant, BaseException]:
+        """The variants that could not be prepared since this was last asked, and why."""
+        self._collect()
+        failed, self._failed = self._failed, {}
+        return failed
+
+    @property
+    def compiling(self) -> bool:
+        """Whether programs are compiled in the background."""
+        return not all(job.done() for job in self._jobs.values())
+
+    def wait(self, seconds: float | None) -> None:
+        """Until one of those programs is there, at most so long if a time is given."""
+        wait_for(self._jobs.values(), seconds, FIRST_COMPLETED)
+
+    def forget_files(self) -> None:
+        """Drops programs, and the files of those that were loaded: one of them may be what failed."""
+        self._kept.clear()
+        for path in self._loaded:
+            path.unlink(missing_ok=True)
+        self._loaded.clear()
+
+    def stop(self) -> None:
+        """Programs whose compilation has not begun are given up; waits for the rest."""
+        if self._compiler is not None:
+            self._compiler.close()
+        self._collect()
+        self._jobs.clear()
+        self._compiler = None
+
+    def close(self) -> None:
+        """Drops all that holds device memory."""
+        self.stop()
+        self._kept.clear()
+
+    def path(self, rung: Rung, variant: Variant) -> Path | None:
+        """Of a program's file; None where there is to be none."""
+        if self._files is None:
+            return None
+        return self._files.path(self._arguments(rung, variant), self._static(rung, variant))
+
+    def _narrowest(self, need: Variant) -> Variant | None:
+        covers = [variant for variant in self._open if variant.covers(need)]
+        return min(covers, key=lambda v: (v.breadth, repr(v)), default=None)
+
+    def _keys(self, variant: Variant) -> list[Key]:
+        """The programs of a variant, the most needed first."""
+        return [_key(rung, variant) for rung in self._rungs]
+
+    def _is_there(self, key: Key) -> bool:
+        return key in self._made or (key in self._permitted and key not in self._jobs)
+
+    def _begin(self, key: Key) -> None:
+        if key not in self._jobs and key not in self._made:
+            self._jobs[key] = self._compiling().add(self._recipe(key))
+
+    def _make(self, key: Key) -> jax.stages.Compiled:
+        made = self._compiling().now(self._recipe(key))
+        self._made.add(key)
+        return made
+
+    def _compiling(self) -> Compiler:
+        self._compiler = self._compiler or Compiler(self.compiled)
+        return self._compiler
+
+    def _recipe(self, key: Key) -> Recipe:
+        """For the thread whose settings count."""
+        path = self.path(*key)
+        lower = partial(jit_step.lower, *self._arguments(*key), **self._static(*key))
+        return Recipe(lower, partial(self._find, key, path), partial(self._keep, key, path))
+
+    def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
+        found = None if self._files is None or path is None else self._files.load(path)
+        if found is not None:
+            assert path is not None
+            self._kept[key] = found
+            self._loaded.add(path)
+        return found
+
+    def _keep(self, key: Key, path: Path | None, made: jax.stages.Compiled) -> None:
+        if self._files is not None:
+            self._kept[key] = made
+            if path is not None and not jax_cache_is_on():
+                self._files.save(path, made)
+
+    def _collect(self) -> None:
+        """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
+        it, and raises there."""
+        for key in [key for key, job in self._jobs.items() if job.done()]:
+            job, (rung, variant) = self._jobs.pop(key), key
+            error = CancelledError() if job.cancelled() else job.exception()
+            try:
+                if error is not None:
+                    raise error
+                if rung == self._rungs[0]:
+                    self._check(job.result())
+                    self._open.add(variant)
+                self._made.add(key)
+            except CancelledError:
+                pass
+            except Exception as why:
+                if rung == self._rungs[0]:
+                    self._failed[variant] = why
+                else:
+                    self._permitted.add(key)
+        if not self._jobs and self._compiler is not None:
+            self._compiler.close()  # its threads end
+            self._compiler = None
+
+
+def _key(rung: Rung, variant: Variant) -> Key:
+    """What a step of these rows can have of a variant."""
+    return rung, variant if rung.tokens else replace(variant, prompt_logprobs=False)

@@ -1,0 +1,307 @@
+"""Requests whose steps are not compiled: they wait while others run, and get the tokens that they would get alone."""
+
+import threading
+
+import pytest
+
+from jllm.batch import Rung
+from jllm.engine.compiling import Compiler
+from jllm.engine.gate import Gate
+from jllm.engine.loop import Engine
+from jllm.engine.plan import Limits
+from jllm.engine.programs import Programs
+from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.step import Variant
+from tests.tiny import greedy, serve, tiny_model
+
+OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "ladder": (Rung(2, 6, 2),)}
+PLAIN, LOGPROBS, PENALTIES, BOTH = (
+    Variant(), Variant(logprobs=True), Variant(penalties=True), Variant(penalties=True, logprobs=True)
+)  # fmt: skip
+ASKS = {"logprobs": 2, "presence_penalty": 0.5, "prompt_logprobs": True}
+
+
+def test_what_covers_what():
+    assert LOGPROBS | PENALTIES == BOTH
+    assert BOTH.covers(BOTH)
+    assert BOTH.covers(LOGPROBS)
+    assert LOGPROBS.covers(PLAIN)
+    assert not LOGPROBS.covers(BOTH)
+    assert not PENALTIES.covers(LOGPROBS)
+    assert not Variant(sort=True).covers(PLAIN)
+    assert not BOTH.covers(Variant(taps=("norm",)))
+    assert [v.breadth for v in (PLAIN, LOGPROBS, BOTH)] == [0, 1, 2]
+
+
+# The gate alone
+
+
+class FakePrograms:
+    """Serves what it is told that it has, and notes what is to be prepared."""
+
+    def __init__(self, *there: Variant, ahead: bool = True):
+        self.there, self.asked, self.failures = set(there), [], {}
+        self.ahead, self.compiling = ahead, False
+
+    def serves(self, variant: Variant) -> bool:
+        return any(v.covers(variant) for v in self.there)
+
+    def permit(self, variant: Variant) -> None:
+        self.there.add(variant)
+
+    def prepare(self, variant: Variant) -> None:
+        self.asked.append(variant)
+
+    def take_failures(self):
+        return self.failures
+
+
+def make_gate(*there: Variant, ahead: bool = True) -> Gate:
+    limits = Limits(4, 16, 12, 4, page_size=8, num_pages=32, max_deltas=16)
+    return Gate(FakePrograms(*there, ahead=ahead), Scheduler(limits), sort=False)
+
+
+def newcomer(gate: Gate, id: int, **asks) -> Sequence:
+    seq = Sequence(id, 0, (1, 2, 3), SamplingParams(**asks), 0, 20)
+    gate.add(seq)
+    return seq
+
+
+def inside(gate: Gate) -> list[int]:
+    return [seq.request_id for seq in gate._scheduler.waiting]
+
+
+def test_who_waits_is_overtaken_and_then_takes_its_place():
+    gate = make_gate(PLAIN)
+    newcomer(gate, 0)
+    newcomer(gate, 1, logprobs=1)
+    newcomer(gate, 2)
+    newcomer(gate, 3, presence_penalty=1.0)
+    newcomer(gate, 4)
+    assert inside(gate) == [0, 2, 4]
+    assert gate.open() == []
+    assert gate._programs.asked == [LOGPROBS, BOTH]  # for the one, then for both at once
+    gate._programs.there.add(LOGPROBS)
+    gate.open()
+    assert inside(gate) == [0, 1, 2, 4]
+    gate._programs.there.add(PENALTIES)
+    gate.open()
+    assert [seq.request_id for seq in gate.waiting] == [3]  # beside 1 its steps would have to do both
+    gate._programs.there.add(BOTH)
+    gate.open()
+    assert inside(gate) == [0, 1, 2, 3, 4]
+    assert gate.inside == BOTH
+
+
+def test_what_is_inside_counts_until_it_ends():
+    gate = make_gate(PLAIN, LOGPROBS, PENALTIES)
+    one, two = newcomer(gate, 0, logprobs=0), newcomer(gate, 1, logprobs=0)
+    three = newcomer(gate, 2, logit_bias={3: 1.0})
+    for seq in (one, two):
+        assert gate.inside == LOGPROBS
+        gate.open()
+        assert gate.waiting == [three]
+        gate.finish(seq, "stop")
+    assert gate.inside == PLAIN
+    gate.open()
+    assert (inside(gate), gate.inside) == ([2], PENALTIES)
+
+
+def test_who_waits_may_end():
+    gate = make_gate(PLAIN)
+    seq = newcomer(gate, 0, logprobs=1)
+    gate.finish(seq, "abort")
+    assert (seq.finish_reason, gate.waiting, gate.inside) == ("abort", [], PLAIN)
+
+
+def test_a_failure_is_told_to_those_who_asked():
+    gate = make_gate(PLAIN)
+    one, two = newcomer(gate, 0, logprobs=1), newcomer(gate, 1, prompt_logprobs=True)
+    gate._programs.failures = {LOGPROBS: ValueError("no")}
+    ((seq, error),) = gate.open()
+    assert seq is one
+    assert str(error) == "no"
+    gate.finish(one, "error")
+    assert gate.waiting == [two]
+
+
+@pytest.mark.parametrize("busy", ["a sequence runs", "programs are compiled", "all was compiled ahead", None])
+def test_only_where_nobody_is_delayed_steps_wait_for_the_compiler(busy):
+    gate = make_gate(PLAIN, ahead=busy == "all was compiled ahead")
+    gate._programs.compiling = busy == "programs are compiled"
+    if busy == "a sequence runs":
+        newcomer(gate, 0)
+        gate._scheduler.schedule()
+    newcomer(gate, 1, logprobs=1)
+    assert bool(gate.waiting) == (busy is not None)
+    assert (LOGPROBS in gate._programs.there) == (busy is None)
+
+
+# Which program a step takes
+
+
+SMALL, MIDDLE, TOP = Rung(1, 0, 0), Rung(4, 0, 0), Rung(4, 12, 4)
+
+
+@pytest.fixture
+def programs(monkeypatch) -> Programs:
+    """With all sizes of two variants, and the largest of a third; nothing is really compiled."""
+    programs = Programs((SMALL, MIDDLE, TOP), None, None, None, None)
+    programs._open = {PLAIN, PENALTIES, BOTH}
+    programs._made = {(rung, v) for rung in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)} | {(TOP, BOTH)}
+    programs.asked = []
+    monkeypatch.setattr(programs, "_begin", programs.asked.append)
+    return programs
+
+
+def test_a_step_takes_the_narrowest_variant_and_the_smallest_size_that_are_there(programs):
+    assert programs.choose(PLAIN, 1, 0, 0) == (SMALL, PLAIN)
+    assert programs.choose(PENALTIES, 2, 0, 0) == (MIDDLE, PENALTIES)
+    assert programs.choose(PLAIN, 1, 5, 1) == (TOP, PLAIN)
+    assert not programs.asked
+    assert programs.choose(LOGPROBS, 2, 0, 0) == (TOP, BOTH)
+    assert programs.asked == [(MIDDLE, BOTH)]
+    assert not programs.serves(Variant(prompt_logprobs=True))
+    programs._made.add((MIDDLE, BOTH))
+    assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, BOTH)
+
+
+def test_a_step_waits_for_what_it_may_wait_for(programs):
+    assert programs.choose(Variant(prompt_logprobs=True), 1, 0, 0) == (SMALL, PLAIN)  # nothing covers it, or has to
+    programs.permit(LOGPROBS)
+    assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, LOGPROBS)
+    assert not programs.asked
+
+
+# Engines
+
+
+class Threads:
+    """Holds back what threads compile until it is opened; raises the error instead, if it is given one."""
+
+    def __init__(self, monkeypatch):
+        self.opened, self.error = threading.Event(), None
+        behind = Compiler._behind
+
+        def held(compiler, recipe, settings):
+            assert self.opened.wait(60)
+            if self.error is not None:
+                raise self.error
+            return behind(compiler, recipe, settings)
+
+        monkeypatch.setattr(Compiler, "_behind", held)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_layers=1)
+
+
+@pytest.fixture
+def engine(model):
+    """With all that plain requests need compiled ahead."""
+    engine = Engine(model, **OPTIONS)
+    engine.compile_ahead()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def threads(engine, monkeypatch):
+    """Of that engine, once it is there."""
+    held = Threads(monkeypatch)
+    yield held
+    held.opened.set()
+
+
+def run(engine: Engine, until) -> dict:
+    """Completions by id and sample, of steps until something is the case."""
+    done = {}
+    while not until(done):
+        done |= {(e.id, e.sample): e.completion for e in engine.step() if e.completion}
+    return done
+
+
+@pytest.mark.parametrize(
+    "asks", [{name: value} for name, value in ASKS.items()] + [ASKS], ids=lambda asks: "+".join(asks)
+)
+def test_others_run_while_a_newcomer_waits(model, engine, threads, asks):
+    prompts, samplings = [[5, 6, 7], [9, 8], [4, 4, 4, 4]], [greedy(12), greedy(5, **asks), greedy(7)]
+    first = engine.submit(prompts[0], samplings[0])
+    run(engine, lambda _: engine.metrics()["output_tokens"] > 1)
+    second, third = engine.submit(prompts[1], samplings[1]), engine.submit(prompts[2], samplings[2])
+    done = run(engine, lambda done: len(done) == 2)
+    assert engine.metrics()["waiting"] == 1
+    assert not engine.step()
+    threads.opened.set()
+    done |= run(engine, lambda done: done)
+    m = engine.metrics()
+    assert (m["waiting"], m["compile_first_use"], m["compile_programs"]) == (0, 0, 3)
+    for id, prompt, sampling in zip((first, second, third), prompts, samplings):
+        (want,) = serve(model, [prompt], [sampling], **OPTIONS)
+        assert done[id, 0].token_ids == want.token_ids
+        assert done[id, 0].prompt_logprobs == (want.prompt_logprobs and pytest.approx(want.prompt_logprobs))
+        assert bool(done[id, 0].logprobs) == bool(want.logprobs)
+
+
+def test_a_wider_program_gives_the_same_tokens(model):
+    engine = Engine(model, **OPTIONS)
+    engine.compile_ahead([SamplingParams(**ASKS)])
+    prompts, samplings = [[5, 6, 7], [9, 8]], [greedy(12), greedy(5, presence_penalty=0.5)]
+    ids = [engine.submit(p, s) for p, s in zip(prompts, samplings)]
+    done = run(engine, lambda done: len(done) == 2)
+    wants = serve(model, prompts, samplings, **OPTIONS)
+    assert [done[i, 0].token_ids for i in ids] == [want.token_ids for want in wants]
+    assert engine.metrics()["compiled_steps"] == 1
+    assert engine.metrics()["compile_first_use"] == 0
+
+
+def test_who_waits_can_be_forked_and_aborted(model, engine, threads):
+    running = engine.submit([5, 6, 7], greedy(30))
+    waiting, other = (engine.submit([9, 8], greedy(3, logprobs=0)) for _ in range(2))
+    engine.step()
+    assert engine.fork(waiting) == 1
+    assert engine.snapshot(waiting).length == 0
+    engine.abort(waiting)
+    engine.abort(running)
+    done = run(engine, lambda done: len(done) == 3)
+    assert {c.finish_reason for c in done.values()} == {"abort"}
+    threads.opened.set()
+    (key,) = run(engine, lambda done: done)
+    assert key == (other, 0)
+    assert not engine.has_work
+
+
+def test_a_failure_to_compile_ends_who_asked_and_nobody_else(engine, threads):
+    threads.error = ValueError("the compiler fell over\nand more")
+    threads.opened.set()
+    plain, asking = engine.submit([5, 6, 7], greedy(20)), engine.submit([9, 8], greedy(3, logprobs=0, n=2))
+    with pytest.warns(
+        UserWarning, match=r"request 1 ends: .* could not be compiled \(ValueError: the compiler fell over\)"
+    ):
+        done = run(engine, lambda done: len(done) == 3)
+    assert {key: c.finish_reason for key, c in done.items()} == {
+        (plain, 0): "length", (asking, 0): "error", (asking, 1): "error"
+    }  # fmt: skip
+    threads.error = None
+    again = engine.submit([9, 8], greedy(3, logprobs=0))
+    assert run(engine, lambda done: done)[again, 0].finish_reason == "length"
+
+
+def test_where_nothing_was_compiled_ahead_only_a_lone_step_waits_for_the_compiler(model, monkeypatch):
+    threads = Threads(monkeypatch)
+    engine = Engine(model, **OPTIONS)
+    first = engine.submit([5, 6, 7], greedy(9))
+    run(engine, lambda _: engine.metrics()["output_tokens"])
+    assert engine.metrics()["compile_first_use"] == 1
+    second = engine.submit([9, 8], greedy(3, logprobs=0))
+    assert (first, 0) in run(engine, lambda done: done)
+    assert engine.metrics()["waiting"] == 1
+    threads.opened.set()
+    assert (second, 0) in run(engine, lambda done: done)
+    third = engine.submit([9, 8], greedy(3, presence_penalty=0.5))
+    assert (third, 0) in run(engine, lambda done: done)
+    m = engine.metrics()
+    assert (m["compile_programs"], m["compile_first_use"]) == (3, 2)
