@@ -13,11 +13,12 @@ Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
 
 def free_memory(device: jax.Device | None = None) -> int | None:
     """Bytes that are free on a device, by default the one that arrays go to; None where it does not say. A CPU has
-    what the operating system would give this process."""
+    nine tenths of what the operating system would give this process: compilers and other programs take some, too."""
     stats = device_stats(device) or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return host_memory() if is_host(device) else None
+    left = host_memory() if is_host(device) else None
+    return None if left is None else left - left // 10
 
 
 def device_stats(device: jax.Device | None = None) -> dict[str, int] | None:

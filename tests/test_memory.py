@@ -67,8 +67,11 @@ def test_a_device_says_itself_what_it_has_and_a_cpu_has_what_the_system_has(monk
     found = free_memory()
     assert found is not None
     assert found > 1 << 20
-    monkeypatch.setattr(memory, "host_memory", lambda: 77)
-    assert free_memory() == 77
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000)
+    assert free_memory() == 900
+    monkeypatch.setattr(memory, "host_memory", lambda: None)
+    assert free_memory() is None
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000)
     monkeypatch.setattr(memory, "is_host", lambda device: False)
     assert free_memory() is None  # another device, which does not say
     monkeypatch.setattr(memory, "device_stats", lambda device: {"bytes_limit": 100, "bytes_in_use": 58})

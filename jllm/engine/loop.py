@@ -215,7 +215,7 @@ class Engine:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
         many tokens is made while the next step runs, and comes with it. After an exception the engine is closed, and
         last_events has the ends of all requests."""
-        with self._turns.step():
+        with self._turns.take(to_step=True):
             self._check_open()
             try:
                 self._advance()

@@ -15,6 +15,7 @@ from jllm.engine.pages import PagePool
 from jllm.engine.plan import Limits
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
+from jllm.hf_fields import MOST
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 BACKENDS = ("xla", "mosaic")
@@ -63,6 +64,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, not {value!r}")
+            if value is not None and int(value) > MOST:
+                raise ConfigError(f"{name} must be at most {MOST}, not {value}")
         if not isinstance(self.page_size, Integral) or self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, not {self.page_size!r}")
         rungs = self.ladder is None or isinstance(self.ladder, tuple)

@@ -21,41 +21,34 @@ class Turns:
         self._stepping = False  # whether a thread is inside step(), or waits to be
 
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Waits for the turn and holds it. EngineBusy for a thread that has it already, say from a signal handler."""
+    def take(self, *, to_step: bool = False) -> Iterator[None]:
+        """Waits for the turn and holds it. EngineBusy for a thread that has it already, say from a signal handler; and
+        for a second one that wants it `to_step`, as the two would share the events."""
+        me, thread = object(), threading.get_ident()
         with self._changed:
-            if self._owner == threading.get_ident():
+            if to_step and self._stepping:
+                raise EngineBusy("step() is running already: let one thread step, and others submit and abort")
+            if self._owner == thread:
                 raise EngineBusy("this thread is inside a call of this engine: call again once it has returned")
-            me = object()
             self._waiting.append(me)
+            self._stepping |= to_step
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is me)
-                self._owner = threading.get_ident()
+                while self._waiting[0] is not me:
+                    self._changed.wait()
+                self._owner = thread
             except BaseException:  # Ctrl-C while it waits
-                self._leave(me)
+                self._leave(me, to_step)
                 raise
         try:
             yield
         finally:
             with self._changed:
                 self._owner = None
-                self._leave(me)
+                self._leave(me, to_step)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """The same for step(), which never waits for another step(): EngineBusy, as the two would share the events."""
-        with self._changed:
-            if self._stepping:
-                raise EngineBusy("step() is running already: let one thread step, and others submit and abort")
-            self._stepping = True
-        try:
-            with self.take():
-                yield
-        finally:
-            self._stepping = False
-
-    def _leave(self, me: object) -> None:
+    def _leave(self, me: object, to_step: bool) -> None:
         self._waiting.remove(me)
+        self._stepping &= not to_step
         self._changed.notify_all()
 
 

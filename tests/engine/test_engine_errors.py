@@ -79,6 +79,7 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
     [
         ({"page_size": 7}, "page_size must be one of 8, 16, 32, 64, 128, not 7"),
         ({"max_slots": 0}, "max_slots must be an integer >= 1, not 0"),
+        ({"num_pages": 10**30}, "num_pages must be at most 2147483647, not 1000000"),
         ({"max_slots": 8, "max_step_tokens": 4}, "max_step_tokens must be at least max_slots = 8"),
         ({"kv_cache": "int3"}, "int3"),
         ({"kv_cache": "int8-g32"}, "32"),  # a group over D = 16

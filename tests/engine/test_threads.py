@@ -146,17 +146,17 @@ def test_turns_are_taken_in_order_and_one_that_gives_up_is_skipped(monkeypatch):
     assert order == ["a", "b", "c", "again"]
 
     with turns.take():
-        wait_for = turns._changed.wait_for
+        wait = turns._changed.wait
 
-        def interrupted(predicate):
-            turns._changed.wait_for = wait_for
+        def interrupted():
+            turns._changed.wait = wait
             raise KeyboardInterrupt
 
         def give_up():
             with pytest.raises(KeyboardInterrupt):
                 call("never")
 
-        turns._changed.wait_for = interrupted
+        turns._changed.wait = interrupted
         assert Caller(give_up).ended().error is None
     call("last")
     assert order[-1] == "last"
