@@ -179,9 +179,9 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _variables() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
         if name.startswith(VARIABLES) and not PLACES.fullmatch(name):
-            file = Path(value)
-            flags = name == "XLA_FLAGS" and value[:1] not in ("", "-") and file.is_file()  # they may be in a file
-            yield name, file.read_text() if flags else value
+            # XLA_FLAGS may name a file of flags, and XLA takes it for one unless it begins with a dash.
+            in_file = name == "XLA_FLAGS" and value.strip()[:1] not in ("", "-") and Path(value).is_file()
+            yield name, Path(value).read_text() if in_file else value
 
 
 def _tools() -> Iterator[tuple[str, str]]:
