@@ -4,6 +4,7 @@ import pytest
 
 from experiments.claims import c2, c12, c16, c17, registry
 from experiments.claims.claim import Claim, draw, run
+from experiments.result_file import ResultFile
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
 from jllm.engine.learned_length import load_learned
@@ -12,7 +13,8 @@ from jllm.pretrained import load
 
 @pytest.mark.parametrize("claim", [c2.CLAIM, c12.CLAIM, c16.CLAIM, c17.CLAIM], ids=lambda claim: claim.id)
 def test_toy_runs_give_rows_a_picture_and_no_verdict(claim: Claim, tmp_path):
-    result = run(claim, tmp_path, ["x"], True, lambda line: None)
+    with ResultFile(tmp_path, claim.id, ["x"]) as result:
+        run(claim, result, True, lambda line: None)
     *rows, last = result.document["rows"]
     assert result.document["complete"]
     assert last["verdict"] == "toy size: no verdict"
