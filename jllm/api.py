@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 
-from jllm.engine.checks import Array, Prompt
+from jllm.compile_cache import find_compile_cache
+from jllm.engine.checks import Array, Prompt, token_ids
+from jllm.engine.executables import jax_cache_is_on
 from jllm.engine.loop import Engine
-from jllm.engine.options import slots_for
+from jllm.engine.one_run import options_for_run
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError
 from jllm.pretrained import Model
@@ -33,6 +36,9 @@ def generate(
 
     `sampling` is one SamplingParams or one a prompt; options are those of EngineOptions (max_slots, page_size,
     num_pages, max_step_tokens, kv_cache, ...). Completions come in the order of the prompts, n for each.
+
+    Steps are compiled before the first of them runs, with progress on a terminal, and kept where the command keeps its
+    own (compile_cache.py) for the next time; executables=FOLDER keeps them there, and executables=None nowhere.
     """
     done = {(p.prompt, p.sample): p.completion for p in stream(model, prompts, sampling, **options) if p.completion}
     return [done[key] for key in sorted(done)]
@@ -52,11 +58,26 @@ def stream(
         raise RequestError(f"sampling must be SamplingParams, or a list of them, not {sampling!r}")
     if len(sampling) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
-    if options.get("max_slots") is None:
-        options["max_slots"] = slots_for(sum(s.n for s in sampling), options)
-    engine = Engine(model, **options)
-    index = {engine.submit(prompt, params): i for i, (prompt, params) in enumerate(zip(prompts, sampling))}
+    requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
+    if "executables" not in options:
+        options["executables"] = _compile_cache(model)
+    engine = Engine(model, **options_for_run([(len(ids), params) for ids, params in requests], options))
+    try:
+        for ids, params in requests:
+            engine.check(ids, params)
+        if requests:
+            engine.compile_ahead(sampling)
+        index = {engine.submit(ids, params): i for i, (ids, params) in enumerate(requests)}
+    except BaseException:
+        engine.close()
+        raise
     return _pieces(engine, index)
+
+
+def _compile_cache(model: Model) -> Path | None:
+    """Where steps are kept by default; nowhere if JAX keeps them itself, or files could not."""
+    several = len(model.params.norm.devices()) > 1
+    return None if several or jax_cache_is_on() else find_compile_cache()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

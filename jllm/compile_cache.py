@@ -1,7 +1,8 @@
-"""Where commands keep compiled steps, so that a second start compiles nothing."""
+"""Where compiled steps are kept unless somebody says otherwise, so that a second start compiles nothing."""
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from jllm.errors import OutputError
@@ -28,3 +29,12 @@ def make_compile_cache(path: Path | None = None) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise OutputError(f"compile cache {path}: is not writable")
     return path
+
+
+def find_compile_cache(path: Path | None = None) -> Path | None:
+    """The same; None, with a warning, where it cannot be written."""
+    try:
+        return make_compile_cache(path)
+    except OutputError as error:
+        warnings.warn(f"{error}; compiling without it", stacklevel=2)
+        return None

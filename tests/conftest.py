@@ -35,6 +35,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MAPPINGS = 15_000  # Linux lets a process have 65,530, a compiled step takes 180, and XLA crashes past that
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_compile_cache(tmp_path_factory):
+    """What generate() and commands keep goes to a folder of this run's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def room_for_compiled_functions():
     """Lets go of compiled functions between modules, once there are many."""

@@ -232,25 +232,12 @@ def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
 
 
 def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Prompt]") -> dict[str, Any]:
-    """Flags, and sizes that suit one run from its beginning to its end.
-
-    Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
-    first steps only: one size for them and one for decoding are all that has to be compiled.
-    """
-    from jllm.batch import Rung
-    from jllm.engine.options import slots_for
+    """Flags, and sizes that suit the run."""
+    from jllm.engine.one_run import options_for_run
 
     names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache")
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    samples = sum(job.sampling.n for job in jobs)
-    slots = options.setdefault("max_slots", slots_for(samples, options))
-    at_once = samples <= slots
-    total = sum(job.sampling.n * len(prompt) for job, prompt in zip(jobs, prompts))
-    options.setdefault("max_step_tokens", slots + (64 if at_once and total <= 64 else 256))
-    most = max(1, options["max_step_tokens"] - slots)
-    sizes = (0, most) if at_once else (0, -(-most // 4), most)
-    options["ladder"] = tuple(Rung(slots, tokens, min(slots, tokens)) for tokens in sizes)
-    return options
+    given = {name: getattr(args, name) for name in names}
+    return options_for_run([(len(prompt), job.sampling) for job, prompt in zip(jobs, prompts)], given)
 
 
 @contextlib.contextmanager
@@ -270,13 +257,9 @@ def _compile_cache(args: Namespace) -> Path | None:
     """The folder for compiled steps; none if there is to be none, or cannot be."""
     if args.no_compile_cache:
         return None
-    from jllm.compile_cache import make_compile_cache
+    from jllm.compile_cache import find_compile_cache
 
-    try:
-        return make_compile_cache(args.compile_cache)
-    except OutputError as error:
-        _note(f"warning: {error}; compiling without it")
-        return None
+    return find_compile_cache(args.compile_cache)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from jllm.engine.program_key import (
 )
 
 KEPT_DAYS = 30  # without use
+DAY = 86400  # seconds
 UNKEPT = (  # what serializing raises: among others for programs that call back into Python
     OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError,
     jax.errors.JaxRuntimeError,
@@ -50,9 +51,9 @@ class Executables:
     basis: str = field(init=False, repr=False)  # a hash of the sources, of what compiles, and of the device
 
     def __post_init__(self):
-        object.__setattr__(self, "sources", _loaded(self.module))
-        basis = repr(tuple(surroundings(self.device, self.sources)))
-        object.__setattr__(self, "basis", digest(basis.encode()))
+        sources, basis = _basis(self.module, self.device)
+        object.__setattr__(self, "sources", sources)
+        object.__setattr__(self, "basis", basis)
         if self.device.platform == "gpu":
             _tell_where_kernels_link()
 
@@ -71,12 +72,12 @@ class Executables:
     def load(self, path: Path) -> jax.stages.Compiled | None:
         """None if there is none, or none that can be used."""
         try:
-            with path.open("rb") as file:
-                serialized, in_tree, out_tree = pickle.load(file)
-            with contextlib.suppress(OSError):  # somebody else's
-                os.utime(path)  # used
-            client, devices = self.device.client, [self.device]
-            return deserialize_and_load(serialized, in_tree, out_tree, backend=client, execution_devices=devices)
+            stat = path.stat()
+            found = _read(path, stat.st_mtime_ns, stat.st_size, self.device)
+            if stat.st_mtime < time.time() - DAY:
+                with contextlib.suppress(OSError):  # somebody else's
+                    os.utime(path)  # used
+            return found
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # pickle alone names eight kinds, and a damaged file may raise any
@@ -99,14 +100,22 @@ class Executables:
         """Files of other versions, of models that nobody runs any more, and parts whose writer was killed."""
         for path in self.folder.glob("*"):
             with contextlib.suppress(OSError):  # another process was quicker
-                if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
+                if path.stat().st_mtime < time.time() - KEPT_DAYS * DAY:
                     path.unlink()
 
 
 @functools.cache
-def _loaded(module: str) -> Mapping[str, Path]:
-    """The sources that count; once a process, since what it has loaded stays as it is (see check_unedited)."""
-    return reached(module)
+def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
+    """Sources and basis; once a process, since what it has loaded stays as it is (see check_unedited)."""
+    sources = reached(module)
+    return sources, digest(repr(tuple(surroundings(device, sources))).encode())
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, changed: int, size: int, device: jax.Device) -> jax.stages.Compiled:
+    """The program in a file; once a process while the file stays the same, as with a jitted function's programs."""
+    serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
+    return deserialize_and_load(serialized, in_tree, out_tree, backend=device.client, execution_devices=[device])
 
 
 def _tell_where_kernels_link() -> None:

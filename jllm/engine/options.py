@@ -158,18 +158,6 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def slots_for(samples: int, given: Mapping[str, Any]) -> int:
-    """A default for max_slots: enough for so many sequences at once, at most 16, and no more than the other options
-    allow. A power of two where it can be, so that few different sizes are ever compiled."""
-    slots = 1
-    while slots < min(samples, MAX_SLOTS):
-        slots *= 2
-    bounds = [given[name] for name in ("num_pages", "max_step_tokens") if isinstance(given.get(name), int)]
-    if isinstance(given.get("ladder"), tuple):
-        bounds.append(max((rung.decodes for rung in given["ladder"] if isinstance(rung, Rung)), default=slots))
-    return max(1, min(slots, *bounds)) if bounds else slots
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The options made definite."""

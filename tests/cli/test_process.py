@@ -195,6 +195,7 @@ def test_compile_cache_folder(monkeypatch, tmp_path, run):
         make_compile_cache(Path("/proc/none"))
 
 
+@pytest.mark.filterwarnings("always")
 def test_unwritable_compile_cache_is_only_a_warning(folder, capsys):
     flags = ["--max-slots", "4", "--max-step-tokens", "32", "--max-new-tokens", "2", "--ignore-eos"]
     assert main(["--model", str(folder), *flags, "--compile-cache", "/proc/none", "a king"]) == 0

@@ -1,0 +1,46 @@
+"""Options for an engine that serves one run: all requests are known when it begins."""
+
+from collections.abc import Collection, Mapping
+from numbers import Integral
+from typing import Any
+
+from jllm.batch import Rung
+from jllm.engine.options import MAX_SLOTS
+from jllm.engine.request import SamplingParams
+
+
+def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options given, and sizes that suit one run from its beginning to its end; requests are a prompt's tokens and
+    how it is continued.
+
+    Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
+    first steps only: one size for them and one for decoding are all that has to be compiled.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    samples = sum(sampling.n for _, sampling in requests)
+    slots = options.setdefault("max_slots", _slots_for(samples, options))
+    if "ladder" in options or not all(_is_size(options.get(name, 1)) for name in ("max_slots", "max_step_tokens")):
+        return options  # the engine says what is wrong with them
+    at_once = samples <= slots
+    total = sum(sampling.n * tokens for tokens, sampling in requests)
+    options.setdefault("max_step_tokens", slots + (64 if at_once and total <= 64 else 256))
+    most = max(1, options["max_step_tokens"] - slots)
+    sizes = (0, most) if at_once else (0, -(-most // 4), most)
+    options["ladder"] = tuple(Rung(slots, tokens, min(slots, tokens)) for tokens in dict.fromkeys(sizes))
+    return options
+
+
+def _slots_for(samples: int, given: Mapping[str, Any]) -> int:
+    """A default for max_slots: enough for all samples at once, at most MAX_SLOTS, and no more than the other options
+    allow. A power of two where it can be, so that few different sizes are ever compiled."""
+    slots = 1
+    while slots < min(samples, MAX_SLOTS):
+        slots *= 2
+    bounds = [given[name] for name in ("num_pages", "max_step_tokens") if isinstance(given.get(name), int)]
+    if isinstance(given.get("ladder"), tuple):
+        bounds.append(max((rung.decodes for rung in given["ladder"] if isinstance(rung, Rung)), default=slots))
+    return max(1, min(slots, *bounds)) if bounds else slots
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1

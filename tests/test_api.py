@@ -1,0 +1,102 @@
+"""generate() and stream() compile before they begin, say so, and keep what they compiled."""
+
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import jllm
+from jllm import SamplingParams, api
+from jllm import step as step_module
+from jllm.batch import Rung
+from jllm.engine import compiling, executables
+from jllm.engine.one_run import options_for_run
+from jllm.errors import ConfigError, RequestError
+from tests.tiny import greedy, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_layers=1)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("jllm.compile_cache.sys.platform", "linux")
+    return tmp_path / "jllm" / "steps"
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """What progress was shown."""
+    shown, tqdm = [], compiling.tqdm
+
+    def bar(iterable, what, total, **more):
+        shown.append((what, total))
+        return tqdm(iterable, what, total, **more)
+
+    monkeypatch.setattr(compiling, "tqdm", bar)
+    return shown
+
+
+def test_steps_are_compiled_ahead_with_progress_and_kept(model, cache, bars, monkeypatch):
+    def told(count: int) -> list[tuple[int, ...]]:
+        return [done.token_ids for done in jllm.generate(model, [[5, 6, 7]] * count, greedy(3))]
+
+    one, two = told(1), told(2)
+    assert two == one * 2
+    assert len(list(cache.iterdir())) == 4  # a prefill and a decode for each number of slots
+    assert [what for what, _ in bars] == ["compiling"] * 4  # the first of each, then the rest
+    jax.clear_caches()
+    executables._read.cache_clear()  # as in another process
+    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    assert (told(1), told(2)) == (one, two)
+
+
+def test_steps_are_kept_where_it_is_said(model, cache, tmp_path):
+    jllm.generate(model, [5, 6, 7], greedy(3), executables=tmp_path / "here")
+    jllm.generate(model, [5, 6, 7], greedy(3), executables=None)
+    assert len(list((tmp_path / "here").iterdir())) == 2
+    assert not cache.exists()
+
+
+def test_nothing_is_kept_where_jax_does_or_files_cannot_be(model, cache, monkeypatch):
+    assert api._compile_cache(model) == cache
+    spread = SimpleNamespace(params=SimpleNamespace(norm=SimpleNamespace(devices=lambda: {0, 1})))
+    assert api._compile_cache(spread) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "jax_cache_is_on", lambda: True)
+        assert api._compile_cache(model) is None
+    os.rmdir(cache)
+    cache.write_text("")
+    with pytest.warns(UserWarning, match="compile cache .* cannot be made: .*; compiling without it"):
+        assert api._compile_cache(model) is None
+
+
+def test_mistakes_are_found_before_anything_is_compiled(model, bars):
+    for prompts in ([[5, 6], []], [[5, 6], [-1]], [[5, 6], [7] * 500]):
+        with pytest.raises(RequestError):
+            jllm.stream(model, prompts, greedy(3))
+    for options in ({"max_slots": "two"}, {"max_slots": True}, {"max_step_tokens": 0}, {"slots": 3}):
+        with pytest.raises(ConfigError):
+            jllm.stream(model, [[5, 6]], greedy(3), **options)
+    assert not bars
+    assert jllm.generate(model, [], greedy(3)) == []
+
+
+def test_sizes_of_a_run():
+    run = partial(options_for_run, given={"num_pages": None})
+    one, four = SamplingParams(), SamplingParams(n=4)
+    assert run([(3, one)]) == {"max_slots": 1, "max_step_tokens": 65, "ladder": (Rung(1, 0, 0), Rung(1, 64, 1))}
+    assert run([(65, one)])["ladder"] == (Rung(1, 0, 0), Rung(1, 256, 1))
+    assert run([(3, four), (3, one)])["ladder"] == (Rung(8, 0, 0), Rung(8, 64, 8))
+    assert run([(3, four)] * 5)["ladder"] == (Rung(16, 0, 0), Rung(16, 64, 16), Rung(16, 256, 16))
+    assert run([]) == run([(3, one)])
+    given = {"max_slots": 2, "max_step_tokens": 3, "kv_cache": "int8-g8"}
+    assert options_for_run([(3, one)] * 3, given) == given | {"ladder": (Rung(2, 0, 0), Rung(2, 1, 1))}
+    ladder = (Rung(3, 9, 2),)
+    assert options_for_run([(3, one)] * 9, {"ladder": ladder}) == {"ladder": ladder, "max_slots": 3}
+    assert options_for_run([(3, one)] * 9, {"num_pages": 5})["max_slots"] == 5
