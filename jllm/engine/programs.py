@@ -68,9 +68,10 @@ class Programs:
         the step takes a larger one."""
         self._collect()
         variant = self._narrowest(need)
-        rung = choose_rung(self._rungs, decodes, tokens, chunks)
         if variant is None:
-            return _key(rung, need)
+            self.permit(need)
+            variant = need
+        rung = choose_rung(self._rungs, decodes, tokens, chunks)
         if not self._is_there(_key(rung, variant)):
             self._begin(_key(rung, variant))
             now = [rung for rung in self._rungs if self._is_there(_key(rung, variant))]

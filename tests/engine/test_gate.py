@@ -169,7 +169,8 @@ def test_a_step_takes_the_narrowest_variant_and_the_smallest_size_that_are_there
 
 
 def test_a_step_waits_for_what_it_may_wait_for(programs):
-    assert programs.choose(Variant(prompt_logprobs=True), 1, 0, 0) == (SMALL, PLAIN)  # nothing covers it, or has to
+    assert programs.choose(Variant(sort=True), 1, 0, 0) == (SMALL, Variant(sort=True))  # since nothing covers it
+    assert programs.choose(Variant(prompt_logprobs=True), 1, 0, 0) == (SMALL, PLAIN)  # it scores no prompt
     programs.permit(LOGPROBS)
     assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, LOGPROBS)
     assert not programs.asked
