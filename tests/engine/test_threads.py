@@ -38,7 +38,7 @@ class Held:
     def waiting(self, count: int) -> None:
         """Returns once so many callers have the turn or wait for it."""
         end = time.monotonic() + 60
-        while len(self.engine._turns._waiting) < count:
+        while len(self.engine._turns._threads) < count:
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -140,7 +140,7 @@ def test_turns_are_taken_in_order_and_one_that_gives_up_is_skipped(monkeypatch):
         callers = []
         for name in "abc":
             callers.append(Caller(lambda name=name: call(name)))
-            while len(turns._waiting) < 1 + len(callers):
+            while len(turns._threads) < 1 + len(callers):
                 time.sleep(0.001)
     call("again")  # whoever had the turn does not get it before those that wait
     assert order == ["a", "b", "c", "again"]
@@ -160,4 +160,31 @@ def test_turns_are_taken_in_order_and_one_that_gives_up_is_skipped(monkeypatch):
         assert Caller(give_up).ended().error is None
     call("last")
     assert order[-1] == "last"
-    assert not turns._waiting
+    assert not turns._threads
+
+
+def test_a_signal_handler_that_calls_while_its_thread_waits_is_refused():
+    """It would wait for the call that it interrupts, which waits for it to return."""
+    turns, said = Turns(), []
+
+    def interrupt():  # a signal handler runs in the thread that waits
+        del turns._changed.wait
+        with pytest.raises(EngineBusy) as error, turns.take():
+            pass
+        said.append(str(error.value))
+        return turns._changed.wait()
+
+    def call():
+        with turns.take():
+            said.append("had its turn")
+
+    with turns.take():
+        turns._changed.wait = interrupt
+        caller = Caller(call)
+        end = time.monotonic() + 60
+        while not said:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    assert caller.ended().error is None
+    assert said == ["this thread is inside a call of this engine: call again once it has returned", "had its turn"]
+    assert not turns._threads
