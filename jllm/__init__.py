@@ -7,6 +7,8 @@ Names are imported when they are first asked for (PEP 562): `python -m jllm.gene
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pallas_kernels import LOADED as _LOADED  # noqa: F401  (taken before any module is loaded)
+
 if TYPE_CHECKING:
     from jllm.api import Piece, generate, stream
     from jllm.engine.loop import Engine

@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import shutil
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -24,9 +23,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels import LOADED
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jllm", "pallas_kernels")
-LOADED = time.time()  # about when this process loaded the two packages
 PLAIN = (bool, int, float, str, bytes, NoneType)
 NODES = (tuple, list, dict, NoneType)
 DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")  # how names of what compiles begin
@@ -119,10 +119,10 @@ def reached(module: str, root: Path = ROOT) -> dict[str, Path]:
 
 
 def check_unedited(files: Iterable[Path]) -> None:
-    """Raises NoKey if one was edited since this process loaded it: its content is not what would be traced."""
+    """Raises NoKey if one was edited or removed since this process loaded it: what would be traced is not there."""
     for path in files:
-        if path.stat().st_mtime > LOADED:
-            raise NoKey(f"{path} was edited after it had been loaded")
+        if not path.exists() or path.stat().st_mtime > LOADED:
+            raise NoKey(f"{path} was edited or removed after it had been loaded")
 
 
 def _file(module: str, root: Path) -> Path | None:
@@ -172,8 +172,9 @@ def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[An
 def _versions() -> Iterator[tuple[str, str]]:
     """Of JAX, its plugins, Triton, and the makers' compilers and libraries."""
     for found in importlib.metadata.distributions():
-        if found.name.lower().startswith(DISTRIBUTIONS):
-            yield found.name, found.version
+        name = found.metadata.get("Name") or ""  # one that is half removed has none
+        if name.lower().startswith(DISTRIBUTIONS):
+            yield name, found.version
 
 
 def _variables() -> Iterator[tuple[str, str]]:

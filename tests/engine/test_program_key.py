@@ -4,7 +4,9 @@ import collections
 import contextlib
 import importlib
 import os
+import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import RopeScaling
+from jllm.engine import program_key
 from jllm.engine.program_key import (
-    LOADED,
     PACKAGES,
     ROOT,
     NoKey,
@@ -37,6 +39,7 @@ from jllm.engine.program_key import (
 )
 from jllm.param_specs import abstract_params
 from jllm.step import State, Variant, jit_step, make_slots
+from pallas_kernels import LOADED
 from pallas_kernels.kv_pages import KVFormat, allocate
 from tests.tiny import CONFIG
 
@@ -238,8 +241,18 @@ def test_a_source_edited_after_it_was_loaded_has_no_key(tmp_path):
     os.utime(source, (LOADED - 60, LOADED - 60))
     check_unedited([source])
     os.utime(source, (LOADED + 60, LOADED + 60))
-    with pytest.raises(NoKey, match="a.py was edited after it had been loaded"):
+    gone = "a.py was edited or removed after it had been loaded"
+    with pytest.raises(NoKey, match=gone):
         check_unedited([source])
+    source.unlink()  # another branch was checked out, say
+    with pytest.raises(NoKey, match=gone):
+        check_unedited([source])
+
+
+def test_the_time_of_loading_is_before_the_first_module():
+    """In a notebook the engine is imported when it is first asked for, long after the model perhaps."""
+    assert runpy.run_path(program_key.__file__)["LOADED"] == LOADED
+    subprocess.run([sys.executable, "-c", "import jllm, sys; assert 'pallas_kernels' in sys.modules"], check=True)
 
 
 # What compiles
@@ -260,6 +273,14 @@ def test_versions_of_what_compiles_count(tree, monkeypatch, name):
         found.add(basis(tree))
         shutil.rmtree(info)
     assert len(found) == 3
+
+
+def test_a_distribution_that_was_half_removed_counts_for_nothing(tree, monkeypatch):
+    before = basis(tree)
+    monkeypatch.syspath_prepend(tree)
+    (tree / "~umpy-2.0.dist-info").mkdir()  # as an interrupted `pip install` leaves it
+    importlib.invalidate_caches()
+    assert basis(tree) == before
 
 
 PTXAS, LIBDEVICE = "bin/ptxas", "nvvm/libdevice/libdevice.10.bc"
