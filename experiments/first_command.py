@@ -45,8 +45,8 @@ def measure(repeats: int) -> Iterator[Row]:
 
 def bars(rows: list[Row]) -> Iterator[Row]:
     for state, most in BARS.items():
-        value = median(row["seconds"] for row in rows if row["compile_cache"] == state)
-        yield bar(f"{state} start to the last of {TOKENS} tokens", value, "s", most, most=True)
+        if seconds := [row["seconds"] for row in rows if row["compile_cache"] == state]:
+            yield bar(f"{state} start to the last of {TOKENS} tokens", median(seconds), "s", most, most=True)
 
 
 @interruptible

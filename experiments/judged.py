@@ -11,11 +11,11 @@ Document = dict[str, Any]
 
 def bars_of(document: Document) -> list[Document]:
     """The bars of a document's rows, by the function `bars` of the module that its command names, or by its claim. None
-    where there is no such function, and of runs of a few layers, which are too small to decide anything."""
+    where there is no such function or no row, and of runs of a few layers, which are too small to decide anything."""
     if claim := claim_of(document):
         return list(find(claim).judge(measured_rows(document)).bars)
     module = module_of(document["command"])
-    if module is None or "--layers" in document["command"].split():
+    if module is None or not document["rows"] or "--layers" in document["command"].split():
         return []
     rule = getattr(load(module), "bars", None)
     return [] if rule is None else list(rule([dict(row) for row in document["rows"]]))

@@ -89,5 +89,7 @@ def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Ro
             document = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # not a result
-        if experiment in (None, document.get("experiment")) and document.get("device", "cpu") != "cpu":
+        if not isinstance(document, dict) or not {"experiment", "device", "command", "rows"} <= document.keys():
+            continue
+        if experiment in (None, document["experiment"]) and document["device"] != "cpu":
             yield document, file.name

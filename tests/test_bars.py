@@ -95,6 +95,15 @@ def test_a_run_that_was_cut_off_has_bars():
     assert [entry["value"] for entry in bars if entry["name"].startswith("decode")] == decode
 
 
+def test_a_run_may_be_cut_off_at_any_row():
+    """What Ctrl-C leaves of any experiment can be shown, before its first row too."""
+    for name, file in FILES.items():
+        for count in range(min(4, len(file["rows"]))):
+            cut = judged(file | {"complete": False, "bars": [], "rows": file["rows"][:count]})
+            assert all(entry["met"] == is_met(entry) for entry in cut["bars"]), name
+            assert count or not cut["bars"], name
+
+
 def test_what_has_no_rule_has_no_bars():
     document = {"experiment": "x", "complete": False, "bars": [], "rows": [{"M": 1}]}
     for command in (

@@ -362,6 +362,8 @@ def test_speeds_come_from_files_of_gpus(tmp_path):
         "quant_steps-2-h.json", "quant_steps", "H", [row | {"decode_ms": 1.0} for row in steps], command="a --layers 1"
     )
     write("quant_steps-3-cpu.json", "quant_steps", "cpu", steps)
+    for i, other in enumerate(("[]", "{}", "{", '{"device": "H"}')):  # a user's directory may hold anything
+        (tmp_path / f"quant_steps-4-{i}.json").write_text(other)
     found = measured_speed.measured_speeds(tmp_path)
     assert {key: speed.times for key, speed in found.items()} == {
         ("w8a8-all", "bf16"): 1.6, ("w8a8-all", "int8-g8"): 1.5, ("nf4", "bf16"): 1.5
