@@ -9,8 +9,9 @@ from pallas_kernels.checks import check_listed
 from pallas_kernels.hopper import SMS
 from pallas_kernels.quantized_weights import WeightFormat
 
-# Groups that the kernel knows, by codes (None: scales of rows), and codes that may have zero points.
-GROUPS = {"int8": (None, 32, 64, 128), "fp8": (None,), "int4": (32, 64, 128), "nf4": (32, 64, 128)}
+# Weights that share a scale, by codes, as the kernel knows them; and codes that may have zero points.
+ROW = "a row"
+GROUPS = {"int8": (ROW, 32, 64, 128), "fp8": (ROW,), "int4": (32, 64, 128), "nf4": (32, 64, 128)}
 WITH_ZEROS = ("int8", "int4")
 
 
@@ -138,7 +139,9 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
     if str(x_dtype) not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the mosaic kernel has no {jnp.dtype(x_dtype)} inputs; supported: bfloat16, float16")
-    check_listed(("codes", fmt.codes, tuple(GROUPS)), (f"{fmt.codes} in groups of", fmt.group, GROUPS[fmt.codes]))
+    check_listed(
+        ("codes", fmt.codes, tuple(GROUPS)), (f"{fmt.codes} in groups of", fmt.group or ROW, GROUPS[fmt.codes])
+    )
     if fmt.zero_point:
         check_listed(("a zero point for", fmt.codes, WITH_ZEROS))
     multiple = 256 if fmt.packed else 128

@@ -123,8 +123,8 @@ def test_weights_in_other_formats():
             with pytest.raises(ValueError, match=message):
                 weight_only_matmul(x, w, backend=backend)
     for fmt, message in (
-        (WeightFormat("int4"), "int4 in groups of None is not supported by backend mosaic, which does 32, 64, 128"),
-        (WeightFormat("fp8", 32), "fp8 in groups of 32 is not supported by backend mosaic, which does None"),
+        (WeightFormat("int4"), "int4 in groups of a row is not supported by backend mosaic, which does 32, 64, 128"),
+        (WeightFormat("fp8", 32), "fp8 in groups of 32 is not supported by backend mosaic, which does a row"),
         (WeightFormat("nf4", 64, zero_point=True), "a zero point for nf4 is not supported"),
     ):
         like = parse_weight_format("w4a16-g64-zp") if fmt.zero_point else fmt
