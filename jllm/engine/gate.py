@@ -24,7 +24,7 @@ class Gate:
     def __init__(self, programs: Programs, scheduler: Scheduler, *, sort: bool):
         self._programs, self._scheduler, self._sort = programs, scheduler, sort
         self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
-        self.waiting: list[Sequence] = []  # in the order of arrival
+        self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
 
     @property
     def inside(self) -> Variant:
@@ -34,10 +34,11 @@ class Gate:
     def add(self, seq: Sequence) -> None:
         """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
         self._scheduler.arrive(seq)
-        if self._may_enter(seq):
-            self._let_in(seq)
+        wants = self._wants(seq)
+        if self._may_enter(wants):
+            self._let_in(seq, wants)
         else:
-            self.waiting.append(seq)
+            self.waiting[seq] = wants
 
     def open(self) -> list[tuple[Sequence, BaseException]]:
         """Lets in those whose steps are compiled by now, and has those of the others compiled; returns those whose
@@ -45,16 +46,19 @@ class Gate:
         if not self.waiting:
             return []
         failed, wanted, errors = [], self.inside, self._programs.take_failures()
-        for seq in list(self.waiting):
-            if self._may_enter(seq):
-                self.waiting.remove(seq)
-                self._let_in(seq)
-                continue
-            wanted |= self._wants(seq)  # and what those do that wait before it
+        refused: set[Variant] = set()  # one stays so whoever goes in: many may ask for the same, and each step asks
+        for seq, wants in list(self.waiting.items()):
+            if wants not in refused:
+                if self._may_enter(wants):
+                    del self.waiting[seq]
+                    self._let_in(seq, wants)
+                    continue
+                refused.add(wants)
+                wanted |= wants  # and what those do that wait before it
+                if wanted not in errors:
+                    self._programs.prepare(wanted)
             if wanted in errors:
                 failed.append((seq, errors[wanted]))
-            else:
-                self._programs.prepare(wanted)
         return failed
 
     def wait(self) -> None:
@@ -65,8 +69,7 @@ class Gate:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, inside or not."""
-        if seq in self.waiting:
-            self.waiting.remove(seq)
+        if self.waiting.pop(seq, None) is not None:
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
             return
         wants = self._wants(seq)
@@ -74,15 +77,14 @@ class Gate:
         self._inside += Counter()  # without those that are none
         self._scheduler.finish(seq, reason)
 
-    def _may_enter(self, seq: Sequence) -> bool:
-        wants = self._wants(seq)
+    def _may_enter(self, wants: Variant) -> bool:
         if not (self._programs.ahead or self._programs.compiling or self._scheduler.active):
             self._programs.permit(wants)
             self._programs.permit(self.inside | wants)
         return self._programs.serves(self.inside | wants)
 
-    def _let_in(self, seq: Sequence) -> None:
-        self._inside[self._wants(seq)] += 1
+    def _let_in(self, seq: Sequence, wants: Variant) -> None:
+        self._inside[wants] += 1
         self._scheduler.add(seq)
 
     def _wants(self, seq: Sequence) -> Variant:

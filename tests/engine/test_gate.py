@@ -102,18 +102,33 @@ def test_what_is_inside_counts_until_it_ends():
     for seq in (one, two):
         assert gate.inside == LOGPROBS
         gate.open()
-        assert gate.waiting == [three]
+        assert list(gate.waiting) == [three]
         gate.finish(seq, "stop")
     assert gate.inside == PLAIN
     gate.open()
     assert (inside(gate), gate.inside) == ([2], PENALTIES)
 
 
+def test_many_that_ask_for_the_same_are_looked_at_once_a_step(monkeypatch):
+    """Hundreds may wait for seconds, while others' steps take 20 ms."""
+    gate, looks = make_gate(PLAIN), []
+    for id in range(6):
+        newcomer(gate, id, **({"logprobs": 1} if id % 2 else {"presence_penalty": 1.0}))
+    serves = gate._programs.serves
+    monkeypatch.setattr(gate._programs, "serves", lambda variant: looks.append(variant) or serves(variant))
+    assert gate.open() == []
+    assert looks == [PENALTIES, LOGPROBS]
+    assert gate._programs.asked == [PENALTIES, BOTH]
+    gate._programs.there.add(BOTH)
+    assert gate.open() == []
+    assert (inside(gate), list(gate.waiting)) == ([0, 1, 2, 3, 4, 5], [])
+
+
 def test_who_waits_may_end():
     gate = make_gate(PLAIN)
     seq = newcomer(gate, 0, logprobs=1)
     gate.finish(seq, "abort")
-    assert (seq.finish_reason, gate.waiting, gate.inside) == ("abort", [], PLAIN)
+    assert (seq.finish_reason, list(gate.waiting), gate.inside) == ("abort", [], PLAIN)
 
 
 def test_a_failure_is_told_to_those_who_asked():
@@ -124,7 +139,7 @@ def test_a_failure_is_told_to_those_who_asked():
     assert seq is one
     assert str(error) == "no"
     gate.finish(one, "error")
-    assert gate.waiting == [two]
+    assert list(gate.waiting) == [two]
 
 
 @pytest.mark.parametrize("busy", ["a sequence runs", "programs are compiled", "all was compiled ahead", None])
