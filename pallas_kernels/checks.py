@@ -161,13 +161,14 @@ def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int)
 
 def check_weight(w: QuantizedWeight) -> None:
     """Raises ValueError where a weight's arrays are not what its format says, and NotImplementedError for unknown
-    codes."""
+    codes. Float scales may be wider than stored ones, as they are while they are learned."""
     fmt, (rows, columns) = w.format, w.values.shape
     if fmt.codes not in CODES:
         raise NotImplementedError(f"no backend reads codes {fmt.codes!r}; codes: {', '.join(CODES)}")
     groups = None if fmt.group is None else columns * (2 if fmt.packed else 1) // fmt.group
     shape = (rows,) if groups is None else (groups, rows)
-    scales = "int8" if fmt.double_quant else "float32" if groups is None else "float16"
+    wide = not fmt.double_quant and str(getattr(w.scales, "dtype", None)) in ("float32", "float64")
+    scales = str(w.scales.dtype if wide else fmt.scale_dtype)
     expected: dict[str, tuple[jax.Array | None, str | None, tuple[int, ...]]] = {
         "values": (w.values, str(fmt.storage_dtype), w.values.shape),
         "scales": (w.scales, scales, shape),

@@ -59,6 +59,11 @@ class WeightFormat:
         return jnp.dtype(STORED[self.codes])
 
     @property
+    def scale_dtype(self) -> jnp.dtype:
+        """The dtype of the scales array as stored."""
+        return jnp.dtype("int8" if self.double_quant else "float32" if self.group is None else "float16")
+
+    @property
     def name(self) -> str:
         """What parse_weight_format reads."""
         group = "" if self.group is None else f"-g{self.group}"

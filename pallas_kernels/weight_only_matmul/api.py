@@ -1,6 +1,7 @@
 """weight_only_matmul: x @ decode(w).T + bias + residual."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype, check_weight
+from pallas_kernels.checks import check_concrete, check_floats, check_listed, check_out_dtype, check_weight
 from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.weight_only_matmul import reference, xla
 from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
@@ -46,7 +47,12 @@ def weight_only_matmul(
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     m, stored = math.prod(x.shape[:-1]), w.values.shape[1] * (2 if w.format.packed else 1)
     arguments = x.dtype, m, w.values.shape[0], stored, w.format
-    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, *arguments))
+
+    def check(check_sizes: Callable[..., None]) -> None:
+        check_listed(("scales in", str(w.scales.dtype), (str(w.format.scale_dtype),)))
+        check_sizes(*arguments)
+
+    chosen = choose_backend(backend, partial(check, check_supported), partial(check, check_faster))
     if chosen == "reference":
         check_concrete(x, w, bias, residual)
         return jnp.asarray(reference.weight_only_matmul(x, w, bias, residual)).astype(out_dtype)

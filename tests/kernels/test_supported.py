@@ -122,6 +122,10 @@ def test_weights_in_other_formats():
         for backend in ("xla", "mosaic"):
             with pytest.raises(ValueError, match=message):
                 weight_only_matmul(x, w, backend=backend)
+    learned = replace(int4, scales=int4.scales.astype(jnp.float32))
+    with pytest.raises(NotImplementedError, match="scales in float32 is not supported by backend mosaic"):
+        weight_only_matmul(x, learned, backend="mosaic")
+    assert (weight_only_matmul(x, learned, backend="hopper") == weight_only_matmul(x, int4, backend="xla")).all()
     for fmt, message in (
         (WeightFormat("int4"), "int4 in groups of a row is not supported by backend mosaic, which does 32, 64, 128"),
         (WeightFormat("fp8", 32), "fp8 in groups of 32 is not supported by backend mosaic, which does a row"),
