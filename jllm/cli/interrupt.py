@@ -7,7 +7,7 @@ swallowed by a callback of a C library. So a handler of our own ends the process
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -21,11 +21,15 @@ class Interrupt:
 
     deferred: bool = False
     asked: bool = False
+    tidy: Callable[[], object] | None = None  # called before it ends the process
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.deferred:
             with contextlib.suppress(OSError):
                 os.write(2, b"\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+            if self.tidy is not None:
+                with contextlib.suppress(OSError):
+                    self.tidy()
             os._exit(INTERRUPTED)  # nothing is lost: no result has been written so far
         if self.asked:
             raise KeyboardInterrupt

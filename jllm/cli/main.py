@@ -67,7 +67,7 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     if args.version:
         return _print_version()
     jobs = _jobs(args, sampling_params(args))
-    with _output(args) as file:
+    with _output(args, interrupt) as file:
         model = _find_model(args)
         if args.json or file is not None:
             run = _run_identity(model, args)
@@ -86,8 +86,14 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
 
 
-def _output(args: Namespace) -> contextlib.AbstractContextManager[ResultsFile | None]:
-    return contextlib.nullcontext() if args.output is None else contextlib.closing(ResultsFile(args.output))
+@contextlib.contextmanager
+def _output(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | None]:
+    if args.output is None:
+        yield None
+        return
+    with contextlib.closing(ResultsFile(args.output)) as file:
+        interrupt.tidy = file.close
+        yield file
 
 
 def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:

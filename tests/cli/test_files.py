@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -252,6 +253,22 @@ def test_a_second_command_is_refused(run, lines, tmp_path, monkeypatch):
     first.write("kept\n")
     first.close()
     assert out.read_text() == "kept\n"
+
+
+def test_ctrl_c_before_the_first_line_leaves_no_file(run, lines, tmp_path, monkeypatch):
+    """While a model is loaded, say, when it ends the process at once."""
+    out, ended = tmp_path / "out.jsonl", []
+
+    def interrupted(args, model, todo):
+        assert out.exists()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "_exit", lambda status: ended.append((status, out.exists())))
+            signal.raise_signal(signal.SIGINT)
+        raise OutputError("over")
+
+    monkeypatch.setattr("jllm.cli.main._prepare", interrupted)
+    run("--input", lines, "--output", out, *FLAGS)
+    assert ended == [(130, False)]
 
 
 def test_foreign_output_is_not_touched(run, lines, tmp_path):
