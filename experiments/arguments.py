@@ -54,7 +54,8 @@ def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
         except QuantizationError:
             found[given] = given
             continue
-        if scheme.rules != getattr({**PRESETS, **found}.get(scheme.name, scheme), "rules", None):
+        known = {**PRESETS, **found}.get(scheme.name)
+        if isinstance(known, Scheme) and known.rules != scheme.rules:
             raise ConfigError(f"{given}: another scheme is called {scheme.name!r}: give this one another `name`")
         found[scheme.name] = scheme
     return found

@@ -82,7 +82,7 @@ def _compile_cache(model: Model) -> Path | None:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of integers is one prompt, and so is an array with one axis."""
-    if isinstance(prompts, str) or (isinstance(prompts, Array) and prompts.ndim == 1):
+    if isinstance(prompts, str) or (isinstance(prompts, Array) and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}")

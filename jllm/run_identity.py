@@ -1,5 +1,5 @@
-"""What decides the results of a run besides its prompts or texts and its options, as flat JSON: an interrupted run is
-gone on with by the same one alone. JAX is imported only where it is asked."""
+"""What decides the results of a run besides its prompts or texts and its options, as flat JSON. What an interrupted run
+left is continued only by a run of the same identity. Only the functions that need JAX import it."""
 
 import hashlib
 import importlib.metadata

@@ -15,8 +15,8 @@ except ImportError:
 
 
 def open_alone(path: Path) -> FileIO | None:
-    """Opens a file to append to, unbuffered, as its only writer until it is closed; None where another process, or
-    another opening of it, writes to it. What is no regular file may have many. Raises OSError."""
+    """Opens a file to append to, unbuffered, as its only writer until it is closed. Returns None where another process,
+    or another opening of it in this one, writes to it. A pipe or device may have many writers. Raises OSError."""
     while True:
         file = open(path, "ab", buffering=0)  # noqa: SIM115
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -31,8 +31,8 @@ def open_alone(path: Path) -> FileIO | None:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[bool]:
-    """Yields whether this is the only writer in the block, by a file at `path` that is there meanwhile: for what cannot
-    be locked itself, since it is replaced as a whole. Raises OSError."""
+    """Yields whether this is the only writer in the block. The lock is a file at `path`, which is removed afterwards:
+    a file that is replaced as a whole cannot be locked itself. Raises OSError."""
     file = open_alone(path)
     if file is None:
         yield False

@@ -138,8 +138,8 @@ class Metrics:
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
     def memory(self) -> dict[str, Any]:
-        """What became of the page pool. Means are over planned steps; shares are of the pages in use, and for
-        fragmentation_mean of those that nobody holds, the prefix cache included."""
+        """What became of the page pool. Means are over planned steps. Shares are of the pages in use;
+        fragmentation_mean is of the pages that neither a sample nor the prefix cache holds."""
         s = self.scheduled
         steps, used = max(1, s.steps), s.page_steps * self.page_size
         return {

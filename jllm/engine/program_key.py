@@ -29,10 +29,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("jllm", "pallas_kernels")
 PLAIN = (bool, int, float, str, bytes, NoneType)
 NODES = (tuple, list, dict, NoneType)
-DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")  # how names of what compiles begin
-NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")  # how names of JAX's settings begin
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_")  # and of environment variables that matter
-PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # JAX sets these as it is imported; the tools there count themselves
+# What names begin with: of packages that compile; of JAX's settings that change no program; of variables that do.
+DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")
+NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_")
+PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # set by JAX's import; of the tools there the content counts
 TOOLS = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice/libdevice.10.bc")
 
 

@@ -55,6 +55,8 @@ def test_an_array_of_token_ids_is_a_prompt(model):
     for kind in (jnp.asarray, np.asarray, lambda ids: np.asarray(ids, np.uint8)):
         assert engine.check(kind(PROMPTS[0])) == PROMPTS[0]
         assert as_prompts(kind(PROMPTS[0]))[0].shape == (3,)
+        with pytest.raises(RequestError, match=r"integers in one row, not an array of u?int\d+ and shape \[\]"):
+            list(map(engine.check, as_prompts(kind(5))))
         assert [engine.check(row) for row in as_prompts(kind([[1, 2], [3, 4]]))] == [[1, 2], [3, 4]]
     assert all(type(token) is int for token in engine.check(jnp.asarray(PROMPTS[0])))
 
