@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.claims.claim import measured_rows
-from experiments.claims.registry import TITLES, find
+from experiments.claims.registry import claim_named, find
 from experiments.commands import load, module_of
 
 Document = dict[str, Any]
@@ -23,9 +23,8 @@ def bars_of(document: Document) -> list[Document]:
 
 def claim_of(document: Document) -> str | None:
     """The claim that a document decides. A toy's rows and those of which some failed decide none."""
-    name = document["experiment"].removeprefix("claims-")
     decided = document["rows"] and document["rows"][-1].get("verdict") in ("yes", "partly", "no")
-    return name if name in TITLES and decided else None
+    return claim_named(document["experiment"]) if decided else None
 
 
 def judged(document: Document) -> Document:

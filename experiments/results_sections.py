@@ -359,7 +359,7 @@ LIBRARY = (
     Section("devices.*", "What a model costs by device"),
 )  # fmt: skip
 
-CLAIMS = (Section(r"claims-(C\d+)", "Claim {}", tables=CLAIM_TABLES, answer=verdict),)
+CLAIMS = (Section(r"claims-(C\d+)(?:-.*)?", "Claim {}", tables=CLAIM_TABLES, answer=verdict),)
 FALLBACK = Section(".*", "")
 GROUPS = (
     ("Whole steps and requests", STEPS),

@@ -165,7 +165,8 @@ def test_a_run_that_was_cut_off_is_shown_with_bars(tmp_path):
     assert "| m batch 64 bfloat16, share of the floor | 0.74 | 0.75 | ✗ |" in text
 
 
-def test_a_verdict_is_by_the_rule_of_today(tmp_path):
+@pytest.mark.parametrize("experiment", ["claims-C23", "claims-C23-burst"])
+def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
     """The 99 % in time of this burst were no steady state, whatever the file said of them when it was written."""
     rows = [
         {"load": None, "rate": None, "qps": 40.0},
@@ -180,13 +181,14 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path):
         },
         {"stated": "in time", "measured": "up to 32 requests a second", "verdict": "yes"},
     ]
-    write(tmp_path, "x", experiment="claims-C23", rows=rows)
+    write(tmp_path, "x", experiment=experiment, rows=rows)
     text = page(tmp_path)
+    assert "### Claim C23: service quality" in text
     assert "up to 32 requests a second" not in text
     assert "yes: 99% of requests are in time in a burst of 12 s of up to 32 arrivals a second, no steady state" in text
     assert "the verdict is that of its rows by the rule of today" in text
     again = rows[:-1] + [rows[-1] | {"measured": c23.judge(rows[:-1]).measured}]
-    write(tmp_path, "x", experiment="claims-C23", rows=again)
+    write(tmp_path, "x", experiment=experiment, rows=again)
     assert "the rule of today" not in page(tmp_path)
 
 

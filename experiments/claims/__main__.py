@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.arguments import claim_memory
 from experiments.claims.claim import Claim, Row, draw, run, text_table
-from experiments.claims.registry import TITLES, find
+from experiments.claims.registry import TITLES, claim_named, find
 from experiments.result_file import ResultFile
 from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
@@ -53,9 +53,8 @@ def check_device(claim: Claim) -> None:
 
 def try_to_draw(document: Row, path: Path) -> None:
     """The picture beside a result. Raises ValueError for a file that is no claim's."""
-    name = str(document.get("experiment", "")) if isinstance(document, dict) else ""
-    name = name.removeprefix("claims-").partition("-")[0]  # the rest is a label
-    if name not in TITLES or not document.get("rows"):
+    name = claim_named(document.get("experiment")) if isinstance(document, dict) else None
+    if name is None or not document.get("rows"):
         raise ValueError(f"{path} is not the result of a claim")
     try:
         draw(find(name), TITLES[name], document, path.with_suffix(".svg"))

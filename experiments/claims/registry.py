@@ -32,6 +32,12 @@ TITLES = {
 }
 
 
+def claim_named(experiment: object) -> str | None:
+    """C7 of claims-C7, and of claims-C7-few with the label few; None for what is no claim's."""
+    name = str(experiment).removeprefix("claims-").partition("-")[0]
+    return name if name in TITLES else None
+
+
 def find(name: str) -> Claim:
     """The claim called `name`, in either case. Raises ValueError for an unknown one, with those near it."""
     known = name.upper()
