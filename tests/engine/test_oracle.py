@@ -5,6 +5,7 @@ that it gets alone. In float64 this holds exactly. In float32 the rows of an XLA
 with the number of rows, so tokens are compared up to the first position where the two best logits nearly tie.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -97,8 +98,13 @@ def play(model, jobs: list[Job], options: dict, seen: dict | None = None) -> lis
     return [done[ids[i]] for i in range(len(jobs))]
 
 
-def alone(model, job: Job, **options) -> Completion:
-    return play(model, [Job(job.prompt, job.params, 0, None)], {**ALONE, **options})[0]
+def alone(model, jobs: Iterable[Job], **options) -> Iterator[Completion]:
+    """What each job gets by itself: one engine has them one after the other."""
+    engine = Engine(model, **{**ALONE, "prefix_cache": False, **options})
+    for job in jobs:
+        engine.submit(list(job.prompt), job.params)
+        *_, last = engine.run()
+        yield last.completion
 
 
 def assert_same(got: Completion, want: Completion, aborted: bool):
@@ -120,8 +126,8 @@ def model64():
 def test_any_company_same_tokens(model64, company, jobs):
     with jax.enable_x64(True):
         got = play(model64, jobs, COMPANY[company])
-        for job, completion in zip(jobs, got, strict=True):
-            assert_same(completion, alone(model64, job), job.abort_after is not None)
+        for job, completion, want in zip(jobs, got, alone(model64, jobs), strict=True):
+            assert_same(completion, want, job.abort_after is not None)
 
 
 class Wrong(Longest):
@@ -170,7 +176,7 @@ def policy_jobs(request, model64):
     page_size = request.param
     jobs = random_jobs(page_size, *(((1, 40), 30) if page_size == 8 else ((30, 64), 64)))
     with jax.enable_x64(True):
-        return POOLS[page_size], jobs, [alone(model64, job) for job in jobs]
+        return POOLS[page_size], jobs, list(alone(model64, jobs))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -210,8 +216,7 @@ def test_penalties_and_logprobs_survive_company_and_preemption(model64, monkeypa
     with jax.enable_x64(True):
         got = play(model64, jobs, COMPANY["pool that forces preemption"])
         assert any(id >= 3 and tokens > 2 for id, tokens in preempted), "counts of the output must be recomputed"
-        for job, completion in zip(jobs, got, strict=True):
-            want = alone(model64, job)
+        for completion, want in zip(got, alone(model64, jobs), strict=True):
             assert_same(completion, want, False)
             np.testing.assert_allclose(completion.prompt_logprobs, want.prompt_logprobs, rtol=1e-10)
             for a, b in zip(completion.logprobs, want.logprobs, strict=True):
@@ -245,9 +250,9 @@ def test_every_kv_format(kv_cache):
     ]
     with jax.enable_x64(True):
         model = tiny_model("float64", num_layers=1)
-        got = play(model, jobs, {**COMPANY[TINY], "kv_cache": kv_cache})
-        for job, completion in zip(jobs, got, strict=True):
-            assert_same(completion, alone(model, job, kv_cache=kv_cache), False)
+        options = COMPANY[TINY] | {"kv_cache": kv_cache}  # also for each alone, so that one step is compiled
+        for completion, want in zip(play(model, jobs, options), alone(model, jobs, **options), strict=True):
+            assert_same(completion, want, False)
 
 
 QUANTIZED = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1}  # groups of 32 fit
@@ -266,8 +271,8 @@ def test_any_company_same_tokens_with_quantized_weights(quantized64, jobs):
     """A token's activations are quantized by a scale of its own."""
     with jax.enable_x64(True):
         got = play(quantized64, jobs, COMPANY["pool that forces preemption"])
-        for job, completion in zip(jobs, got, strict=True):
-            assert_same(completion, alone(quantized64, job), job.abort_after is not None)
+        for job, completion, want in zip(jobs, got, alone(quantized64, jobs), strict=True):
+            assert_same(completion, want, job.abort_after is not None)
 
 
 def in_company(scheme: str) -> list[tuple[Completion, Completion]]:
@@ -277,8 +282,8 @@ def in_company(scheme: str) -> list[tuple[Completion, Completion]]:
     with jax.enable_x64(True):
         model = tiny_model("float64", **QUANTIZED)
         model = replace(model, params=quantize(model.params, scheme))
-        got = play(model, jobs, {**COMPANY[TINY], "kv_cache": "int8-g8"})
-        return [(one, alone(model, job, kv_cache="int8-g8")) for job, one in zip(jobs, got, strict=True)]
+        options = COMPANY[TINY] | {"kv_cache": "int8-g8"}
+        return list(zip(play(model, jobs, options), alone(model, jobs, **options), strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-talk", "fp8", "nf4-g32", "uint8-zp"])
@@ -302,8 +307,8 @@ def test_float32_up_to_the_first_near_tie(prompts):
     params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True, logprobs=2)
     jobs = [Job(tuple(p), params, i, None) for i, p in enumerate(prompts)]
     compared = 0
-    for job, got in zip(jobs, play(model, jobs, COMPANY["two slots, pages of 16"]), strict=True):
-        want = alone(model, job)
+    together = play(model, jobs, COMPANY["two slots, pages of 16"])
+    for got, want in zip(together, alone(model, jobs), strict=True):
         for a, b, info in zip(got.token_ids, want.token_ids, want.logprobs, strict=True):
             if info.top[0][1] - info.top[1][1] < TIE:
                 break
@@ -323,4 +328,4 @@ def test_the_oracle_notices_a_stale_page_table(model64, monkeypatch):
         # A context of its own gives the faulty step a compilation of its own.
         faulty = play(tiny_model("float64", context=120), [job, other], COMPANY["pages of 32, whole prompts"])
         monkeypatch.undo()
-        assert faulty[0].token_ids != alone(model64, job).token_ids
+        assert faulty[0].token_ids != next(alone(model64, [job])).token_ids
