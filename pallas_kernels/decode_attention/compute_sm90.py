@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.decode_attention import warps_interpreted, warps_sm90
+from pallas_kernels.decode_attention import warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
@@ -63,7 +63,7 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
 
 def no_queries(shape: Shape, dtype: DTypeLike) -> Queries | None:
     """What stands for a head's queries before the first."""
-    return _warps(shape).no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
+    return warps_sm90.no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
 
 
 def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
@@ -77,13 +77,8 @@ def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
 def _scaled(shape: Shape, x: jax.Array, factor: jax.Array) -> jax.Array:
     """x [.., columns] times factor [columns], or of each warp [32, columns]."""
     if shape.by_warps:
-        return x * _warps(shape).spread(factor, x.shape[0] // 64)
+        return x * warps_sm90.spread(factor, x.shape[0] // 64)
     return x * lax.broadcast_in_dim(factor, x.shape, [1])
-
-
-def _warps(shape: Shape) -> Any:
-    """What single warps do."""
-    return warps_interpreted if shape.k.interpreted else warps_sm90
 
 
 def compute_item(
@@ -119,9 +114,7 @@ def compute_item(
         plgpu.barrier_wait(q_full.at[q_slot])
         raw = q_raw.at[q_slot, warpgroup]
         if shape.by_warps:
-            loaded = _warps(shape).load_queries(shape.k, raw)
-            if shape.k.interpreted:  # copies must not overtake loads
-                plgpu.commit_smem()
+            loaded = warps_sm90.load_queries(shape.k, raw)
         else:
             loaded = None
             _stage_queries(raw, others["q_s"], others["of_query"].at[0])
@@ -140,14 +133,12 @@ def compute_item(
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
         plgpu.barrier_wait(full.at[slot])
         summed = attend(log2_scale, j * ROWS, (slot, warpgroup), carry, **others)
-        if shape.by_warps and shape.k.interpreted:  # by TMA then, which must not overtake loads
-            plgpu.commit_smem()
         plgpu.barrier_arrive(free.at[slot])
         return summed
 
     own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
     weights = (
-        _warps(shape).reduce_warp(own.total, "add")
+        warps_sm90.reduce_warp(own.total, "add")
         if shape.by_warps
         else reduce_rows(own.total, "add", others["reduced"], shape)
     )
@@ -162,7 +153,7 @@ def compute_item(
         first = first_query(shape, item.row, item.head)
         if shape.by_warps:
             result = _of_warps(shape, total, part_s).astype(out_s.dtype)
-            _warps(shape).store_rows(result, out_ref, first, shape.queries)
+            warps_sm90.store_rows(result, out_ref, first, shape.queries)
             return
         result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
         out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -178,7 +169,7 @@ def compute_item(
     def _part() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if shape.by_warps:
-            _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
+            warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
             plgpu.commit_smem()
             for warp in range(4):
                 sums = part_s.at[warp, pl.ds(0, shape.queries)]
@@ -200,7 +191,7 @@ def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others:
     """What logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
     scale = shape.scale * math.log2(math.e)
     if queries is not None:
-        return scale if queries[1] is None else _warps(shape).spread(queries[1] * scale, 1)
+        return scale if queries[1] is None else warps_sm90.spread(queries[1] * scale, 1)
     if others["q_s"].dtype == dtype:
         return scale
     factors = plgpu.load(others["of_query"].at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * scale
@@ -247,21 +238,21 @@ def _by_warps(
     carry: Sum, **others: Any,
 ) -> Sum:  # fmt: skip
     """The same, each warp with 16 of the tokens."""
-    operands, zero, warps = [], jnp.minimum(item.high, 0), _warps(shape)
-    for name, stored, load in (("k", shape.k, warps.load_k), ("v", shape.v, warps.load_v)):
+    operands, zero = [], jnp.minimum(item.high, 0)
+    for name, stored, load in (("k", shape.k, warps_sm90.load_k), ("v", shape.v, warps_sm90.load_v)):
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
-    logits = _visible(shape, item, tokens, warps.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
+    logits = _visible(shape, item, tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
     bounds = item.low - tokens, item.high - tokens
-    values = warps.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
-    top = lax.round(warps.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
+    values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
+    top = lax.round(warps_sm90.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
     if shape.v.by_factor:  # weights up to 2^6.5 keep what float16 has of them times small scales
         top = top - 6
     top = jnp.maximum(carry.top, top)
-    p = jnp.exp2(logits - warps.spread(top, 1)).astype(jnp.float16)
+    p = jnp.exp2(logits - warps_sm90.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
-    acc = warps.dot_v(values, warps.weighted(shape.v, v, bounds, p), carry.acc, shrink)
+    acc = warps_sm90.dot_v(values, warps_sm90.weighted(shape.v, v, bounds, p), carry.acc, shrink)
     return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
 
 
@@ -273,8 +264,8 @@ def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> 
 
 def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
     """The result of a head [columns, D]: the sums of all warps together, in their order."""
-    _warps(shape).store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-    _warps(shape).wait_for_warps()
+    warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
+    warps_sm90.wait_for_warps()
     parts = [part_s.at[i] for i in range(4)]
 
     def number(part: Any, i: int) -> jax.Array:
@@ -293,8 +284,6 @@ def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
 def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
     """x [rows, columns] -> [columns], its sum ("add") or maximum, through a warpgroup's own scratch [256]: a reduction
     of Pallas would use the same for both."""
-    if shape.k.interpreted:
-        return x.sum(axis=0) if op == "add" else x.max(axis=0)
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(

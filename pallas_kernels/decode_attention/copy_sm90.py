@@ -108,7 +108,7 @@ def copy_item(
             if name in ("k", "v"):
                 source, target = stored.value_slice(kv_heads[warpgroup], offset), stored.value_part(part)
             else:
-                source, target = stored.scale_slice(kv_heads[warpgroup], offset)[0], stored.scale_part(part)
+                source, target = stored.scale_slice(kv_heads[warpgroup], offset)[0], part
             into = targets[name]
             if count > 1:
                 page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
@@ -163,10 +163,6 @@ def copy_item(
         def _together() -> None:
             for name in sorted({name for _, name in parts}):
                 own = sorted(i for i, other in parts if other == name)
-                if shape.k.interpreted:  # it has no other view of the tiles
-                    for number, i in enumerate(own):
-                        copy(name, pages[0] + number, i, 0)
-                    continue
                 copy(name, pages[0], own[0], 0, joined)
                 for _ in own[1:]:  # as many arrivals as copies one by one
                     plgpu.barrier_arrive(full.at[slot])

@@ -51,9 +51,7 @@ def decode_attention(
     if work is None:
         work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, narrow=pages.narrow, config=config)
     config = work.config
-    shape = shape_of(
-        q, pages, scale, window, page_table.shape[1] * page_size, config, interpreted=interpret is not None
-    )
+    shape = shape_of(q, pages, scale, window, page_table.shape[1] * page_size, config)
     if (work.rows.shape, work.heads, work.window) != ((num_rows,), shape.items, window):
         raise ValueError(
             f"the work list is for {work.rows.shape[0]} rows of {work.heads} items and window {work.window}, "
@@ -72,8 +70,6 @@ def shape_of(
     window: int | None,
     max_tokens: int,
     config: Config,
-    *,
-    interpreted: bool,
 ) -> Shape:
     """What the kernels are specialized to, for q [R, H, D] and rows of at most `max_tokens` keys."""
     num_rows, num_heads, head_dim = q.shape
@@ -83,7 +79,7 @@ def shape_of(
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
     by_warps = config.by_warps and pages.narrow and fits
     k, v = (
-        storage(part, q.dtype, head_dim, config, through_registers, by_warps, interpreted)
+        storage(part, q.dtype, head_dim, config, through_registers, by_warps)
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
     items = items_of_row(kv_heads * chunks, config)
@@ -205,7 +201,7 @@ def _attend_kernel(
 ) -> None:
     sources, (out_ref, part_ref) = dict(zip(names, refs)), refs[len(names) :]
     for name, stored in (("k", shape.k), ("v", shape.v)):
-        if stored.joined > 1 and not stored.interpreted:
+        if stored.joined > 1:
             scratch[name], scratch[f"{name}_pages"] = scratch[name]
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
     computing, items = shape.config.computing, items_ref[worker]

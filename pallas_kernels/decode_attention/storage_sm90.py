@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,9 +25,6 @@ from pallas_kernels.smem_sm90 import swizzled
 
 _SCALES = 64  # of one copy, at least: 128 bytes
 
-# As BY_16_ROWS, of 2 bytes: what the interpreter multiplies by the scales of 4.
-_RUNS_OF_2 = plgpu.Layout.TILED(plgpu.Tiling(((64, 4), (16, 4), (2,))), (-5,), (-3, -2), -1)
-
 
 @dataclass(frozen=True)
 class Storage:
@@ -43,7 +39,6 @@ class Storage:
     through_registers: bool  # to wgmma, if it can
     by_warps: bool  # or to mma, each warp its own tokens
     joined: int  # parts that one copy brings where their pages have consecutive numbers
-    interpreted: bool  # by the GPU interpreter, which cannot reshape what is in shared memory
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
     @property
@@ -71,8 +66,8 @@ class Storage:
 
     @property
     def by_lanes(self) -> bool:
-        """Whether lanes copy, not TMA: the interpreter's can't."""
-        return self.by_warps and not self.interpreted
+        """Whether lanes copy, not TMA."""
+        return self.by_warps
 
     def rows(self, values: jax.Array) -> jax.Array:
         """The pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the other's."""
@@ -97,13 +92,12 @@ class Storage:
 
     @property
     def in_registers(self) -> bool:
-        """Whether it goes from its stored form to the product through registers: the interpreter's wgmma can't."""
-        narrow = self.format.storage_dtype.itemsize == 1
-        return narrow and not self.interpreted and self.through_registers and not self.by_warps
+        """Whether it goes from its stored form to the product through registers."""
+        return self.format.storage_dtype.itemsize == 1 and self.through_registers and not self.by_warps
 
     def queries(self, q: jax.Array) -> jax.Array:
         """Queries [.., D], their dims in the order in which K's are multiplied."""
-        if self.by_warps and not self.interpreted:
+        if self.by_warps:
             return q
         if self.in_registers:
             return operand_order(q, self.format.dtype)
@@ -111,14 +105,14 @@ class Storage:
 
     def results(self, out: jax.Array) -> jax.Array:
         """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
-        if self.by_warps and not self.interpreted:
+        if self.by_warps:
             return out
         return dims_in_order(out) if self.format.dtype == "int4" else out
 
     @property
     def by_token(self) -> bool:
         """Whether scales are copied as [tokens, G]: TMA wants such rows to be multiples of 16 bytes."""
-        return self.groups >= 8 or self.interpreted
+        return self.groups >= 8
 
     @property
     def scales(self) -> int:
@@ -152,21 +146,17 @@ class Storage:
         begin = jnp.minimum(start, max(self.kv_heads * self.page_size * self.groups, _SCALES) - self.scales)
         return pl.ds(begin, self.scales), start - begin
 
-    def scale_part(self, i: int) -> Any:
-        """Where part i's scales are copied to, in a slot."""
-        return pl.ds(i * self.tokens, self.tokens) if self.interpreted else i
-
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
         buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
-        if self.joined > 1 and not self.interpreted:  # the same bytes, as several pages are copied
+        if self.joined > 1:  # the same bytes, as several pages are copied
             pages = swizzled((*every, self.parts, self.tokens, self.row), self.format.storage_dtype)
             buffers[name] = plgpu.RefUnion(buffers[name], pages)
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token and not self.by_lanes:
-                shape = (ROWS, self.groups) if self.interpreted else (self.parts, self.tokens, self.groups)
+                shape = (self.parts, self.tokens, self.groups)
             elif self.packed and not self.by_lanes:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
@@ -179,17 +169,11 @@ class Storage:
 
     def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
         """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's."""
-        layout = BY_16_ROWS
-        if self.interpreted and self.row // max(self.groups, 1) % 8:
-            layout = _RUNS_OF_2
 
         def tile(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
-            if self.groups:
-                multiply = partial(self._interpreted_scaled, layout) if self.interpreted else partial(scaled, *grouping)
-                parts = multiply(parts, scales)
-            return jnp.concatenate(parts, axis=1)
+            return jnp.concatenate(scaled(*grouping, parts, scales) if self.groups else parts, axis=1)
 
-        return self._converted(tile, layout, stored, scales, packed, shift)
+        return self._converted(tile, BY_16_ROWS, stored, scales, packed, shift)
 
     def read_k(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
         """The same in registers, as the product's left operand, its dims in operand_order."""
@@ -210,7 +194,7 @@ class Storage:
         def converted(values: jax.Array) -> jax.Array:
             if self.format.storage_dtype.itemsize == 2:
                 return values.astype(jnp.float32).astype(self.dtype)
-            parts = to_float16(values, self.format.dtype, layout, self.interpreted)
+            parts = to_float16(values, self.format.dtype, layout)
             return convert(parts, scales, (self.format.group or 0, self.groups))
 
         tile = converted(values)
@@ -218,17 +202,6 @@ class Storage:
             values = lax.optimization_barrier(values)
             tile = jnp.maximum(tile, converted(values))
         return tile
-
-    def _interpreted_scaled(self, layout: Any, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
-        """What `scaled` does."""
-        width = self.row // self.groups
-        columns: list[list[jax.Array]] = [[] for _ in parts]
-        for group in range(self.groups):
-            scale = plgpu.load(scales.at[:, group], layout=layout.reduce(1), optimized=False)
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, (ROWS, width), [0]), layout)
-            for part, column in zip(parts, columns):
-                column.append(lax.slice(part, (0, group * width), (ROWS, (group + 1) * width)) * spread)
-        return [jnp.concatenate(column, axis=1) for column in columns]
 
     def _pack(self, scales: Any, packed: Any, shift: jax.Array) -> None:
         """Moves a tile's own scales together."""
@@ -241,16 +214,15 @@ class Storage:
 
 
 def storage(
-    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool, interpreted: bool,
-) -> Storage:  # fmt: skip
+    pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool
+) -> Storage:
     """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
     much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
     shared = 2 // config.computing  # warps share the copies of a warpgroup's K, or V
-    by_lanes = by_warps and not interpreted
-    joined = max(1, ROWS // page_size // shared) if config.join_pages and not by_lanes else 1
+    joined = max(1, ROWS // page_size // shared) if config.join_pages and not by_warps else 1
     return Storage(
         format=pages.format,
         dtype=jnp.dtype(dtype),
@@ -261,7 +233,6 @@ def storage(
         through_registers=through_registers,
         by_warps=by_warps,
         joined=joined,
-        interpreted=interpreted,
         repeat=config.dequantize,
     )
 

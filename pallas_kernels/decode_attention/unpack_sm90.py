@@ -25,15 +25,11 @@ _FLIPPED = {"int8": "xor.b32 v, v, 0x80808080;", "int4": "lop3.b32 v, v, 0x0f0f0
 _SURPLUS = {"int8": 0x64806480, "int4": 0x64086408}
 
 
-def to_float16(values: jax.Array, dtype: str, layout: Any, interpreted: bool) -> list[jax.Array]:
+def to_float16(values: jax.Array, dtype: str, layout: Any) -> list[jax.Array]:
     """What bytes [rows, columns] in registers hold: int8 codes or fp8 numbers, or int4's even and then its odd ones."""
     if dtype not in _FLIPPED:
         return [lax.bitcast_convert_type(values, jnp.dtype(dtype)).astype(jnp.float16)]
     count = 2 if dtype == "int4" else 1
-    if interpreted:
-        values = values.astype(jnp.int8)  # wraps
-        nibbles = [lax.shift_right_arithmetic(values << jnp.int8(4), jnp.int8(4)), values >> jnp.int8(4)]
-        return [part.astype(jnp.float16) for part in (nibbles if dtype == "int4" else [values])]
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),

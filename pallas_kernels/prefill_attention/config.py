@@ -23,7 +23,6 @@ class Config:
     that convert pages of another format: one for K and V in turn, or 2, one each, with 128 columns at a time and
     integers by way of mantissas; not timed yet, and right on a device for int8 alone, so no default.
     pack: whether several short sequences share a warpgroup's rows and keys.
-    interpretable: P through shared memory and no inline instructions, which is what the interpreter can run.
     """
 
     block_kv: int = 128
@@ -34,7 +33,6 @@ class Config:
     ctas: int = SMS
     converters: int = 1
     pack: bool = True
-    interpretable: bool = False
 
     def __post_init__(self) -> None:
         if self.block_kv < 64 or self.block_kv % 64:

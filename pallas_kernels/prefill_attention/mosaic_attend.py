@@ -109,13 +109,8 @@ class _Rows:
             weighed = weigh(scores)
             return lax.optimization_barrier(acc_ref[...]), *weighed
 
-        if self.plan.config.interpretable:
-            scores = self._scores(j)
-            acc = self._product(j - 1, acc, p)
-            new_p, new_peak, new_total, decay = weigh(scores)
-        else:
-            acc, new_p, new_peak, new_total, decay = pl.run_scoped(overlapped, self.scores_acc, self.out_acc)
-            plgpu.barrier_arrive(refs.v.free.at[slot(j - 1)])
+        acc, new_p, new_peak, new_total, decay = pl.run_scoped(overlapped, self.scores_acc, self.out_acc)
+        plgpu.barrier_arrive(refs.v.free.at[slot(j - 1)])
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         return acc, new_peak, new_total, new_p.astype(self.plan.dtype)
 
@@ -136,23 +131,19 @@ class _Rows:
 
     def _product(self, j: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
         """acc + P V of block j, alone."""
-        refs, slot, staged = self.refs, self._slot(j), self.plan.config.interpretable
+        refs, slot = self.refs, self._slot(j)
         plgpu.barrier_wait(refs.v.ready.at[slot])
-        if staged:
-            refs.p_s[self.wg] = p
-            plgpu.commit_smem()
 
         def product(acc_ref: Any) -> jax.Array:
-            if not staged:
-                acc_ref[...] = acc
+            acc_ref[...] = acc
             self._take_turn()
-            plgpu.wgmma(acc_ref, refs.p_s.at[self.wg] if staged else p, refs.v.blocks.at[slot])
+            plgpu.wgmma(acc_ref, p, refs.v.blocks.at[slot])
             self._pass_turn()
             return lax.optimization_barrier(acc_ref[...])
 
         out = pl.run_scoped(product, self.out_acc)
         plgpu.barrier_arrive(refs.v.free.at[slot])
-        return acc + out if staged else out
+        return out
 
     def _softmax(
         self, scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
-from pallas_kernels.kv_pages import FP8, KVFormat, decode
+from pallas_kernels.kv_pages import FP8, KVFormat
 from pallas_kernels.prefill_attention.mosaic_plan import Plan
 
 SIDE = 64  # tokens that are in registers at once
@@ -35,9 +35,6 @@ def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, c
     if fmt.dtype in ("float16", "bfloat16"):
         part = raw.at[pl.ds(row, SIDE), pl.ds(column, width(plan))]
         return plgpu.load(part, layout=layout).astype(jnp.float32)
-    if plan.config.interpretable:
-        return _decode(raw, scales, fmt, plan)[row : row + SIDE, column : column + width(plan)]
-
     refs = (raw,) if scales is None else (raw, scales)
     alone = plan.config.converters == 2
     dtype = plan.dtype if alone else jnp.float32
@@ -62,14 +59,6 @@ def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, c
         return array.astype(mgpu.utils.dtype_to_ir_type(dtype))
 
     return load(*refs)
-
-
-def _decode(raw: Any, scales: Any, fmt: KVFormat, plan: Plan) -> jax.Array:
-    """The whole block f32 [T, D] by the format's definition: what the interpreter runs."""
-    if scales is not None:
-        groups = fmt.groups(plan.head_dim)
-        scales = scales[...].reshape(-1, groups)
-    return decode(raw[...], scales, fmt, jnp.float32)
 
 
 def _index(value: int) -> ir.Value:

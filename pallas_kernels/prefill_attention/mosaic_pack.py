@@ -76,15 +76,10 @@ def _scores(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array) -> jax.Array
 
     def product(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, refs.q_s.at[wg], refs.k.blocks.at[slot].transpose((1, 0)))
-        if not plan.config.interpretable:
-            plgpu.wgmma(acc, zeros, refs.v.blocks.at[slot].transpose((1, 0)))
+        plgpu.wgmma(acc, zeros, refs.v.blocks.at[slot].transpose((1, 0)))
         return lax.optimization_barrier(acc[...])
 
-    scores = pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32))
-    if plan.config.interpretable:
-        nothing = (refs.v.blocks[slot].astype(jnp.float32) * 0).sum(axis=1)
-        scores += lax.broadcast_in_dim(nothing, scores.shape, [1])
-    return scores
+    return pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32))
 
 
 def _clean(plan: Plan, refs: Refs, slot: jax.Array) -> None:
@@ -119,13 +114,9 @@ def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
 
 def _product(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array, p: jax.Array) -> jax.Array:
     """P V [64, D]."""
-    staged = plan.config.interpretable
-    if staged:
-        refs.p_s[wg] = p
-        plgpu.commit_smem()
 
     def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, refs.p_s.at[wg] if staged else p, refs.v.blocks.at[slot])
+        plgpu.wgmma(acc, p, refs.v.blocks.at[slot])
         return lax.optimization_barrier(acc[...])
 
     return pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, plan.head_dim), jnp.float32))

@@ -53,7 +53,6 @@ class Refs(NamedTuple):
     v: Pool
     q_raw: Any  # [warpgroups, 64, D], plain rows: tiled copies would have to start at multiples of 8
     q_s: Any  # the same, tiled and swizzled as wgmma wants it
-    p_s: Any  # [warpgroups, 64, T] if P is staged
     out_s: Any  # [warpgroups, 64, D], plain rows
     q_ready: Any
     boxes_ready: Any  # queries of packed chunks
@@ -194,7 +193,6 @@ class Plan:
             "v": self._pool_scratch(self.v_format),
             "q_raw": plgpu.SMEM((groups, rows, dim), self.dtype),
             "q_s": swizzled((groups, rows, dim), self.dtype),
-            "p_s": swizzled((groups, rows, config.block_kv), self.dtype) if config.interpretable else None,
             "out_s": plgpu.SMEM((groups, rows, dim), self.dtype),
             "q_ready": plgpu.Barrier(num_arrivals=groups),
             "boxes_ready": plgpu.Barrier(num_arrivals=groups * rows // BOX) if self.packings else None,

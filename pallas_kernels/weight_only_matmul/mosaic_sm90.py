@@ -39,7 +39,7 @@ def product(
 ) -> jax.Array:
     """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
     (m, k), n = x.shape, w.values.shape[0]
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config, interpret is not None)
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config)
     if config.stream:
         return stream_sm90.product(plan, x, w, interpret)
     if config.fold > 1 and (w.format.group or 1) > plan.step:
@@ -247,15 +247,8 @@ def compute_item(
         for name in ("w", *(() if vectors else ("scales", "zeros"))):
             if name in refs:
                 refs[name] = refs[name].at[slot]
-        a = operand(plan.tile, refs, warpgroup, j, r, config.row_tiles)
-        if plan.interpreted:
-            staged = scratch["staged_s"].at[warpgroup]
-            staged[...] = a
-            plgpu.commit_smem()
-            a = staged
+        a = operand(plan.tile, refs, j, r, config.row_tiles)
         plgpu.wgmma(acc, a, scratch["x_s"].at[slot, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0)))
-        if plan.interpreted:
-            plgpu.wgmma_wait(0)
 
     def slot_of(s: Any) -> jax.Array:
         return lax.rem(i * steps + s, jnp.int32(stages))

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.quantized_weights import NF4, WeightFormat, unpack4
+from pallas_kernels.quantized_weights import NF4, WeightFormat
 from pallas_kernels.weight_only_matmul.emitter_sm90 import Emitter
 
 ROWS, COLUMNS = 64, 64  # of an operand
@@ -37,7 +36,6 @@ class Tile:
     fold: int
     groups: int
     vector_rows: dict[str, int]  # the last dimension of scales and zeros
-    interpreted: bool
 
 
 def pair_table(dtype: jnp.dtype) -> jax.Array:
@@ -48,10 +46,8 @@ def pair_table(dtype: jnp.dtype) -> jax.Array:
     return jnp.asarray(np.broadcast_to(pairs.reshape(256, 1), (256, 32)).view(np.int32))
 
 
-def operand(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int, r: int, row_tiles: int) -> jax.Array:
+def operand(tile: Tile, refs: dict[str, Any], j: int, r: int, row_tiles: int) -> jax.Array:
     """[64, 64] of the weight: rows of the r-th row tile of the warpgroup, columns from 64 j on, scaled by group."""
-    if tile.interpreted:
-        return _interpreted(tile, refs, warpgroup, j, r, row_tiles)
     names = tuple(refs)
     swizzle = (plgpu.TilingTransform((8, tile.width)), plgpu.SwizzleTransform(tile.width))  # type: ignore[abstract]
 
@@ -68,44 +64,6 @@ def operand(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int, r: i
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return convert(*refs.values())
-
-
-def _interpreted(tile: Tile, refs: dict[str, Any], warpgroup: jax.Array, j: int, r: int, row_tiles: int) -> jax.Array:
-    """The same by the format's definition, with the same roundings."""
-    kept, first_column = ROWS // tile.fold, j * COLUMNS
-    first = warpgroup * row_tiles * kept + r * kept
-
-    def rows_of(x: jax.Array) -> jax.Array:  # [fold * some, rows] -> [some, 64]
-        x = lax.dynamic_slice_in_dim(x.reshape(tile.fold, -1, x.shape[-1]), first, kept, axis=2)
-        return jnp.moveaxis(x, 0, 1).reshape(-1, ROWS)
-
-    codes = rows_of(refs["w"][...].T).T
-    if tile.format.packed:
-        codes = unpack4(codes, signed=tile.format.codes == "int4")
-    codes = codes[:, first_column : first_column + COLUMNS]
-    values = plain_values(codes, tile.format, tile.dtype)
-
-    def spread(name: str) -> jax.Array:
-        x = refs[name][...].astype(tile.dtype)
-        if tile.format.group is None:
-            x = lax.dynamic_slice_in_dim(x, first, kept)
-            return jnp.concatenate([x] * tile.fold)[:, None]
-        halves = [rows_of(x)[(first_column + half) // tile.format.group] for half in (0, COLUMNS // 2)]
-        return jnp.concatenate([jnp.broadcast_to(x[:, None], (ROWS, COLUMNS // 2)) for x in halves], axis=1)
-
-    if "zeros" in refs:
-        values = values - spread("zeros")
-    return values * spread("scales") if tile.format.group is not None else values
-
-
-def plain_values(codes: jax.Array, fmt: WeightFormat, dtype: jnp.dtype) -> jax.Array:
-    """The numbers that codes, one an element, stand for before zero points and scales: for the interpreter."""
-    values = codes.astype(jnp.float32)
-    if fmt.codes == "nf4":
-        values = jnp.zeros(codes.shape, jnp.float32)
-        for i, value in enumerate(NF4):
-            values = jnp.where(codes == i, value, values)
-    return values.astype(dtype)
 
 
 class Codes:

@@ -12,7 +12,7 @@ from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import WeightFormat
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 from pallas_kernels.weight_only_matmul.config import Config
-from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, Tile
+from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Plan:
     out_dtype: jnp.dtype
     format: WeightFormat
     config: Config
-    interpreted: bool
 
     @property
     def step(self) -> int:
@@ -81,9 +80,7 @@ class Plan:
     def tile(self) -> Tile:
         config = self.config
         vector_rows = {name: self.vector_rows(name) for name in ("scales", "zeros")}
-        return Tile(
-            self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows, self.interpreted
-        )
+        return Tile(self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows)
 
     def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
         """What a stage is filled with: arrays, and of x parts of K."""
@@ -126,6 +123,4 @@ class Plan:
         if "table" in names:
             scratch["table_s"] = plgpu.SMEM((256, 32), jnp.int32)
             scratch["table_full"] = plgpu.Barrier()
-        if self.interpreted:
-            scratch["staged_s"] = swizzled((config.warpgroups, ROWS, COLUMNS), self.dtype)
         return scratch

@@ -7,7 +7,6 @@ other only when their sums are added at the end, and a CTA is small: loads of on
 has to be filled before the first product.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.quantized_weights import QuantizedWeight, group_scales, unpack4
+from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
-from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_table, plain_values
+from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
 CHUNK = 128  # columns that a warp multiplies at a time
@@ -75,21 +74,15 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
     sources, out = dict(zip(names, refs)), refs[len(names)]
     tile, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     parts = scratch["parts_s"]
-    if plan.interpreted:
-        parts.at[warpgroup][...] = _interpreted_sums(plan, sources, tile, warpgroup)
-    else:
-        parts.at[warpgroup][...] = _sums(plan, sources, scratch, tile)
+    parts.at[warpgroup][...] = _sums(plan, sources, scratch, tile)
     if plan.config.warpgroups > 1:
         plgpu.barrier_arrive(scratch["summed"])
         plgpu.barrier_wait(scratch["summed"])
 
     @pl.when(warpgroup == 0)
-    def _finish() -> None:
+    def _first() -> None:
         vectors = {"scales": sources["scales"]} if plan.format.group is None else {}
-        if plan.interpreted:
-            _interpreted_finish(plan, tile, parts, out, **vectors)
-        else:
-            _finish_on_device(plan, tile, parts, out, vectors)
+        _finish(plan, tile, parts, out, vectors)
 
 
 def _sums(plan: Plan, sources: dict[str, Any], scratch: dict[str, Any], tile: jax.Array) -> jax.Array:
@@ -283,7 +276,7 @@ class Stream(Codes):
         emit.synchronize()
 
 
-def _finish_on_device(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors: dict[str, Any]) -> None:
+def _finish(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors: dict[str, Any]) -> None:
     """Adds the parts of K in order, scales rows, and stores what exists."""
     names = ("parts", "out", *vectors)
 
@@ -328,44 +321,3 @@ def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
             emit.only(emit.below(element, config.rows * plan.m), store)
         else:
             store()
-
-
-def _interpreted_sums(plan: Plan, sources: dict[str, Any], tile: jax.Array, warpgroup: jax.Array) -> jax.Array:
-    """What _sums gives, by the format's definition and with the same roundings."""
-    config, fmt, chunks = plan.config, plan.format, plan.k // CHUNK
-    rows = pl.ds(tile * config.rows, config.rows)
-    codes = sources["w"][rows, :]
-    if fmt.packed:
-        codes = unpack4(codes, signed=fmt.codes == "int4")
-    values = plain_values(codes, fmt, plan.dtype)
-
-    def spread(name: str) -> jax.Array:  # [rows, K]
-        if fmt.group is None:
-            return jnp.broadcast_to(sources[name][rows].astype(plan.dtype)[:, None], values.shape)
-        return jnp.repeat(sources[name][:, rows].astype(plan.dtype).T, fmt.group, axis=1)
-
-    if "zeros" in sources:
-        values = values - spread("zeros")
-    if fmt.group is not None and fmt.group < CHUNK:
-        values = values * spread("scales")
-    x = sources["x"][...].astype(jnp.float32)
-    x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (config.tokens - plan.m, plan.k))])
-    w, x = (t.astype(jnp.float32).reshape(-1, chunks, CHUNK) for t in (values, x))
-    products = jnp.einsum("rck,tck->crt", w, x, precision="highest")
-    if fmt.group == CHUNK:
-        products = products * sources["scales"][:, rows].astype(jnp.float32)[:, :, None]
-    parts = config.warpgroups, config.fold
-    products = jnp.pad(products, ((0, -chunks % math.prod(parts)), (0, 0), (0, 0)))
-    sums = products.reshape(-1, *parts, config.row_tiles, ROWS // config.fold, config.tokens).sum(0).swapaxes(1, 2)
-    sums = sums.reshape(config.warpgroups, -1, config.tokens)
-    return lax.dynamic_index_in_dim(sums, warpgroup, keepdims=False)
-
-
-def _interpreted_finish(plan: Plan, tile: jax.Array, parts: Any, out: Any, scales: Any = None) -> None:
-    config = plan.config
-    rows = pl.ds(tile * config.rows, config.rows)
-    total = parts[...].reshape(config.warpgroups, config.row_tiles, config.fold, -1, config.tokens).sum((0, 2))
-    total = total.reshape(config.rows, config.tokens)
-    if scales is not None:
-        total = total * scales[rows][:, None]
-    out.at[:, rows][...] = total.T[: plan.m].astype(plan.out_dtype)

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90, reference, xla
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.cache_update.config import TUNED, Config, choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
 from tests.kernels.helpers import TOLERANCE, error, poison, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 
 SUPPORTED = [case for case in CASES if case.dtype != "float32"]
@@ -38,10 +37,8 @@ def shapes(case: Case) -> tuple:
 
 def interpreted(*arguments, **options):
     """The kernel under the GPU interpreter; a race fails."""
-    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    out = jax.block_until_ready(mosaic_sm90.cache_update(*arguments, **options))
-    assert not get_races().races_found
-    return out
+    options["interpret"] = FIND_RACES
+    return jax.block_until_ready(mosaic_sm90.cache_update(*arguments, **options))
 
 
 def poisoned(case: Case) -> tuple:
@@ -120,7 +117,7 @@ def test_drops_what_is_out_of_range_on_either_side(page, offset):
 def test_seeded_faults_are_caught(monkeypatch, name, change):
     arguments = poisoned(small(k_format="int8-g8", v_format="int4-g32", heads=(2, 1), head_dim=64))
     monkeypatch.setattr(mosaic_sm90, name, change(getattr(mosaic_sm90, name)))
-    options = {"interpret": plgpu.InterpretGPUParams()}
+    options = {"interpret": INTERPRET}
     out = mosaic_sm90.cache_update.__wrapped__(*arguments, **options)  # past the cache of the jit
     assert not same_bits(out, xla.cache_update(*arguments))
 

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import unpack_sm90, warps_sm90
+from pallas_kernels.decode_attention import warps_sm90
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import storage
 from pallas_kernels.kv_pages import Pages, decode, encode, parse_format
 from tests.kernels.helpers import error
-from tests.kernels.warp_emulator import emulated
+from tests.kernels.inlined.now import inlined_now
 
 FORMATS = [
     ("fp8", 64), ("fp8", 128), ("fp8", 256), ("int8-g8", 64), ("int8-g8", 128), ("int8-g32", 128), ("int8-g128", 128),
@@ -24,7 +24,7 @@ def stored_tile(name: str, head_dim: int, page_size: int = 16):
     fmt = parse_format(name, head_dim)
     values, scales = encode(jnp.asarray(rng.normal(size=(64, head_dim)), jnp.float32), fmt)
     pool = Pages(jnp.zeros((1, 1, page_size, values.shape[-1]), values.dtype), scales, fmt)
-    stored = storage(pool, jnp.float16, head_dim, Config(), False, True, False)
+    stored = storage(pool, jnp.float16, head_dim, Config(), False, True)
     exact = np.asarray(decode(values, scales, fmt, jnp.float32), np.float64)
     if scales is None:
         return stored, values, None, exact
@@ -36,7 +36,7 @@ def stored_tile(name: str, head_dim: int, page_size: int = 16):
 def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
     stored, values, scales, exact = stored_tile(name, head_dim)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         ordered, factors = warps_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
     assert factors is None
@@ -52,7 +52,7 @@ def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)) * sizes[:, None]
     queries[3], queries[4, 1:] = 0, 0
     queries = queries.astype(jnp.bfloat16)
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         ordered, factors = warps_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
     assert np.array_equal(factors, np.tile(factors[:1], (32, 1)))
@@ -68,7 +68,7 @@ def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_
     queries[1] *= 3e38 / np.abs(queries[1]).max()
     queries[2, 5], queries[4, 7] = np.inf, np.nan
     queries = queries.astype(jnp.bfloat16)
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         ordered, factors = warps_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
     right = [0, 1, 3, 5, 6, 7]
@@ -84,7 +84,7 @@ def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_
 def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries, head_dim, dtype):
     x = np.random.default_rng(5).normal(size=(columns, head_dim)).astype(dtype)
     target = np.full((40, head_dim), np.nan, dtype)
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         warps_sm90.store_rows(x, target, np.int32(7), queries)
     assert np.array_equal(target[7 : 7 + queries], x[:queries])
     assert np.isnan(np.delete(target, np.s_[7 : 7 + queries], axis=0).astype(np.float32)).all()
@@ -112,7 +112,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
     def by_warp(x):
         return np.repeat(x, 8, axis=0)
 
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         zeros = np.zeros((4 * head_dim, columns), np.float32)
         bounds = np.int32(low), np.int32(high)
         one = np.ones((32, columns), np.float32)
@@ -142,7 +142,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
 
 def test_reductions_within_warps(monkeypatch):
     x = np.random.default_rng(3).normal(size=(64, 16)).astype(np.float32)
-    with emulated(monkeypatch, warps_sm90, unpack_sm90):
+    with inlined_now(monkeypatch, warps_sm90):
         largest = warps_sm90.reduce_warp(x, "max")
         spread = warps_sm90.spread(largest, 2)
     expected = x.reshape(4, 16, 16).max(axis=1)

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import skinny
 from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 EXTRA = ("x_scale", "w_scale", "bias", "residual")
 
@@ -92,8 +91,7 @@ INTERPRETED = [
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_matches_the_formula_without_races(case):
     arguments, options = case.inputs()
-    out = jax.block_until_ready(case.run(arguments, options, interpret=plgpu.InterpretGPUParams(detect_races=True)))
-    assert not get_races().races_found
+    out = jax.block_until_ready(case.run(arguments, options, interpret=FIND_RACES))
     assert out.dtype == case.out_dtype
     assert error(out, formula(arguments, options)) < tolerance(case)
 
@@ -101,7 +99,7 @@ def test_matches_the_formula_without_races(case):
 def test_a_row_has_the_same_bits_in_any_company():
     case = Case(16, 32, 256, "bfloat16", "float32", Config(64, 32), ("x_scale", "residual"))
     (x, w), options = case.inputs()
-    interpret = plgpu.InterpretGPUParams()
+    interpret = INTERPRET
     out = case.run((x, w), options, interpret=interpret)
     some = {name: value[:5] for name, value in options.items()}
     assert same_bits(dataclasses.replace(case, m=5).run((x[:5], w), some, interpret=interpret), out[:5])
@@ -121,7 +119,7 @@ def test_seeded_faults_are_caught(monkeypatch, target, name, change):
     arguments, options = case.inputs()
     monkeypatch.setattr(target, name, change(getattr(target, name)))
     gemm = skinny.gemm.__wrapped__  # past the cache of the jit
-    how = {"config": case.config, "interpret": plgpu.InterpretGPUParams()}
+    how = {"config": case.config, "interpret": INTERPRET}
     out = gemm(*arguments, **options, out_dtype=jnp.dtype("float32"), **how)
     assert error(out, formula(arguments, options)) > 1e-2
 

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import tall
 from pallas_kernels.gemm_sm90.tall_config import Config
@@ -18,6 +16,7 @@ from pallas_kernels.scaled_matmul.cases import Case
 from pallas_kernels.scaled_matmul.config import TILES, choose_config
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 # Hopper's tensor cores add float8 products with some 14 bits, over up to 11008 of them.
 FP8_TOLERANCE = 4e-3
@@ -32,9 +31,7 @@ def run(case: Case, config: Config, inputs, **options) -> jax.Array:
 
 def interpreted(case: Case, config: Config, inputs) -> jax.Array:
     """The kernel under the GPU interpreter; a race fails."""
-    out = jax.block_until_ready(run(case, config, inputs, interpret=plgpu.InterpretGPUParams(detect_races=True)))
-    assert not get_races().races_found
-    return out
+    return jax.block_until_ready(run(case, config, inputs, interpret=FIND_RACES))
 
 
 def case_of(m: int, n: int, k: int, operand: str = "int8", **options) -> Case:
@@ -64,7 +61,7 @@ def test_takes_16_bits_without_scales(dtype):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype))) for shape in ((128, 96), (64, 96)))
     options = {"out_dtype": jnp.dtype("float32"), "config": Config(128, 64, 2, ctas=1)}
-    out = tall.gemm(x, w, **options, interpret=plgpu.InterpretGPUParams())
+    out = tall.gemm(x, w, **options, interpret=INTERPRET)
     assert error(out, reference.product(x, w)) < TOLERANCE["float32"]
 
 
@@ -74,7 +71,7 @@ def test_int8_sums_are_exact():
     x, w, *_ = case.inputs()
     x = x.at[:, ::3].set(127)
     options = {"out_dtype": jnp.dtype("float32"), "config": Config(128, 64, 2, ctas=2)}
-    out = tall.gemm(x, w, **options, interpret=plgpu.InterpretGPUParams())
+    out = tall.gemm(x, w, **options, interpret=INTERPRET)
     assert np.array_equal(np.asarray(out), reference.product(x, w))
 
 
@@ -102,7 +99,7 @@ def test_seeded_faults_are_caught(monkeypatch, target, name, change):
     inputs = case.inputs()
     monkeypatch.setattr(target, name, change(getattr(target, name)))
     monkeypatch.setattr(tall, "gemm", tall.gemm.__wrapped__)  # past the cache of the jit
-    out = run(case, config, inputs, interpret=plgpu.InterpretGPUParams())
+    out = run(case, config, inputs, interpret=INTERPRET)
     assert not error(out, reference.scaled_matmul(*inputs)) < 2 * TOLERANCE["float32"]
 
 

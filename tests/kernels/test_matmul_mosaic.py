@@ -5,14 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.matmul.config import FASTER, check_faster, check_supported
 from tests.kernels.helpers import TOLERANCE, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_matmul import error
 
 
@@ -31,9 +30,8 @@ SUPPORTED = [case for case in CASES if supported(case)]
 @pytest.mark.parametrize("case", [SUPPORTED[2], SUPPORTED[-1]], ids=str)
 def test_matches_the_formula_without_races(case):
     x, w, added = case.inputs()
-    how = case.out_dtype or case.dtype, Config(64, 32, ctas=2), plgpu.InterpretGPUParams(detect_races=True)
+    how = case.out_dtype or case.dtype, Config(64, 32, ctas=2), FIND_RACES
     out = mosaic_sm90.matmul(x, w, added.get("bias"), added.get("residual"), *how)
-    assert not get_races().races_found
     assert out.shape == (*case.leading, case.n)
     assert out.dtype == (case.out_dtype or case.dtype)
     assert error(out, reference.matmul(x, w, **added)) < TOLERANCE[str(out.dtype)]
@@ -41,7 +39,7 @@ def test_matches_the_formula_without_races(case):
 
 def test_gradients_are_those_of_the_xla_backend():
     x, w, added = Case((3,), 32, 64, "bfloat16", bias=True, residual=True).inputs()
-    interpret, config = plgpu.InterpretGPUParams(), Config(64, 32)
+    interpret, config = INTERPRET, Config(64, 32)
 
     def kernel(*arguments):
         return mosaic_sm90.matmul(*arguments, "bfloat16", config, interpret)

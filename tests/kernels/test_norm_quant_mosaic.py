@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_pieces_sm90
 from pallas_kernels.norm_quant import mosaic_sm90, norm_quant, reference, xla
 from pallas_kernels.norm_quant.cases import BENCH_CASES, CASES, EPS, Case
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from tests.kernels.helpers import error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
 
@@ -40,11 +39,9 @@ def simple(case: Case):
 
 def interpreted(case: Case, x, weight, residual, **options):
     """The kernel under the GPU interpreter; a race fails."""
-    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    options["interpret"] = FIND_RACES
     out = mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options(), **options)
-    out = jax.block_until_ready(out)
-    assert not get_races().races_found
-    return out
+    return jax.block_until_ready(out)
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
@@ -66,7 +63,7 @@ def test_gradients_are_those_of_xla():
 
         return jax.grad(loss, (0, 1, 2))(x, weight, residual)
 
-    interpret = plgpu.InterpretGPUParams()
+    interpret = INTERPRET
     assert same_bits(gradients(mosaic_sm90.norm_quant, interpret=interpret), gradients(xla.norm_quant))
 
 
@@ -83,7 +80,7 @@ def test_seeded_faults_are_caught(monkeypatch, module, name, change):
     arguments = simple(case)
     monkeypatch.setattr(module, name, change(getattr(module, name)))
     x, weight, residual = arguments
-    options = {"interpret": plgpu.InterpretGPUParams()}
+    options = {"interpret": INTERPRET}
     out = mosaic_sm90.norm_quant.__wrapped__(x, weight, residual=residual, **case.options(), **options)
     assert not same_bits(out, xla.norm_quant(x, weight, residual=residual, **case.options()))
 

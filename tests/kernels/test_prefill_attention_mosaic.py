@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.kv_pages import allocate, parse_format
@@ -19,6 +17,7 @@ from pallas_kernels.prefill_attention.config import Config, choose_config, packi
 from pallas_kernels.prefill_attention.mosaic_plan import Plan
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
+from tests.kernels.interpreter import FIND_RACES
 
 
 def tolerance(case: Case) -> float:
@@ -34,7 +33,7 @@ SMALL = Case(
 )  # fmt: skip
 HALF = {"dtype": "float16", "k_format": "f16", "v_format": "f16"}
 SHORT = {"q_lens": (3, 66), "kv_lens": (70, 66), "unused": 0}
-STAGED = Config(interpretable=True, ctas=2)  # the interpreter runs no wgmma with an operand in registers
+FEW = Config(ctas=2)
 
 
 def poisoned(case: Case) -> tuple:
@@ -50,53 +49,50 @@ def poisoned(case: Case) -> tuple:
 
 def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
     """The kernel under the GPU interpreter; a race fails."""
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=interpret)
-    jax.block_until_ready(out)
-    assert not get_races().races_found
-    return out
+    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
+    return jax.block_until_ready(out)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # keys of NaN, masked afterwards
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (SMALL, STAGED),
+        (SMALL, FEW),
         (
-            dataclasses.replace(SMALL, heads=(4, 2), page_size=8, window=40, **HALF),
-            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=3, ctas=1),
+            dataclasses.replace(SMALL, kv_lens=(330, 9, 129, 5), heads=(4, 2), page_size=8, window=150, **HALF),
+            dataclasses.replace(FEW, heads=2, block_kv=64, stages=3, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, q_lens=(70,), kv_lens=(70,), unused=0, head_dim=128, page_size=128),
-            dataclasses.replace(STAGED, alternate=False, warpgroups=3, ctas=1),
+            dataclasses.replace(FEW, alternate=False, warpgroups=3, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, q_lens=(3, 2), kv_lens=(70, 2), unused=0, head_dim=256, page_size=64, window=1),
-            dataclasses.replace(STAGED, alternate=False, warpgroups=1, block_kv=64, ctas=1),
+            dataclasses.replace(FEW, alternate=False, warpgroups=1, block_kv=64, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(STAGED, block_kv=64, heads=2, converters=2, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, heads=2, converters=2, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, page_size=128, k_format="int4-g64", v_format="f16", **SHORT),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False, converters=2),
+            dataclasses.replace(FEW, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False, converters=2),
         ),
         (  # few scales a page and head: copied with those of the next KV heads
             dataclasses.replace(SMALL, heads=(4, 4), page_size=16, k_format="int8-g32", v_format="int4-g64", **SHORT),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, ctas=1),
         ),
         (  # padded, as a whole page has fewer than a copy moves
             dataclasses.replace(SMALL, page_size=16, k_format="int8-g64", v_format="int4-g32", **SHORT),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1, alternate=False),
+            dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
         ),
         (
             dataclasses.replace(SMALL, page_size=16, k_format="bf16", v_format="fp8", window=100, **SHORT),
-            dataclasses.replace(STAGED, block_kv=128, ctas=1, alternate=False),
+            dataclasses.replace(FEW, block_kv=128, ctas=1, alternate=False),
         ),
     ],
     ids=str,
@@ -111,10 +107,10 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
 def test_company_and_rerun_change_no_bit():
     """A chunk alone, and among others at other rows of q, on other CTAs."""
     q, pages, table, cu_q_lens, kv_lens = SMALL.inputs()
-    together = interpreted(SMALL, STAGED, q, pages, table, cu_q_lens, kv_lens)
-    assert same_bits(together, interpreted(SMALL, STAGED, q, pages, table, cu_q_lens, kv_lens))
+    together = interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens)
+    assert same_bits(together, interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens))
     alone = q[71:76], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]
-    alone = interpreted(SMALL, dataclasses.replace(STAGED, ctas=1), *alone)
+    alone = interpreted(SMALL, dataclasses.replace(FEW, ctas=1), *alone)
     assert same_bits(alone, together[71:76])
 
 
@@ -123,8 +119,7 @@ def test_seeded_faults_are_caught():
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
     expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
     longer = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window + 1)
-    options = {"config": dataclasses.replace(STAGED, ctas=1), "interpret": plgpu.InterpretGPUParams()}
-    run = jax.jit(partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, **options))
+    run = partial(interpreted, case, dataclasses.replace(FEW, ctas=1))
 
     def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, expected=expected):
         return error(run(q, pages, table, cu_q_lens, kv_lens), expected)

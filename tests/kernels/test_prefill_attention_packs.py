@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention import make_work, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from tests.kernels.helpers import error, missed, same_bits, swap_entries
-from tests.kernels.test_prefill_attention_mosaic import HALF, SMALL, STAGED, interpreted, poisoned, tolerance
+from tests.kernels.test_prefill_attention_mosaic import FEW, HALF, SMALL, interpreted, poisoned, tolerance
 
 # Chunks that share a warpgroup by eight, four and two, and one that needs it for itself, out of order: starts of
 # sequences and continued ones, full slots and others, and more than one pack of a kind.
@@ -22,7 +21,7 @@ PACKED = dataclasses.replace(
     SMALL, q_lens=(8, 16, 30, 3, 1, 40, 0, 7, 20, 1), kv_lens=(8, 16, 30, 3, 12, 100, 5, 7, 64, 33), heads=(2, 2),
     page_size=16,
 )  # fmt: skip
-FEW = dataclasses.replace(PACKED, q_lens=(8, 3, 5, 9), kv_lens=(8, 3, 20, 9))  # the last two in one pack
+FEW_CHUNKS = dataclasses.replace(PACKED, q_lens=(8, 3, 5, 9), kv_lens=(8, 3, 20, 9))  # the last two in one pack
 MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3, 20, 9))  # one that is not short
 
 
@@ -30,22 +29,22 @@ MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3,
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (PACKED, STAGED),
+        (PACKED, FEW),
         (
             dataclasses.replace(PACKED, heads=(4, 1), page_size=8, window=6, **HALF),
-            dataclasses.replace(STAGED, heads=2, block_kv=64, stages=1, ctas=1),
+            dataclasses.replace(FEW, heads=2, block_kv=64, stages=1, ctas=1),
         ),
         (
             dataclasses.replace(PACKED, head_dim=128, page_size=64, window=20),
-            dataclasses.replace(STAGED, alternate=False, warpgroups=1, ctas=1),
+            dataclasses.replace(FEW, alternate=False, warpgroups=1, ctas=1),
         ),
         (
             dataclasses.replace(PACKED, head_dim=128, k_format="int8-g8", v_format="int4-g32"),
-            dataclasses.replace(STAGED, block_kv=64, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, ctas=1),
         ),
         (
             dataclasses.replace(MIXED, heads=(4, 2), page_size=8, k_format="fp8", v_format="bf16"),
-            dataclasses.replace(STAGED, block_kv=64, converters=2),
+            dataclasses.replace(FEW, block_kv=64, converters=2),
         ),
     ],
     ids=str,
@@ -60,12 +59,6 @@ def test_short_chunks_share_a_warpgroup(case, config):
     assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
 
 
-def undetected(case: Case):
-    """The kernel under the interpreter, compiled once and without race detection, which other tests do."""
-    options = {"config": STAGED, "interpret": plgpu.InterpretGPUParams()}
-    return jax.jit(partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, **options))
-
-
 def rows_of(case: Case) -> list[slice]:
     bounds = [0, *accumulate(case.q_lens)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
@@ -73,39 +66,35 @@ def rows_of(case: Case) -> list[slice]:
 
 def test_a_short_chunk_is_the_same_alone():
     q, pages, table, cu_q_lens, kv_lens = PACKED.inputs()
-    together = interpreted(PACKED, STAGED, q, pages, table, cu_q_lens, kv_lens)
-    run = undetected(PACKED)
+    together = interpreted(PACKED, FEW, q, pages, table, cu_q_lens, kv_lens)
     for i in (4, 7, 8):  # none of them in the first slot
         rows = rows_of(PACKED)[i]
         count = rows.stop - rows.start
         alone = jnp.roll(q, -rows.start, axis=0), pages, table[i : i + 1], jnp.asarray([0, count], jnp.int32)
-        assert same_bits(run(*alone, kv_lens[i : i + 1])[:count], together[rows]), i
+        assert same_bits(interpreted(PACKED, FEW, *alone, kv_lens[i : i + 1])[:count], together[rows]), i
 
 
 def test_a_chunk_is_the_same_packed_and_not():
-    arguments = FEW.inputs()
-    options = {"scale": FEW.scale, "window": None, "interpret": plgpu.InterpretGPUParams()}
-    apart = dataclasses.replace(STAGED, pack=False)
-    outs = [mosaic_sm90.prefill_attention(*arguments, config=config, **options) for config in (STAGED, apart)]
-    assert same_bits(*outs)
+    configs = FEW, dataclasses.replace(FEW, pack=False)
+    assert same_bits(*(interpreted(FEW_CHUNKS, config, *FEW_CHUNKS.inputs()) for config in configs))
 
 
 def test_packing_is_compiled_in_where_chunks_are_short_on_average():
-    q, pages, *_ = FEW.inputs()
+    q, pages, *_ = FEW_CHUNKS.inputs()
     assert [choose_config(q, pages, n).pack for n in (0, 1, 4, None)] == [False, len(q) < 64, True, True]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_chunk(value):
-    q, pages, table, cu_q_lens, kv_lens = FEW.inputs()
-    run = undetected(FEW)
+    q, pages, table, cu_q_lens, kv_lens = FEW_CHUNKS.inputs()
+    run = partial(interpreted, FEW_CHUNKS, FEW)
     sound = run(q, pages, table, cu_q_lens, kv_lens)
     for broken in ("k", "v"):
         pool = getattr(pages, broken)
         pool = dataclasses.replace(pool, values=pool.values.at[table[3, 0], :, 3, 5].set(value))  # token 3 of chunk 3
         out = run(q, dataclasses.replace(pages, **{broken: pool}), table, cu_q_lens, kv_lens)
-        rows = rows_of(FEW)[3]
+        rows = rows_of(FEW_CHUNKS)[3]
         assert same_bits(out[: rows.start], sound[: rows.start])
         assert same_bits(out[rows.start : rows.start + 3], sound[rows.start : rows.start + 3])  # before the token
         if broken == "v":
@@ -114,9 +103,9 @@ def test_what_is_not_finite_stays_in_its_chunk(value):
 
 
 def test_seeded_faults_in_short_chunks_are_caught():
-    case = dataclasses.replace(FEW, window=7)
+    case = dataclasses.replace(FEW_CHUNKS, window=7)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
-    run = undetected(case)
+    run = partial(interpreted, case, FEW)
     expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
     longer = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window + 1)
 

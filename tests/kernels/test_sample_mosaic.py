@@ -1,24 +1,28 @@
 """The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.sample import block_sm90, mosaic_sm90, row_sm90, sample, xla
+from pallas_kernels.sample import block_sm90, mosaic_sm90, reference, row_sm90, sample, xla
 from pallas_kernels.sample.cases import MIXED, arguments
 from pallas_kernels.sample.config import CONFIGS, Config, choose_config
 from pallas_kernels.smem_sm90 import shared_bytes
+from tests.kernels import interpreter
 from tests.kernels.helpers import same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
 
 INTERPRETED = [  # one chunk and more, with and without a rest, held and not
-    (512, Config(1, 1)),
-    (2500, Config(2, 1)),
-    (2500, Config(2, 1, held=0)),
+    (516, Config(1, 1)),
+    (516, Config(1, 1, held=0)),
+    (1500, Config(2, 1)),
+    (1500, Config(2, 1, held=0)),
+    (1500, Config(1, 2, held=0)),
     (2052, Config(1, 2)),
     (2560, Config(4, 1, held=0)),
 ]
@@ -26,31 +30,26 @@ INTERPRETED = [  # one chunk and more, with and without a rest, held and not
 
 def interpreted(logits, asked, config, seed=0):
     """The kernel under the GPU interpreter; a race fails."""
-    out = mosaic_sm90.sample(
-        *jax_arguments(logits, asked, seed), config=config, interpret=plgpu.InterpretGPUParams(detect_races=True)
-    )
-    out = jax.block_until_ready(out)
-    assert not get_races().races_found
-    return out
+    out = mosaic_sm90.sample(*jax_arguments(logits, asked, seed), config=config, interpret=FIND_RACES)
+    return jax.block_until_ready(out)
 
 
 @pytest.mark.parametrize(("vocabulary", "config"), INTERPRETED, ids=str)
 def test_interpreted_matches_the_definition(vocabulary, config):
-    """All filters and greedy rows in one batch, so that blocks of one grid take different branches."""
-    logits, asked = mixed_rows(vocabulary)
-    assert not misses(*interpreted(logits, asked, config), logits, asked)
-
-
-@pytest.mark.parametrize(("vocabulary", "config", "seed"), [(1500, Config(2, 1), 1), (1500, Config(1, 2, held=0), 6)])
-def test_interpreted_odd_rows(vocabulary, config, seed):
-    logits, asked = odd_rows(vocabulary, seed)
+    """All filters, greedy rows, odd ones and parameters at the ends of their ranges in one batch, so that blocks of one
+    grid take different branches."""
+    seed = config.warpgroups
+    kinds = [mixed_rows(vocabulary), odd_rows(vocabulary, seed)] if vocabulary > 516 else [extreme_rows(vocabulary)]
+    logits, asked = np.concatenate([rows for rows, _ in kinds]), sum([asked for _, asked in kinds], [])
     assert not misses(*interpreted(logits, asked, config, seed), logits, asked, seed)
 
 
-@pytest.mark.parametrize("config", [Config(1, 1), Config(1, 1, held=0)], ids=str)
-def test_interpreted_parameters_at_the_ends_of_their_ranges_and_beyond(config):
-    logits, asked = extreme_rows(516)
-    assert not misses(*interpreted(logits, asked, config), logits, asked)
+def three_rows(logits, asked, uniform):
+    """The tokens of three rows, all drawn with one number, compiled once."""
+    filters, numbers = arguments(asked)[:-1], jnp.full(3, uniform, jnp.float32)
+    arrays = jnp.asarray(logits), *filters, numbers
+    tokens, finite = mosaic_sm90.sample(*arrays, config=Config(2, 1), interpret=FIND_RACES)
+    return np.asarray(tokens).tolist(), np.asarray(finite), reference.sample(*arrays)[0].tolist()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
@@ -58,21 +57,26 @@ def test_the_ends_of_the_distribution(uniform):
     """The first and the last token with weight, where bans and the part shared by two chunks come first and last."""
     logits = np.full((3, 1500), -np.inf, np.float32)
     logits[0, [7, 1400]], logits[1, [1020, 1030]], logits[2, [0, 1499]] = 0.5, 0.5, 0.5
-    filters = arguments([{}, {"top_k": 2}, {"top_p": 0.99}])[:-1]
-    out = mosaic_sm90.sample(
-        jnp.asarray(logits), *filters, jnp.full(3, uniform, jnp.float32),
-        config=Config(2, 1), interpret=plgpu.InterpretGPUParams(),
-    )  # fmt: skip
-    assert np.asarray(out[0]).tolist() == ([7, 1020, 0] if uniform == 0 else [1400, 1030, 1499])
-    assert not np.asarray(out[1]).any()
+    tokens, finite, _ = three_rows(logits, [{}, {"top_k": 2}, {"top_p": 0.99}], uniform)
+    assert tokens == ([7, 1020, 0] if uniform == 0 else [1400, 1030, 1499])
+    assert not finite.any()
+
+
+def test_top_p_is_of_what_top_k_left():
+    """Of 50 tokens of 1500, whose weights are nearly equal, and not of all."""
+    logits = np.broadcast_to(-np.arange(1500, dtype=np.float32) / 1000, (3, 1500))
+    tokens, _, expected = three_rows(logits, [{"top_k": 50, "top_p": p} for p in (0.2, 0.5, 0.8)], 0.99)
+    assert tokens == expected
+    assert max(tokens) < 40
 
 
 def test_a_row_does_not_depend_on_the_others():
     logits, asked = mixed_rows(1500, spread=0.5)
-    arrays = jax_arguments(logits, asked)
-    options = {"config": Config(2, 1), "interpret": plgpu.InterpretGPUParams()}
+    some = [4, 1, 6]
+    arrays = jax_arguments(logits[some], [asked[i] for i in some])
+    options = {"config": Config(2, 1), "interpret": FIND_RACES}
     together = mosaic_sm90.sample(*arrays, **options)
-    for r in (1, 6):
+    for r in (1, 2):
         alone = mosaic_sm90.sample(*(x[r : r + 1] for x in arrays), **options)
         assert same_bits(alone, jax.tree.map(lambda x, r=r: x[r : r + 1], together))
 
@@ -98,7 +102,7 @@ def wrong_rows(held: bool) -> list[str]:
     logits, asked = logits[chosen], [asked[i] for i in chosen]
     logits[4, ::2], logits[5, 1::2] = np.nan, -np.inf
     config = Config(2, 1) if held else Config(2, 1, held=0)
-    arrays, interpret = jax_arguments(logits, asked), plgpu.InterpretGPUParams()
+    arrays, interpret = jax_arguments(logits, asked), INTERPRET
     return misses(*mosaic_sm90.sample.__wrapped__(*arrays, config=config, interpret=interpret), logits, asked)
 
 
@@ -115,42 +119,40 @@ def test_without_a_fault_nothing_is_wrong():
     assert not wrong_rows(held=True)
 
 
-def test_a_shared_area_is_a_race(monkeypatch):
-    """The interpreter sees that reductions follow each other too closely without their areas."""
-    real = block_sm90.Block._reduce
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_shared_area_is_a_race(monkeypatch, late):
+    """The interpreter sees that reductions follow each other too closely without their areas, whoever comes first."""
+    real, wait = block_sm90.Block._reduce, interpreter.Barrier.wait
+
+    def wait_longer(self, thread, logging_info=None):
+        wait(self, thread, logging_info)
+        time.sleep(0.1 * (thread.warpgroup_id == late))
+
+    monkeypatch.setattr(interpreter.Barrier, "wait", wait_longer)
     monkeypatch.setattr(block_sm90.Block, "_reduce", lambda self, pairs, area: real(self, pairs, 0))
     logits, asked = mixed_rows(1500)[0], [MIXED[0]] * 2  # greedy: nothing waits for what a race made wrong
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    jax.block_until_ready(
-        mosaic_sm90.sample.__wrapped__(*jax_arguments(logits[:2], asked), config=Config(2, 1), interpret=interpret)
-    )
-    assert get_races().races_found
+    arrays = jax_arguments(logits[:2], asked)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a race in"):
+        jax.block_until_ready(mosaic_sm90.sample.__wrapped__(*arrays, config=Config(2, 1), interpret=FIND_RACES))
 
 
-VOCABULARIES = (32000, 128256, 151936)
-
-
-@pytest.mark.parametrize("vocabulary", [*VOCABULARIES, 512, 4096, 32768, 32772])
+@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936, 512, 4096, 32768, 32772])
 def test_lowers_for_cuda_and_fits_shared_memory(vocabulary):
+    """Rows are the grid's size alone."""
     config = choose_config(vocabulary)
     assert shared_bytes(mosaic_sm90.scratch(vocabulary, config)) <= SHARED_MEMORY
-    for rows in (1, 64, 512) if vocabulary in VOCABULARIES else (2,):
-        logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
-        row = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in ("float32", "int32", "float32", "float32", "float32")]
-        trace = jax.jit(lambda *x: sample(*x, backend="mosaic")).trace(logits, *row)
-        text = trace.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-        assert not any(
-            word in text for word in ("stablehlo.if", "stablehlo.case", "stablehlo.while", "stablehlo.slice")
-        )
+    logits = jax.ShapeDtypeStruct((64, vocabulary), jnp.float32)
+    row = [jax.ShapeDtypeStruct((64,), dtype) for dtype in ("float32", "int32", "float32", "float32", "float32")]
+    trace = jax.jit(lambda *x: sample(*x, backend="mosaic")).trace(logits, *row)
+    text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert not any(word in text for word in ("stablehlo.if", "stablehlo.case", "stablehlo.while", "stablehlo.slice"))
 
 
 def test_interpreted_configurations_lower():
     for vocabulary, config in INTERPRETED:
-        logits, asked = mixed_rows(vocabulary)
-        trace = jax.jit(lambda *x, config=config: mosaic_sm90.sample(*x, config=config)).trace(
-            *jax_arguments(logits, asked)
-        )
+        arrays = jax_arguments(*mixed_rows(vocabulary))
+        trace = jax.jit(lambda *x, config=config: mosaic_sm90.sample(*x, config=config)).trace(*arrays)
         assert "mosaic_gpu" in trace.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_pieces_sm90
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
@@ -16,6 +14,7 @@ from pallas_kernels.silu_mul_quant import mosaic_sm90, reference, silu_mul_quant
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.silu_mul_quant.config import Config, choose_config, stream_config
 from tests.kernels.helpers import error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_silu_mul_quant import numbers, tolerance
 
@@ -35,10 +34,8 @@ FEW = {"bfloat16": 1e-3, "float16": 5e-3}  # the share of values that may be rou
 
 def interpreted(case: Case, gate_up, **options):
     """The kernel under the GPU interpreter; a race fails."""
-    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    out = jax.block_until_ready(mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, **options))
-    assert not get_races().races_found
-    return out
+    options["interpret"] = FIND_RACES
+    return jax.block_until_ready(mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, **options))
 
 
 @pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
@@ -60,7 +57,7 @@ def test_gradients_are_those_of_xla():
     def gradient(run, **options):
         return jax.grad(lambda x: jnp.sum(run(x, **options).astype("float32")))(gate_up)
 
-    interpret = plgpu.InterpretGPUParams()
+    interpret = INTERPRET
     assert same_bits(gradient(mosaic_sm90.silu_mul_quant, interpret=interpret), gradient(xla.silu_mul_quant))
     scales = jax.grad(lambda x: jnp.sum(mosaic_sm90.silu_mul_quant(x, kind="int8", interpret=interpret).scales))
     assert same_bits(scales(gate_up), jax.grad(lambda x: jnp.sum(xla.silu_mul_quant(x, kind="int8").scales))(gate_up))
@@ -78,7 +75,7 @@ def test_seeded_faults_are_caught(monkeypatch, module, name, change):
     case = Case(2, 1280, "bfloat16", "int8")
     gate_up = case.inputs().at[:, 1279].set(30).at[:, -1].set(0.5)  # the largest value is in the last piece
     monkeypatch.setattr(module, name, change(getattr(module, name)))
-    options = {"interpret": plgpu.InterpretGPUParams(), "config": Config()}
+    options = {"interpret": INTERPRET, "config": Config()}
     out = mosaic_sm90.silu_mul_quant.__wrapped__(gate_up, kind="int8", **options)
     assert error(numbers(out), reference.silu_mul(gate_up)) > 0.005
     assert not same_bits(out.scales, xla.silu_mul_quant(gate_up, kind="int8").scales)

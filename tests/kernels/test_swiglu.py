@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import layers_bench
@@ -16,6 +15,7 @@ from pallas_kernels.swiglu import bench, mosaic_sm90, reference, swiglu
 from pallas_kernels.swiglu.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.swiglu.config import FASTER, check_faster, check_supported
 from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 KERNEL = [case for case in CASES if case.dtype != "float32"]
 MANY = [Case((m,), 11008, 4096, "bfloat16") for m in (300, 512)]  # rows, of which the kernel is the choice too
@@ -45,8 +45,7 @@ def test_the_formula_takes_any_gate():
 )
 def test_kernel_matches_the_formula_without_races(case, config):
     x, w = case.inputs()
-    out = mosaic_sm90.swiglu(x, w, config, plgpu.InterpretGPUParams(detect_races=True))
-    assert not get_races().races_found
+    out = mosaic_sm90.swiglu(x, w, config, FIND_RACES)
     assert out.shape == (*case.leading, case.width)
     assert out.dtype == case.dtype
     assert error(out, reference.swiglu(x, w)) < TOLERANCE[case.dtype]
@@ -67,7 +66,7 @@ def test_seeded_faults_are_caught(monkeypatch, target, name, change):
         monkeypatch.setattr(skinny.plgpu, "Barrier", lambda num_arrivals=1, **more: barrier(min(num_arrivals, 2), more))
     monkeypatch.setattr(target, name, change(getattr(target, name)))
     gemm = skinny.gemm.__wrapped__  # past the cache of the jit
-    how = {"config": config, "gated": True, "interpret": plgpu.InterpretGPUParams()}
+    how = {"config": config, "gated": True, "interpret": INTERPRET}
     assert not error(gemm(x, w, out_dtype=jnp.dtype("float32"), **how), reference.swiglu(x, w)) < 1e-2
 
 
@@ -78,7 +77,7 @@ def barrier(num_arrivals: int, more: dict, make=plgpu.Barrier):
 def test_gradients_are_those_of_plain_jnp():
     x, w = Case((3,), 32, 64, "bfloat16").inputs()
     gradient = jnp.ones((3, 32), jnp.bfloat16)
-    kernel = jax.vjp(lambda x, w: mosaic_sm90.swiglu(x, w, Config(64, 32), plgpu.InterpretGPUParams()), x, w)[1]
+    kernel = jax.vjp(lambda x, w: mosaic_sm90.swiglu(x, w, Config(64, 32), INTERPRET), x, w)[1]
     assert same_bits(kernel(gradient), jax.vjp(lambda x, w: swiglu(x, w, backend="xla"), x, w)[1](gradient))
 
 

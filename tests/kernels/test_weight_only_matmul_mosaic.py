@@ -1,9 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU.
-
-The interpreter does not run what turns codes into registers; there the format's definition stands in for it, with the
-same roundings, and numpy runs the conversion itself, thread by thread. On a device every code of every format meets the
-reference.
-"""
+"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, pack4, parse_weight_format
@@ -24,6 +17,8 @@ from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 from tests.kernels.helpers import error, missed, same_bits
+from tests.kernels.inlined.now import inlined_now
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 # Of a row's norm. Scales and scaled codes are each rounded to x's dtype, half an ulp, and so is the result: some 2e-3
 # in bfloat16 and an eighth of that in float16.
@@ -32,9 +27,12 @@ SUPPORTED = [case for case in CASES if case.dtype != "float32"]
 SMALL = Config(fold=4, warpgroups=1, ctas=2)
 INTERPRETED = [
     (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2, overlap=True)),
-    (Case((9,), 160, 512, "w4a16-g32-zp"), Config(tokens=16, warpgroups=1, row_tiles=2, ctas=2, overlap=True)),
+    (
+        Case((9,), 160, 512, "w4a16-g32-zp"),
+        Config(tokens=16, warpgroups=1, row_tiles=2, stages=2, ctas=1, overlap=True),
+    ),
     (Case((3,), 64, 512, "nf4", "float16"), replace(SMALL, fold=2)),
-    (Case((12,), 96, 512, "nf4-dq", bias=True), Config(tokens=8, split=2, width=64, ctas=3)),
+    (Case((12,), 96, 512, "nf4-dq", bias=True), Config(tokens=8, split=2, width=64, stages=2, ctas=3)),
     (Case((2,), 64, 512, "w8a16-g64-zp", "float16"), replace(SMALL, fold=2, stages=2)),
     (Case((5,), 96, 512, "uint8-zp", out_dtype="float32"), replace(SMALL, warpgroups=3)),
     (Case((17,), 128, 384, "fp8-weight", "float16"), Config(tokens=32, split=2, warpgroups=1, width=64, ctas=2)),
@@ -49,13 +47,10 @@ def supported_config(case: Case) -> Config:
 
 def interpreted(x, w, bias, residual, case: Case, config: Config):
     """The kernel under the GPU interpreter; a race fails."""
-    out = mosaic_sm90.weight_only_matmul(
-        x, w, bias, residual, jnp.dtype(case.out_dtype or case.dtype), config=config,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )  # fmt: skip
-    jax.block_until_ready(out)
-    assert not get_races().races_found
-    return out
+    out_dtype = jnp.dtype(case.out_dtype or case.dtype)
+    return jax.block_until_ready(
+        mosaic_sm90.weight_only_matmul(x, w, bias, residual, out_dtype, config=config, interpret=FIND_RACES)
+    )
 
 
 def row_error(out, expected) -> float:
@@ -86,84 +81,6 @@ def test_same_bits_again_and_in_other_company():
     check_company(*INTERPRETED[1])
 
 
-class Emulator:
-    """What operand_sm90.Emitter emits, done at once for all threads in numpy."""
-
-    def __init__(self, dtype, memory: dict[str, np.ndarray], threads: int) -> None:
-        self.names, self.memory, self.dtype = tuple(memory), memory, jnp.dtype(dtype)
-        self.threads = np.arange(threads, dtype=np.uint32)
-
-    def thread(self):
-        return self.threads
-
-    def c(self, value):
-        return np.full_like(self.threads, value)
-
-    def add(self, a, b):
-        return a + b
-
-    def times(self, a, b):
-        return a * np.uint32(b)
-
-    def bits_and(self, a, b):
-        return a & np.uint32(b)
-
-    def bits_xor(self, a, b):
-        return a ^ np.uint32(b)
-
-    def masked_xor(self, a, mask, b):
-        return (a & np.uint32(mask)) ^ np.uint32(b)
-
-    def shift_right(self, a, b):
-        return a >> np.uint32(b)
-
-    def load(self, name, offset, kind, more=0):
-        dtype = np.dtype({32: np.uint32, 16: np.uint16, 8: np.int8, "f16": np.float16}[kind])
-        places = (offset + np.uint32(more))[:, None] + np.arange(dtype.itemsize)
-        values = np.ascontiguousarray(self.memory[name][places]).view(dtype)[:, 0]
-        return values.astype(np.float32 if kind == "f16" else np.int32 if kind == 8 else np.uint32).view(
-            np.float32 if kind == "f16" else np.uint32
-        )
-
-    def float_of(self, a):
-        return a.view(np.int32).astype(np.float32)
-
-    def both(self, x):
-        return self._bits(np.stack([x, x], axis=1))
-
-    def from_fp8(self, word, half=0):
-        pair = (word >> 16 * half).astype(np.uint16).view(np.uint8).reshape(-1, 2).view(jnp.float8_e4m3fn)
-        return self._bits(pair.astype(np.float32))
-
-    def permute(self, a, b, selector):
-        found = np.stack([a, b], axis=1).view(np.uint8)
-        chosen = [selector >> 4 * i & 15 for i in range(4)]
-        return np.ascontiguousarray(found[:, chosen]).view(np.uint32)[:, 0]
-
-    def subtract(self, a, b):
-        return self._bits(self.floats(a) - self.floats(b))
-
-    def multiply(self, a, b):
-        return self._bits(self.floats(a) * self.floats(b))
-
-    def floats(self, bits):
-        return np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2).view(self.dtype).astype(np.float32)
-
-    def _bits(self, pair):
-        return np.ascontiguousarray(pair.astype(self.dtype)).view(np.uint32)[:, 0]
-
-
-def swizzled_bytes(values: np.ndarray, fold: int, width: int) -> np.ndarray:
-    """What TMA writes of rows of fold * width bytes in tiles of 8 rows by `width`: 16-byte units of each 128 (64) bytes
-    exclusive-or'd with the address's bits from 7 on."""
-    rows = len(values)
-    tiles = values.reshape(rows // 8, 8, fold, width).swapaxes(1, 2).reshape(-1)
-    address = np.arange(tiles.size)
-    out = np.empty_like(tiles)
-    out[address ^ ((address >> 7 & (width // 16 - 1)) << 4)] = tiles
-    return out
-
-
 OPERANDS = [
     ("w4a16-g32", "bfloat16", Config(fold=4)),
     ("w4a16-g32-zp", "float16", Config(tokens=16, fold=2, warpgroups=3)),
@@ -181,13 +98,13 @@ OPERANDS = [
 ]
 
 
-def wrong_values(name: str, dtype: str, config: Config) -> int:
-    """How many of the values that threads hold for wgmma are not the format's, from the bytes of a stage as TMA writes
-    them. Scales are powers of two, so that nothing is rounded."""
+def wrong_values(monkeypatch, name: str, dtype: str, config: Config) -> int:
+    """How many of the values that a stage's codes become for wgmma are not the format's. Scales are powers of two, so
+    that nothing is rounded."""
     rng = np.random.default_rng(0)
     fmt, fold, rows = parse_weight_format(name), config.fold, config.rows
-    plan = Plan(8, rows, 4096, jnp.dtype(dtype), jnp.dtype(dtype), fmt, config, False)
-    tile, columns = plan.tile, plan.step * fold
+    plan = Plan(8, rows, 4096, jnp.dtype(dtype), jnp.dtype(dtype), fmt, config)
+    columns, kept = plan.step * fold, 64 // fold
     if fmt.packed:
         values = np.asarray(pack4(jnp.asarray(rng.integers(0, 16, (rows, columns)))))
     elif fmt.codes == "int8":
@@ -197,38 +114,33 @@ def wrong_values(name: str, dtype: str, config: Config) -> int:
     shape = (rows,) if fmt.group is None else (columns // fmt.group, rows)
     scales = np.exp2(rng.integers(-3, 4, shape)).astype(np.float16 if fmt.group else np.float32)
     zeros = rng.integers(-8, 8, shape).astype(np.int8) if fmt.zero_point else None
-    memory = {"w": swizzled_bytes(np.ascontiguousarray(values).view(np.uint8), fold, config.width)}
+    refs = {"w": np.array(values)}
     for key, vector in (("scales", scales), ("zeros", zeros)):
         if vector is not None:
-            wide = np.zeros((*shape[:-1], tile.vector_rows[key]), vector.dtype)
-            wide[..., :rows] = vector
-            memory[key] = np.ascontiguousarray(wide).reshape(-1).view(np.uint8)
+            refs[key] = np.zeros((*shape[:-1], plan.vector_rows(key)), vector.dtype)
+            refs[key][..., :rows] = vector
     if fmt.codes == "nf4":
-        memory["table"] = np.asarray(operand_sm90.pair_table(jnp.dtype(dtype))).reshape(-1).view(np.uint8)
+        refs["table"] = np.array(operand_sm90.pair_table(jnp.dtype(dtype)))
     if fmt.group is None:
         scales = np.ones_like(scales)  # the kernel multiplies sums by them
     w = QuantizedWeight(*(None if x is None else jnp.asarray(x) for x in (values, scales, zeros)), None, None,
                         (rows, columns), fmt)  # fmt: skip
-    expected = reference.decoded(w).astype(dtype).astype(np.float32)
-    emulator = Emulator(dtype, memory, 128 * config.warpgroups)
-    kept, thread = 64 // fold, np.arange(128 * config.warpgroups)
+    expected = reference.decoded(w).astype(dtype)
     wrong = 0
-    for j in range(plan.step // 64):
-        for r in range(config.row_tiles):
-            pairs = operand_sm90.Converter(tile, emulator, j, r, config.row_tiles).pairs()
-            for (group, lower), bits in np.ndenumerate(pairs):
-                row = 16 * (thread // 32 % 4) + thread % 32 // 4 + 8 * lower  # of the operand
-                place = (thread // 128 * config.row_tiles + r) * kept + row % kept
-                column = row // kept * plan.step + 64 * j + 8 * group + 2 * (thread % 4)
-                wanted = np.stack([expected[place, column + i] for i in (0, 1)], 1)
-                wrong += int(np.sum(emulator.floats(bits) != wanted))
-    return wrong
+    for warpgroup, j, r in np.ndindex(config.warpgroups, plan.step // 64, config.row_tiles):
+        with inlined_now(monkeypatch, operand_sm90, warpgroup=warpgroup):
+            found = operand_sm90.operand(plan.tile, refs, j, r, config.row_tiles)
+        first = (warpgroup * config.row_tiles + r) * kept
+        for part in range(fold):  # of K
+            begin = part * plan.step + 64 * j
+            wanted = expected[first : first + kept, begin : begin + 64]
+            wrong += np.sum(found[part * kept : (part + 1) * kept] != wanted)
+    return int(wrong)
 
 
 @pytest.mark.parametrize(("name", "dtype", "config"), OPERANDS, ids=str)
-def test_every_thread_gets_its_codes(name, dtype, config):
-    """The conversion that the interpreter cannot run, with numpy in place of PTX."""
-    assert wrong_values(name, dtype, config) == 0
+def test_every_code_becomes_its_value(monkeypatch, name, dtype, config):
+    assert wrong_values(monkeypatch, name, dtype, config) == 0
 
 
 @pytest.mark.parametrize(
@@ -242,7 +154,7 @@ def test_every_thread_gets_its_codes(name, dtype, config):
 )
 def test_seeded_faults_of_the_conversion_are_caught(monkeypatch, method, fault):
     monkeypatch.setattr(operand_sm90.Converter, method, fault(getattr(operand_sm90.Converter, method)))
-    assert wrong_values(*OPERANDS[0]) > 1000
+    assert wrong_values(monkeypatch, *OPERANDS[0]) > 1000
 
 
 def test_padded_rows_are_not_seen():
@@ -273,7 +185,7 @@ def test_gradients_are_those_of_xla():
     def gradient(function):
         return jax.vjp(lambda x: function(x, w, None, None, x.dtype), x)[1](g)[0]
 
-    run = partial(mosaic_sm90.weight_only_matmul, config=SMALL, interpret=plgpu.InterpretGPUParams())
+    run = partial(mosaic_sm90.weight_only_matmul, config=SMALL, interpret=INTERPRET)
     assert same_bits(gradient(run), gradient(xla.weight_only_matmul))
 
 
@@ -306,7 +218,7 @@ def test_every_choice_fits_shared_memory():
         names = "x", "w", "scales", *(["zeros"] if fmt.zero_point else []), *(["table"] if fmt.codes == "nf4" else [])
         for m, (n, k) in product((1, 8, 16, 33, 64, 100, 256, 512, 4096), ((32, 256), (4096, 11008), (22016, 4096))):
             for config, out_dtype in product(candidates(m, n, k, fmt), ("bfloat16", "float32")):
-                plan = Plan(m, n, k, jnp.dtype("bfloat16"), jnp.dtype(out_dtype), fmt, config, False)
+                plan = Plan(m, n, k, jnp.dtype("bfloat16"), jnp.dtype(out_dtype), fmt, config)
                 scratch = stream_sm90.scratch(plan, names) if config.stream else plan.scratch(names)
                 assert shared_bytes(scratch) <= SHARED_MEMORY
 
