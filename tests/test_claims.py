@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from experiments import torch_attention
 from experiments.claims import __main__ as command
@@ -17,6 +16,7 @@ from pallas_kernels.decode_attention import mosaic_sm90
 from pallas_kernels.decode_attention.cases import Case
 from pallas_kernels.decode_attention.config import Config
 from tests.kernels.helpers import same_bits
+from tests.kernels.interpreter import INTERPRET, make_strict
 
 ROWS = [{"length": 8, "us": 2.0}, {"length": 16, "us": 3.5}]
 
@@ -173,7 +173,8 @@ def test_c21_measures_against_the_rate_of_plain_pages(timed, monkeypatch):
     assert sum("not the same" in row.get("error", "") for row in c21.measure(False)) == 12
 
 
-def test_dequantizing_again_changes_no_bit():
+def test_dequantizing_again_changes_no_bit(monkeypatch):
+    make_strict(monkeypatch)
     case = Case(
         lengths=(70,), heads=(1, 1), head_dim=64, page_size=64, k_format="int8-g8", v_format="int4-g32",
         dtype="bfloat16",
@@ -181,7 +182,7 @@ def test_dequantizing_again_changes_no_bit():
     arguments = case.inputs()
     outs = [
         mosaic_sm90.decode_attention(
-            *arguments, case.scale, None, interpret=plgpu.InterpretGPUParams(),
+            *arguments, case.scale, None, interpret=INTERPRET,
             config=Config(computing=1, split=128, sms=1, stages=2, dequantize=times),
         )
         for times in (1, 3)
