@@ -9,7 +9,7 @@ from tests.test_decode_step import TOY
 def test_a_run_at_toy_size(tmp_path):
     config = tmp_path / "toy.json"
     config.write_text(json.dumps(TOY))
-    command = ["--config", str(config), "--slots", "2", "--pages", "9", "--dtype", "float32", "--repeats", "1"]
+    command = ["--config", str(config), "--slots", "1", "--pages", "9", "--dtype", "float32", "--repeats", "1"]
     assert start_up.main([*command, "--results", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("start_up-*.json")
     document = json.loads(file.read_text())

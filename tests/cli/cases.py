@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import jllm
-from jllm.batch import Rung
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 TALE = "once upon a time there was an old king who had three sons and one golden bird in a tree by the sea"
@@ -15,8 +14,7 @@ SUMMARY = re.compile(r"(\d+) tokens in (\d+\.\d\d) s: (\d+\.\d) tokens/s \(.*\)"
 
 def expected(model, prompts, sampling) -> list[jllm.Completion]:
     """What the library says, at the same compiled sizes."""
-    ladder = (Rung(4, 0, 0), Rung(4, 8, 1), Rung(4, 32, 4))
-    return jllm.generate(model, prompts, sampling, max_slots=4, max_step_tokens=32, ladder=ladder)
+    return jllm.generate(model, prompts, sampling, max_slots=4, max_step_tokens=32)
 
 
 def params(**kw) -> jllm.SamplingParams:

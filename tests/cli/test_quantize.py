@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 import jllm
-from jllm.batch import Rung
 from jllm.checkpoint import save
 from jllm.quant.quantize import quantize, weight_formats
+from tests.cli.cases import expected
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 6, "--logprobs", 0, "--json", "the king")
 
@@ -26,8 +26,7 @@ def logprobs(answer) -> list[float]:
 
 def of_library(model, params) -> list[float]:
     sampling = jllm.SamplingParams(temperature=0, max_new_tokens=6, logprobs=0)
-    sizes = {"max_slots": 4, "max_step_tokens": 32, "ladder": (Rung(4, 28, 4),)}
-    (done,) = jllm.generate(replace(model, params=params), "the king", sampling, **sizes)
+    (done,) = expected(replace(model, params=params), "the king", sampling)
     return [token.logprob for token in done.logprobs]
 
 

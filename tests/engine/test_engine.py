@@ -299,7 +299,7 @@ def test_compile_ahead_sees_the_callers_jax_settings():
 def test_generate_chooses_slots_that_the_other_options_allow(model):
     prompts = [[5, 6], [7], [8, 9, 10]] * 3
     small = jllm.generate(model, prompts, greedy(4), num_pages=4, page_size=8, max_step_tokens=6)
-    large = jllm.generate(model, prompts, greedy(4))
+    large = serve(model, prompts, [greedy(4)] * 9, **OPTIONS)
     assert [c.token_ids for c in small] == [c.token_ids for c in large]
     for bad in (5, None, ["text", None], b"abc", [b"abc"], [[True]]):
         with pytest.raises(RequestError):
