@@ -9,8 +9,8 @@ from scipy.stats import spearmanr
 from experiments.accuracy_pictures import Speeds, draw_all, speed_key
 from experiments.accuracy_rows import PLAIN_KV, Row
 from experiments.measured_speed import measured_speeds
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import RECORDED
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import RECORDED
 
 Table = list[list[str]]  # the first line is the header
 W8A8_ADDED, KV8_ADDED = 0.015, 0.002  # of perplexity

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllm.activations import compare_layers, tap
+from jllm.analysis.activations import compare_layers, tap
+from jllm.analysis.evaluate import Evaluation, Recorded, evaluate
+from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.evaluate import Evaluation, Recorded, evaluate
-from jllm.layer_divergence import divergence_by_layer
 from jllm.params import Params, map_linears
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from jllm.errors import JllmError
-from pallas_kernels.result_file import labelled
+from pallas_kernels.bench.result_file import labelled
 
 ROOMS = ("experiments.", "pallas_kernels.")
 BESIDE = ("--peers", "--label")  # options with a value, which no name is made of; a folder of peers may be gone

@@ -28,7 +28,7 @@ from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.params import Params
 from jllm.step import Slots, State, jit_step, make_slots
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 BARS = ((128, 0.75), (256, 0.80), (1 << 30, 0.85))  # bf16: up to this batch, at least this share of the floor
 HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)

@@ -18,7 +18,7 @@ from statistics import median
 from tqdm import tqdm
 
 from experiments.result_file import Row, bar, record
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 TOKENS = 64
 BARS = {"cold": 15.0, "cached": 6.0}  # seconds, on two CPU cores

@@ -28,7 +28,7 @@ from jllm.engine.length import Quantile
 from jllm.engine.options import EngineOptions
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)

@@ -26,7 +26,7 @@ from jllm.engine.length import Oracle
 from jllm.engine.options import KV_POLICIES
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 PREDICTORS: dict[str, tuple[str | None, ...]] = {

@@ -27,7 +27,7 @@ from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 MIB = 1 << 20
 

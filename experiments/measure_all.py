@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from pallas_kernels.bench_command import add_results_folder, interruptible
+from pallas_kernels.bench.command import add_results_folder, interruptible
 
 BATCHES = "1,16,64,128,256,512"
 QUANT_STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"

@@ -3,13 +3,13 @@
     python -m experiments.outliers [--text FILE] [--strengths 1 4 16 64]
     python -m experiments.outliers --draw experiments/results/outliers-20261122-cpu.json
 
-Outliers are planted without changing the model's function (jllm.outliers), so that all that is lost is quantization's
-doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap over
-documents. Part "strength": int8 activations with one scale for all tokens or one a token, with and without SmoothQuant,
-by how much larger than others the outlier channels are; `massive` is the first token's massive activation alone. Part
-"group": int4 weights alone, by how many share a scale. Part "channel": the largest activation of each input channel of
-one layer's QKV projection, sorted. One picture of all three lies beside the JSON. A run that was interrupted goes on
-with the strength it was at.
+Outliers are planted without changing the model's function (jllm.analysis.outliers), so that all that is lost is
+quantization's doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap
+over documents. Part "strength": int8 activations with one scale for all tokens or one a token, with and without
+SmoothQuant, by how much larger than others the outlier channels are; `massive` is the first token's massive activation
+alone. Part "group": int4 weights alone, by how many share a scale. Part "channel": the largest activation of each input
+channel of one layer's QKV projection, sorted. One picture of all three lies beside the JSON. A run that was interrupted
+goes on with the strength it was at.
 """
 
 import argparse
@@ -29,15 +29,16 @@ from experiments.arguments import check_draws_only, positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT
+from jllm.analysis.evaluate import evaluate, record
+from jllm.analysis.outliers import check_strength, plant
+from jllm.analysis.own_tokens import own_tokens
 from jllm.errors import InputFileError, JllmError
-from jllm.evaluate import evaluate, record
-from jllm.outliers import check_strength, plant
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
-from jllm.quant import ptq
+from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 SCALES = {"tensor": Scheme("tensor", (("*_proj", "w8a8-tensor"),)), "token": Scheme("token", (("*_proj", "w8a8"),))}
@@ -61,7 +62,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
         quantize(jax.eval_shape(lambda: model.params), f"w4a16-g{group}")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
-    tokens = ptq.own_tokens(model, rows=args.rows, length=args.length, seed=args.seed)
+    tokens = own_tokens(model, rows=args.rows, length=args.length, seed=args.seed)
 
     def score(subject: Model, params: Params) -> Row:
         found = evaluate(replace(subject, params=params), ids, protocol, reference=recorded)
@@ -184,7 +185,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
-    parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=float, default=[1, 4, 16, 64], help="powers of two")

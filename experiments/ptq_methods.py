@@ -1,5 +1,5 @@
 """What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant, learned scales; of the
-model as it is, and with planted outliers (jllm.outliers), which large models have by nature.
+model as it is, and with planted outliers (jllm.analysis.outliers), which large models have by nature.
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
@@ -29,17 +29,18 @@ import jllm
 from experiments.arguments import by_name, positive
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
+from jllm.analysis.outliers import plant
+from jllm.analysis.own_tokens import own_tokens
+from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, EvaluationError, JllmError
-from jllm.evaluate import Evaluation, Recorded, evaluate, record
-from jllm.outliers import plant
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
-from jllm.protocols import encode, find_protocol
-from jllm.quant import ptq
+from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -123,7 +124,7 @@ def rows(
             raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
-    calibration = {seed: ptq.own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
+    calibration = {seed: own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
     subjects = {name: MODELS[name](model) for name in args.models}
     plain: dict[tuple[str, str], Evaluation] = {}
 
@@ -183,7 +184,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration tokens")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--protocol", help="of jllm.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--name", default="ptq_methods", help="of the result file")
     add_result_options(parser)
     return parser.parse_args(argv)

@@ -53,7 +53,7 @@ from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.step import Outputs
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"

@@ -6,11 +6,11 @@
     python -m experiments.quant_accuracy --draw experiments/results/quant_accuracy-*.json
 
 Schemes with KV in the model's dtype, KV formats with weights as loaded, and some of both, or with --grid each with
-each; by a protocol of jllm.protocols, through the paged cache and the kernels that serve. `added` is the growth of
-perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely; each against
-the model as loaded (float32 on a CPU) or --reference, and `_95` its interval by bootstrap with a fixed seed over
-documents, or over windows where the protocol joins texts. Bytes are those of a linear layer's weight and of a value of
-K or V, scales included; what is not quantized counts with two.
+each; by a protocol of jllm.analysis.protocols, through the paged cache and the kernels that serve. `added` is the
+growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely;
+each against the model as loaded (float32 on a CPU) or --reference, and `_95` its interval by bootstrap with a fixed
+seed over documents, or over windows where the protocol joins texts. Bytes are those of a linear layer's weight and of a
+value of K or V, scales included; what is not quantized counts with two.
 
 A .jsonl of {"text": ..} has documents, any other file is one. Without --text it is what the bundled model wrote itself
 (experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped, if nothing
@@ -41,13 +41,13 @@ from experiments.accuracy_support import check_all_run
 from experiments.arguments import by_name, check_draws_only, positive
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.analysis.evaluate import record
+from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, InputFileError, JllmError
-from jllm.evaluate import record
 from jllm.pretrained import BUNDLED, Model
-from jllm.protocols import encode, find_protocol
 from jllm.quant.schemes import PLAIN, Scheme
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 SCHEMES = (
     PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-tensor", "fp8-weight", "fp8", "w4a16-g32", "w4a16-g64",
@@ -167,7 +167,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")
     parser.add_argument("--no-groups", dest="groups", action="store_false", help="no error by group size")
-    parser.add_argument("--protocol", help="of jllm.protocols (default: document; windows-512 where there is but one)")
+    parser.add_argument(
+        "--protocol", help="of analysis.protocols (default: document; windows-512 where there is but one)"
+    )
     parser.add_argument("--tokens", type=positive, help=f"of the text (default: all of the bundled one, else {TOKENS})")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device and each format)")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from jllm.errors import JllmError, OutputError
 from jllm.run_identity import differing
-from pallas_kernels import result_file
-from pallas_kernels.bars import bar as bar
+from pallas_kernels.bench import result_file
+from pallas_kernels.bench.bars import bar as bar
 
 Row = dict[str, Any]
 

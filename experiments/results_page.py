@@ -25,7 +25,7 @@ from experiments.commands import name_of
 from experiments.judged import judged
 from experiments.results_sections import FALLBACK, GROUPS, Section, Table
 from jllm.errors import InputFileError
-from pallas_kernels.bench_command import interruptible
+from pallas_kernels.bench.command import interruptible
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "RESULTS.md"

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 TOOLS = ("memcheck", "racecheck")
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32")  # of K and V

@@ -43,7 +43,7 @@ from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 GIB = 1 << 30

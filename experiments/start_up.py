@@ -24,7 +24,7 @@ from experiments.result_file import bar, record
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots

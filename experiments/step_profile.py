@@ -44,8 +44,8 @@ from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
-from pallas_kernels.bench_command import add_result_options, interruptible
-from pallas_kernels.measure import Event, timeline
+from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.measure import Event, timeline
 
 PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
 MOST_GAP = 0.03  # of a step

@@ -46,7 +46,7 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"

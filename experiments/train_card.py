@@ -14,7 +14,7 @@ from typing import Any
 
 import jllm
 from jllm.errors import InputFileError, JllmError, OutputError
-from pallas_kernels.bench_command import interruptible
+from pallas_kernels.bench.command import interruptible
 
 SAMPLES = (  # prompt, temperature, top-p, seed
     ("Once upon a time", 0.8, 0.95, 0),

@@ -39,7 +39,7 @@ from jllm.engine.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned,
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, JllmError, OutputError
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
 Weights = dict[str, jax.Array]

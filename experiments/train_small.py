@@ -29,7 +29,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.model import Packed, forward
 from jllm.params import Params, Weight
-from pallas_kernels.bench_command import INTERRUPTED, add_result_options, interruptible
+from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
 BLOCK = 10  # training steps a dispatch

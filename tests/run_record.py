@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.result_file import ResultFile
+from pallas_kernels.bench.result_file import ResultFile
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")  # error: a fixture's failure
 

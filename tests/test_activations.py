@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.activations import compare_layers, residuals
+from jllm.analysis.activations import compare_layers, residuals
 from jllm.errors import EvaluationError
 from jllm.model import Packed, backbone
 from jllm.quant.quantize import quantize

@@ -7,7 +7,7 @@ import pytest
 from experiments.commands import module_of
 from experiments.judged import bars_of, judged
 from experiments.results_page import RESULTS, read_result
-from pallas_kernels.bars import bar
+from pallas_kernels.bench.bars import bar
 
 # "unit name" of the bars that ask for little, and of those that ask for much.
 AT_MOST = (

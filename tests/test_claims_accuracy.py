@@ -274,7 +274,7 @@ def test_what_is_no_claims_result_is_not_drawn(tmp_path, capsys, text):
 
 
 def test_a_judge_evaluates_against_what_was_recorded():
-    from jllm.evaluate import record
+    from jllm.analysis.evaluate import record
 
     model = tiny_model(tokenizer=Pieces())
     texts = ("abc abd", "xyz")

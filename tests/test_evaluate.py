@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jllm
-import jllm.evaluate
-from jllm import scoring
+import jllm.analysis.evaluate
+from jllm.analysis import scoring
+from jllm.analysis.evaluate import Evaluation, Part, evaluate, record
+from jllm.analysis.protocols import PROTOCOLS, Protocol, Window, find_protocol, windows_of
 from jllm.errors import EvaluationError
-from jllm.evaluate import Evaluation, Part, evaluate, record
-from jllm.protocols import PROTOCOLS, Protocol, Window, find_protocol, windows_of
 from jllm.quant.quantize import quantize
 from tests.parity import OPTIONS, PARITY, expected
 from tests.tiny import greedy, log_softmax, serve, tiny_model
@@ -161,7 +161,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_windows_off_by_one_are_noticed(fault, x64, monkeypatch):
     model, protocol = tiny_model("float64", tokenizer=Letters()), small("document")
-    monkeypatch.setattr(jllm.evaluate, "windows_of", lambda *a: [FAULTS[fault](w) for w in windows_of(*a)])
+    monkeypatch.setattr(jllm.analysis.evaluate, "windows_of", lambda *a: [FAULTS[fault](w) for w in windows_of(*a)])
     got = evaluate(model, TEXTS, protocol, **SMALL).perplexity
     assert abs(got / as_lm_eval(model, 24, word=False) - 1) > 1e-3
 

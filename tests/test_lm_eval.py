@@ -36,7 +36,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lm(directory):
-    from jllm.lm_eval import JllmLM
+    from jllm.analysis.lm_eval import JllmLM
 
     return JllmLM(directory, dtype="float32", **OPTIONS)
 
@@ -74,7 +74,7 @@ def flat(answers) -> list:
 def test_the_command_takes_schemes_and_kv_formats(directory, tmp_path, monkeypatch, capsys):
     from lm_eval import tasks
 
-    from jllm import lm_eval
+    from jllm.analysis import lm_eval
 
     only_ours = partial(tasks.TaskManager, include_defaults=False)  # to read its ten thousand takes long
     monkeypatch.setattr(tasks, "TaskManager", only_ours)
@@ -128,7 +128,7 @@ def test_scores_are_those_of_a_forward_pass(lm, directory):
 
 
 def test_what_cannot_be_evaluated_is_named(lm, directory):
-    from jllm.lm_eval import JllmLM
+    from jllm.analysis.lm_eval import JllmLM
 
     for options, message in (
         ({"device": "cuda:1"}, "device='cuda:1' has no meaning"),

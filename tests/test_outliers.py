@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.activations import tap
+from jllm.analysis.activations import tap
+from jllm.analysis.outliers import plant
 from jllm.errors import QuantizationError
-from jllm.outliers import plant
 from jllm.quant.quantize import quantize
 from tests.tiny import full_logits, tiny_model
 

@@ -5,12 +5,12 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from jllm import evaluate as module
-from jllm import scoring
+from jllm.analysis import evaluate as module
+from jllm.analysis import scoring
+from jllm.analysis.evaluate import evaluate, record
+from jllm.analysis.progress import open_progress
+from jllm.analysis.protocols import Protocol
 from jllm.errors import EvaluationError
-from jllm.evaluate import evaluate, record
-from jllm.progress import open_progress
-from jllm.protocols import Protocol
 from jllm.quant.quantize import quantize
 from tests.tiny import tiny_model
 

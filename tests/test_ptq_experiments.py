@@ -7,8 +7,8 @@ import pytest
 
 import experiments.outliers as outliers
 import experiments.ptq_methods as ptq_methods
-from jllm.evaluate import Evaluation, Part
-from jllm.protocols import PROTOCOLS
+from jllm.analysis.evaluate import Evaluation, Part
+from jllm.analysis.protocols import PROTOCOLS
 from tests.test_quant_accuracy import Pieces
 from tests.tiny import tiny_model
 
@@ -34,7 +34,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(module, "record", lambda *args: None)
         monkeypatch.setattr(module, "evaluate", evaluate)
     tokens = lambda model, rows, length, seed: np.zeros((rows, length), np.int32)  # noqa: E731
-    monkeypatch.setattr("jllm.quant.ptq.own_tokens", tokens)
+    monkeypatch.setattr("experiments.ptq_methods.own_tokens", tokens)
     monkeypatch.setattr(ptq_methods, "METHODS", {name: method(name) for name in ptq_methods.METHODS})
     return asked
 

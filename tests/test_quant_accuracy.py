@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import jllm
-import jllm.evaluate
+import jllm.analysis.evaluate
 from experiments import (
     accuracy_pictures,
     accuracy_report,
@@ -18,12 +18,12 @@ from experiments import (
 from experiments.accuracy_report import bars, text_report
 from experiments.texts import write
 from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.analysis.evaluate import Evaluation, Part
+from jllm.analysis.protocols import PROTOCOLS
 from jllm.checkpoint import save
 from jllm.errors import ConfigError, InputFileError
-from jllm.evaluate import Evaluation, Part
-from jllm.protocols import PROTOCOLS
 from jllm.quant.schemes import PRESETS
-from pallas_kernels.bench_command import RECORDED
+from pallas_kernels.bench.command import RECORDED
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.quantized_weights import WeightFormat
 from tests.tiny import CONFIG, tiny_model
@@ -276,8 +276,8 @@ def test_group_rows_fall_with_smaller_groups(monkeypatch, tmp_path):
     ],
 )
 def test_refused_before_anything_is_written(sweep, capsys, monkeypatch, options, message):
-    monkeypatch.setattr(jllm.evaluate, "score_windows", None)
-    monkeypatch.setattr(jllm.evaluate, "read_states", None)
+    monkeypatch.setattr(jllm.analysis.evaluate, "score_windows", None)
+    monkeypatch.setattr(jllm.analysis.evaluate, "read_states", None)
     status, result = sweep(*(["--schemes", "bf16"] if "--schemes" not in options else []), *options)
     error = capsys.readouterr().err
     assert (status, result) == (2, None)

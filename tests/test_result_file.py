@@ -12,9 +12,9 @@ import pallas_kernels
 from experiments.result_file import ResumedFile
 from experiments.results_page import RESULTS
 from jllm.errors import OutputError
-from pallas_kernels.bench_command import interruptible, make_parser
+from pallas_kernels.bench.command import interruptible, make_parser
+from pallas_kernels.bench.result_file import ResultFile, portable
 from pallas_kernels.one_writer import open_alone
-from pallas_kernels.result_file import ResultFile, portable
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_only_record_writes_where_results_are_committed(capsys):
     with pytest.raises(SystemExit):
         make_parser(None).parse_args(["--record", "--results", "x"])
     for file in [*root.rglob("*.py"), *Path(pallas_kernels.__file__).parent.rglob("*.py")]:
-        if file.name not in ("bench_command.py", "train_card.py"):
+        if file.name not in ("command.py", "train_card.py"):
             assert 'add_argument("--results"' not in file.read_text(), file
         if root in file.parents and "\ndef main(" in file.read_text():
             alone = file.name == "torch_attention.py"  # run by a Python that has PyTorch and none of ours

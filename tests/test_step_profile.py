@@ -20,7 +20,7 @@ from experiments.step_profile import (
     table,
     totals,
 )
-from pallas_kernels.measure import Event
+from pallas_kernels.bench.measure import Event
 from tests.test_decode_step import TOY
 from tests.tiny import tiny_model
 

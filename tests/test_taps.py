@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.activations import tap
+from jllm.analysis.activations import tap
 from jllm.batch import Layout, Rung, pack_decode, pack_prompt
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import EvaluationError

@@ -19,7 +19,7 @@ from experiments.claims.registry import TITLES, claim_named, find
 from experiments.result_file import ResultFile
 from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.bench_command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options, interruptible
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

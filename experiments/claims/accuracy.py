@@ -6,7 +6,7 @@ import jllm
 from experiments.accuracy_rows import scheme_row
 from experiments.claims.claim import Row
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.evaluate import Recorded, record
+from jllm.analysis.evaluate import Recorded, record
 from jllm.pretrained import Model
 
 PROTOCOL = "document"

@@ -15,9 +15,9 @@ import jax
 from experiments.accuracy_rows import kv_error, rounded, weight_error
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
-from jllm.activations import tap
+from jllm.analysis.activations import tap
+from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import map_linears
-from jllm.protocols import encode, find_protocol
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.quantized_weights import WeightFormat, decode
 from pallas_kernels.quantized_weights import encode as encode_weight

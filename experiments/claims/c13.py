@@ -23,7 +23,7 @@ from experiments.step_profile import decode_steps, table
 from jllm.config import LlamaConfig
 from jllm.linear import linear
 from jllm.params import Params
-from pallas_kernels.measure import timeline
+from pallas_kernels.bench.measure import timeline
 
 DECODE = ((1, 256), (256, 256), (64, 2048))  # sequences, tokens of K and V each
 PREFILL = (1024,)  # tokens of one prompt

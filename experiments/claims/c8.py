@@ -17,7 +17,7 @@ from experiments.claims.claim import Claim, Row, Verdict
 from experiments.measured_speed import STEPS, documents
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.bars import bar
+from pallas_kernels.bench.bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"

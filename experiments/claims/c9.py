@@ -16,8 +16,8 @@ import numpy as np
 from experiments.accuracy_rows import rounded
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
-from jllm.activations import tap
-from jllm.protocols import encode, find_protocol
+from jllm.analysis.activations import tap
+from jllm.analysis.protocols import encode, find_protocol
 from pallas_kernels.quantized_rows import KINDS, LARGEST
 
 TOKENS, TOY_TOKENS = 512, 32

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from experiments.result_file import ResultFile
-from pallas_kernels.measure import device_us
+from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
 

@@ -18,7 +18,7 @@ import jllm
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import JllmError, OutputError
 from jllm.pretrained import Model
-from pallas_kernels.bench_command import interruptible
+from pallas_kernels.bench.command import interruptible
 
 DOCUMENTS = 40
 LENGTH = 600  # tokens; BOS and the context of 1024 leave room

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90
 from pallas_kernels.cache_update.cases import BENCH_CASES, Case
 from pallas_kernels.cache_update.config import Config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
-from pallas_kernels.measure import copy_bandwidth, device_us
 
 BARS = {1: ("us", 3.0), 8192: ("fraction", 0.8)}  # of the fused entry: bound by the launch, by memory
 

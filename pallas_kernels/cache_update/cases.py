@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases import normal, pairwise, random_pages
+from pallas_kernels.bench.cases import normal, pairwise, random_pages
 from pallas_kernels.kv_pages import KVPages
 
 

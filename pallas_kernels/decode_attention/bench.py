@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import make_parser, record
-from pallas_kernels.cases import random_tables
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.cases import random_tables
+from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import BENCH_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
 from pallas_kernels.decode_attention.config import choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
-from pallas_kernels.measure import copy_bandwidth, device_us
 
 # Microseconds of FlashInfer 0.7.2 in bf16, pages of 16, on an H200, from another run, noted on 2026-11-20: (H, K, rows,
 # length).

@@ -13,9 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import Row, make_parser, record
-from pallas_kernels.layers_bench import Subject, add_fractions, table
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import Row, make_parser, record
+from pallas_kernels.bench.layers import Subject, add_fractions, table
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case, bench_case
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from pallas_kernels.cases import normal
+from pallas_kernels.bench.cases import normal
 
 
 @dataclass(frozen=True)

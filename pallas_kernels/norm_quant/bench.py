@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels import row_bench
-from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.bench import rows as row_bench
+from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.norm_quant.api import norm_quant
 from pallas_kernels.norm_quant.cases import BENCH_CASES, Case
 

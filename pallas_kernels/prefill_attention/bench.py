@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import make_parser, record
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.measure import device_us
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
-from pallas_kernels.measure import device_us
 from pallas_kernels.prefill_attention import make_work, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, choose_config

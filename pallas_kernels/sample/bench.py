@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import make_parser, record
-from pallas_kernels.measure import device_us
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.measure import device_us
 from pallas_kernels.sample.api import sample
 from pallas_kernels.sample.cases import ASKED, BENCH_CASES, Case, arguments
 

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import Row, make_parser, record
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import Row, make_parser, record
+from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
-from pallas_kernels.measure import copy_bandwidth, device_us_of_each
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
 # Microseconds of torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt) on an H200, from another run, noted on

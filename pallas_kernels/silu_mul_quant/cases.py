@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.cases import normal
+from pallas_kernels.bench.cases import normal
 
 
 @dataclass(frozen=True)

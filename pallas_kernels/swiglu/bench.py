@@ -16,10 +16,10 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.bench_command import Row, make_parser, record
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import Row, make_parser, record
+from pallas_kernels.bench.layers import Subject, add_fractions, table
 from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
-from pallas_kernels.layers_bench import Subject, add_fractions, table
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.swiglu.cases import BENCH_ROWS, BENCH_SHAPES, Case
 

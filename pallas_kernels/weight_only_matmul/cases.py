@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cases import normal
+from pallas_kernels.bench.cases import normal
 from pallas_kernels.quantized_weights import QuantizedWeight, encode, parse_weight_format
 
 _encode = jax.jit(encode, static_argnums=1)

@@ -4,7 +4,7 @@ import json
 
 import jax
 
-from pallas_kernels import layers_bench
+from pallas_kernels.bench import layers as layers_bench
 from pallas_kernels.matmul import bench
 from pallas_kernels.matmul.cases import Case
 

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from pallas_kernels import measure
+from pallas_kernels.bench import measure
 from pallas_kernels.fp8_matmul import bench as fp8_bench
 from pallas_kernels.int8_matmul import bench as int8_bench
 from pallas_kernels.scaled_matmul import bench

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.activations import tap
+from jllm.analysis.activations import tap
+from jllm.analysis.own_tokens import own_tokens
 from jllm.batch import Rung
 from jllm.checkpoint import load_params, save
-from jllm.errors import QuantizationError
-from jllm.quant import ptq
-from jllm.quant.ptq import scale_learning
-from jllm.quant.ptq.calibration import collect, layer_config
-from jllm.quant.ptq.scale_search import output_error, round_clipped, search_scales
-from jllm.quant.ptq.solver import solve
+from jllm.errors import EvaluationError, QuantizationError
+from jllm.quant import calibration as ptq
+from jllm.quant.calibration import scale_learning
+from jllm.quant.calibration.inputs import collect, layer_config
+from jllm.quant.calibration.scale_search import output_error, round_clipped, search_scales
+from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import parse_weight_format
@@ -302,10 +303,10 @@ def test_refused(model, call, message):
 
 def test_own_tokens_are_the_models(model):
     first = replace(model, config=replace(model.config, bos_id=1))
-    draw = partial(ptq.own_tokens, first, rows=2, length=5, max_slots=2, ladder=(Rung(2, 2, 2),))
+    draw = partial(own_tokens, first, rows=2, length=5, max_slots=2, ladder=(Rung(2, 2, 2),))
     ids = draw(seed=3)
     assert ids.shape == (2, 5)
     assert (ids[:, 0] == 1).all()
     np.testing.assert_array_equal(ids, draw(seed=3))
-    with pytest.raises(QuantizationError, match="neither BOS nor EOS"):
-        ptq.own_tokens(replace(model, config=replace(model.config, eos_ids=())))
+    with pytest.raises(EvaluationError, match="neither BOS nor EOS"):
+        own_tokens(replace(model, config=replace(model.config, eos_ids=())))

@@ -16,7 +16,7 @@ from jllm.errors import QuantizationError
 from jllm.model import Packed, forward
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.quant.ptq.calibration import (
+from jllm.quant.calibration.inputs import (
     DELAY,
     check_tokens,
     collect,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jllm.config import LlamaConfig
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.quant.ptq.calibration import (
+from jllm.quant.calibration.inputs import (
     DELAY,
     INPUTS,
     InputStats,
@@ -24,7 +24,7 @@ from jllm.quant.ptq.calibration import (
     plan,
     round_rest,
 )
-from jllm.quant.ptq.migration import migrate, tie_heads
+from jllm.quant.calibration.migration import migrate, tie_heads
 from jllm.quant.schemes import Scheme
 from pallas_kernels.quantized_weights import (
     QuantizedWeight,

@@ -10,10 +10,11 @@ from typing import Any
 
 from jllm.errors import CheckpointError
 from jllm.param_specs import LeafSpec
-from jllm.quant import bitsandbytes, files, foreign
-from jllm.quant.awq import AWQ
-from jllm.quant.compressed_tensors import FP8, CompressedTensors
-from jllm.quant.gptq import GPTQ
+from jllm.quant import files
+from jllm.quant.importers import bitsandbytes, foreign
+from jllm.quant.importers.awq import AWQ
+from jllm.quant.importers.compressed_tensors import FP8, CompressedTensors
+from jllm.quant.importers.gptq import GPTQ
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import StoredTensor
 

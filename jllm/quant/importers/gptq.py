@@ -23,8 +23,8 @@ import numpy as np
 
 from jllm.errors import CheckpointError
 from jllm.quant.codes import groups_of, input_order, int_weight, signed, unpack_words
-from jllm.quant.fields import match_pattern, read_choice, read_flag, read_group, read_names, read_object
-from jllm.quant.foreign import FLOATS, Wanted
+from jllm.quant.importers.fields import match_pattern, read_choice, read_flag, read_group, read_names, read_object
+from jllm.quant.importers.foreign import FLOATS, Wanted
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 _ONES = {4: 0x11111111, 8: 0x01010101}

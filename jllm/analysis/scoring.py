@@ -1,8 +1,8 @@
 """Windows of token ids through models as prompts go that are served: in ragged chunks, over the paged KV cache.
 
-The arrays' side of jllm.evaluate. What is compiled is a layer, which all layers of one format share, and the scoring of
-a block of rows; the step around them runs op by op. So a sweep over many schemes compiles one layer for each of them,
-and nothing of the model that they are compared with.
+The arrays' side of jllm.analysis.evaluate. What is compiled is a layer, which all layers of one format share, and the
+scoring of a block of rows; the step around them runs op by op. So a sweep over many schemes compiles one layer for each
+of them, and nothing of the model that they are compared with.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jllm.analysis.protocols import Window
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Cache, Paged, backbone, head
 from jllm.params import Params
 from jllm.pretrained import Model
-from jllm.protocols import Window
 from jllm.sampling import token_logprobs
 from jllm.step import PROMPT_LOGPROB_ROWS
 

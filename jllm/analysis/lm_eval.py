@@ -1,6 +1,6 @@
 """A model of lm-eval (EleutherAI's lm-evaluation-harness), called `jllm`: its tasks through the engine that serves.
 
-    python -m jllm.lm_eval run --model jllm --model_args pretrained=DIR,quantize=w8a8,kv_cache=int8-g8 --tasks hellaswag
+    python -m jllm.analysis.lm_eval run --model jllm --model_args pretrained=DIR,quantize=w8a8 --tasks hellaswag
 
 This is lm-eval's own command, all of its options included, with one more model. Needs the extra `eval`. In Python:
 

@@ -12,8 +12,8 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.quant.ptq.calibration import DELAY, INPUTS, InputStats, layer_statistics, plan
-from jllm.quant.ptq.migration import migrate, tie_heads
+from jllm.quant.calibration.inputs import DELAY, INPUTS, InputStats, layer_statistics, plan
+from jllm.quant.calibration.migration import migrate, tie_heads
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
 

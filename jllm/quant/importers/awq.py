@@ -22,8 +22,8 @@ import numpy as np
 
 from jllm.errors import CheckpointError
 from jllm.quant.codes import groups_of, int_weight, signed, unpack_words
-from jllm.quant.fields import read_choice, read_flag, read_group, read_names, refuse
-from jllm.quant.foreign import FLOATS, Wanted
+from jllm.quant.importers.fields import read_choice, read_flag, read_group, read_names, refuse
+from jllm.quant.importers.foreign import FLOATS, Wanted
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 _PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word of gemm column i lies

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.activations import residuals
+from jllm.analysis.activations import residuals
+from jllm.analysis.scoring import score_rows
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Packed, backbone
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.scoring import score_rows
 
 
 def divergence_by_layer(

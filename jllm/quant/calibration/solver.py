@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jllm.errors import QuantizationError
 from jllm.params import LINEARS, Params, layer_prefix
 from jllm.pretrained import Model
-from jllm.quant.ptq.calibration import (
+from jllm.quant.calibration.inputs import (
     DELAY,
     INPUTS,
     check_tokens,

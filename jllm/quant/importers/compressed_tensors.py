@@ -29,8 +29,8 @@ import numpy as np
 
 from jllm.errors import CheckpointError
 from jllm.quant.codes import groups_of, input_order, int_weight, row_weight, signed, unpack_words
-from jllm.quant.fields import match_pattern, read_choice, read_group, read_names, read_object, refuse
-from jllm.quant.foreign import FLOATS, Wanted
+from jllm.quant.importers.fields import match_pattern, read_choice, read_group, read_names, read_object, refuse
+from jllm.quant.importers.foreign import FLOATS, Wanted
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")

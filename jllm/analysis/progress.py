@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jllm.analysis.scoring import Scores
 from jllm.errors import EvaluationError
 from jllm.fingerprint import of_params
 from jllm.pretrained import Model
-from jllm.scoring import Scores
 from pallas_kernels.one_writer import open_alone
 
 Key = dict[str, Any]

@@ -29,8 +29,8 @@ import numpy as np
 
 from jllm.errors import CheckpointError
 from jllm.quant.codes import group_weight, row_weight
-from jllm.quant.fields import match_pattern, read_choice, read_flag, read_names, refuse
-from jllm.quant.foreign import Wanted
+from jllm.quant.importers.fields import match_pattern, read_choice, read_flag, read_names, refuse
+from jllm.quant.importers.foreign import Wanted
 from jllm.safetensors_io import STORED
 from pallas_kernels.quantized_weights import NF4, QuantizedWeight, WeightFormat
 

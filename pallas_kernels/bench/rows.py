@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bars import bar
-from pallas_kernels.measure import copy_bandwidth, device_us
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.measure import copy_bandwidth, device_us
 
 COMPILERS = 12  # threads
 

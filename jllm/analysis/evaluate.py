@@ -3,9 +3,9 @@
     evaluate(model, text, "wikitext2-2048", kv_cache="int8-g8", reference=unquantized).as_row()
 
 The same model on the same text gives quite different perplexities by protocol, so that every output carries its name.
-A text becomes tokens, tokens become windows (see jllm.protocols), and windows of all texts together go through the
-model as prompts do that are served: in ragged chunks, over the paged KV cache and the kernels of the device. So formats
-of weights and of K and V cost here what they cost there. Logits exist for a block of rows at a time.
+A text becomes tokens, tokens become windows (see jllm.analysis.protocols), and windows of all texts together go through
+the model as prompts do that are served: in ragged chunks, over the paged KV cache and the kernels of the device. So
+formats of weights and of K and V cost here what they cost there. Logits exist for a block of rows at a time.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from jllm.analysis.progress import digest_of, fingerprint, open_progress
+from jllm.analysis.protocols import Protocol, Window, encode, find_protocol, windows_of
+from jllm.analysis.scoring import Reader, Scores, Sizes, read_states, score_windows
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
 from jllm.pretrained import Model
-from jllm.progress import digest_of, fingerprint, open_progress
-from jllm.protocols import Protocol, Window, encode, find_protocol, windows_of
 from jllm.run_identity import of_machine
-from jllm.scoring import Reader, Scores, Sizes, read_states, score_windows
 
 Text = str | Sequence[int]
 

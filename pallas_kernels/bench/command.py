@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.result_file import RECORD, ResultFile
+from pallas_kernels.bench.result_file import RECORD, ResultFile
 
 Row = dict[str, Any]
 LOCAL = Path("results")  # in the working directory
-RECORDED = Path(__file__).parents[1] / "experiments" / "results"  # what is committed and shown by the results page
+RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # what is committed and shown by the results page
 INTERRUPTED = 130  # what shells report for SIGINT
 
 

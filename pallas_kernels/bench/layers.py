@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench_command import Row
-from pallas_kernels.measure import copy_bandwidth, device_us_of_each
+from pallas_kernels.bench.command import Row
+from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
 
 PEAK_TFLOP_S = 780  # XLA's best of large bf16 matmuls on an H200
 CACHES = 256 << 20  # bytes, and more than any has

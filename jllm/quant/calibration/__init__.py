@@ -1,6 +1,6 @@
 """Post-training quantization beyond rounding: pure functions over a model and calibration tokens.
 
-    tokens = ptq.own_tokens(model, rows=32, length=256)  # or any text's, i32[B, T]
+    tokens = own_tokens(model, rows=32, length=256)  # of jllm.analysis.own_tokens; or any text's, i32[B, T]
     params = ptq.gptq(model, "w4a16-g64", tokens)
     better = replace(model, params=params)  # serves, saves and loads as rounded weights do
 
@@ -9,11 +9,11 @@ says so, embedding and head are rounded. Models must not be quantized yet. Memor
 tokens' residual stream, and what one layer needs.
 """
 
-from jllm.quant.ptq.calibration import InputStats, layer_statistics, own_tokens
-from jllm.quant.ptq.scale_learning import learned, tune_scales
-from jllm.quant.ptq.scale_search import awq
-from jllm.quant.ptq.smoothing import smooth, smoothquant
-from jllm.quant.ptq.solver import gptq
+from jllm.quant.calibration.inputs import InputStats, layer_statistics
+from jllm.quant.calibration.scale_learning import learned, tune_scales
+from jllm.quant.calibration.scale_search import awq
+from jllm.quant.calibration.smoothing import smooth, smoothquant
+from jllm.quant.calibration.solver import gptq
 
 __all__ = [
     "InputStats",
@@ -21,7 +21,6 @@ __all__ = [
     "gptq",
     "layer_statistics",
     "learned",
-    "own_tokens",
     "smooth",
     "smoothquant",
     "tune_scales",

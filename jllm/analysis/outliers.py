@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.activations import residuals
+from jllm.analysis.activations import residuals
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.quant.ptq.migration import migrate
+from jllm.quant.calibration.migration import migrate
 from jllm.quant.quantize import weight_formats
 from pallas_kernels.numerics import compute_dtype
 

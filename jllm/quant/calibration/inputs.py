@@ -40,22 +40,6 @@ class InputStats:
         return replace(self, absmax=self.absmax / s, mean_abs=self.mean_abs / s, gram=gram)
 
 
-def own_tokens(model: Model, *, rows: int = 32, length: int = 256, seed: int = 0, **options: Any) -> np.ndarray:
-    """i32[rows, length] that the model itself writes at temperature 1 after its BOS (or first EOS) token, going on
-    after an end: calibration without any data (LLM-QAT, arXiv 2305.17888). The same for the same seed; options are
-    EngineOptions'."""
-    from jllm.api import generate
-    from jllm.engine.request import SamplingParams
-
-    first = model.config.bos_id if model.config.bos_id is not None else next(iter(model.config.eos_ids), None)
-    if first is None:
-        raise QuantizationError("the model has neither BOS nor EOS to begin a text with: give calibration tokens")
-    seeds = np.random.default_rng(seed).integers(2**31, size=rows).tolist()
-    sampling = [SamplingParams(max_new_tokens=length - 1, ignore_eos=True, seed=s) for s in seeds]
-    done = generate(model, [[first]] * rows, sampling, **options)
-    return np.asarray([[first, *completion.token_ids] for completion in done], np.int32)
-
-
 def check_tokens(model: Model, tokens: Any) -> np.ndarray:
     """i32[B, T] of calibration tokens. Raises QuantizationError for what is not that, or not the model's."""
     ids, size = np.asarray(tokens), model.config.vocab_size
