@@ -65,7 +65,7 @@ def scheme_row(
     backend: str | None = None,
 ) -> Iterator[Row]:
     quantized = replace(model, params=quantize(model.params, scheme))
-    name = kv_name(kv, model.params.norm.dtype)
+    name = kv_name(kv, model.params.dtype)
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, backend=backend)
     yield {
         "part": "scheme",
@@ -106,7 +106,7 @@ def bytes_per_weight(params: Params) -> float:
 def bytes_per_kv(model: Model, kv: str) -> float:
     """Of a value of K or V, 16 bits where they are not quantized."""
     c, tokens = model.config, 16
-    formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.norm.dtype)
+    formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.dtype)
     page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
     return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
 

@@ -31,7 +31,7 @@ def check_all_run(
         raise ConfigError("backend 'mosaic' needs a Hopper GPU; what this machine runs all of the sweep with is 'xla'")
     named = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
     formats = dict.fromkeys(kv for _, kv in pairs)
-    dtype = model.params.norm.dtype
+    dtype = model.params.dtype
     report("scheme", named, lambda name: quantize(_shapes(model).params, schemes[name]))
     report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
     if backend is not None:  # None chooses, and XLA takes everything
@@ -56,7 +56,7 @@ def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) ->
 def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
     first = _shapes(model, layers=1)
-    c, dtype = first.config, model.params.norm.dtype
+    c, dtype = first.config, model.params.dtype
     params = quantize(first.params, scheme)
     formats = parse_kv_cache(kv_name(kv, dtype), c, dtype)
     cache = jax.eval_shape(lambda: make_cache(c, TOKENS // PAGE, PAGE, formats))

@@ -53,7 +53,7 @@ def measure(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, backend: str | None
 ) -> dict[str, Any]:
     """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
-    formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
+    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
     total = args.context + args.steps
     pages_each = -(-total // args.page_size)
     cache = make_cache(config, batch * pages_each, args.page_size, formats)
@@ -80,7 +80,7 @@ def measure(
     return {
         "batch": batch,
         "backend": backend or "default",
-        "kv": args.kv_cache or str(params.norm.dtype),
+        "kv": args.kv_cache or str(params.dtype),
         "context": args.context,
         "decode_ms": round(ms, 3),
         "tokens_s": round(batch / ms * 1e3, 1),

@@ -80,7 +80,7 @@ def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[T
 
 def about_texts(model: Model, longest: int) -> dict[str, object]:
     """What decides texts, besides their seeds."""
-    config = digest([repr(model.config).encode(), str(model.params.norm.dtype).encode()])
+    config = digest([repr(model.config).encode(), str(model.params.dtype).encode()])
     return {"longest": longest, "config": config, "weights": of_params(model.params)} | of_machine()
 
 

@@ -220,7 +220,7 @@ def make_model(args: argparse.Namespace) -> Model:
 
 def token_bytes(model: Model, kv_cache: str | None) -> float:
     """Bytes of one token's K and V, all layers."""
-    formats = parse_kv_cache(kv_cache, model.config, model.params.norm.dtype)
+    formats = parse_kv_cache(kv_cache, model.config, model.params.dtype)
     return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
@@ -244,7 +244,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     )
     about = {
         "model": Path(args.model or args.config).stem, "scheme": scheme_name(args.quantize or args.dtype),
-        "kv": args.kv_cache or str(model.params.norm.dtype), "slots": args.slots, "rate": args.rate,
+        "kv": args.kv_cache or str(model.params.dtype), "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in POLICIES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),

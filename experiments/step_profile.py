@@ -83,7 +83,7 @@ def _steps(
     """Slots have pages for so many tokens."""
     decodes = kind == "decode"
     pages_each = -(-tokens // args.page_size)
-    formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
+    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
     state = State(
         make_cache(config, batch * pages_each, args.page_size, formats),
         filled_slots(batch, pages_each, args.context if decodes else 0),

@@ -117,7 +117,7 @@ class Bench:
         self.params, self.config, self.args = params, config, args
         self.slots = max(case.batch for case in cases)
         self.table = max(pages_each(case, args) for case in cases)
-        self.formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
+        self.formats = parse_kv_cache(args.kv_cache, config, params.dtype)
         self.pages = max(case.batch * pages_each(case, args) for case in cases)
         self.token_bytes = page_bytes(config, params, args) / args.page_size
         self.renew()
@@ -296,7 +296,7 @@ def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace
 
 def page_bytes(config: LlamaConfig, params: Params, args: argparse.Namespace) -> int:
     """Of one page in all layers, scales included."""
-    formats = parse_kv_cache(args.kv_cache, config, params.norm.dtype)
+    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
     return cache_bytes(jax.eval_shape(lambda: make_cache(config, 1, args.page_size, formats)))
 
 

@@ -90,7 +90,7 @@ def tapped_backbone(
     names that the model doesn't have."""
     taps = resolve_taps(taps, config.num_layers)
     backend = _backend(backend, cache)
-    x = embed(params.embed, batch.tokens, params.norm.dtype)
+    x = embed(params.embed, batch.tokens, params.dtype)
     found = {"embedding": x} if "embedding" in taps else {}
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     works = {w: _plan(batch, config, w, x.dtype, cache, backend) for w in dict.fromkeys(config.windows or (None,))}

@@ -52,6 +52,11 @@ class Params:
     norm: jax.Array  # [E]
     head: Weight | None  # [V, E]; None when tied to embed
 
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the model computes in, whatever its matrices are stored in."""
+        return self.norm.dtype
+
 
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."

@@ -54,7 +54,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def step_us(model: Model, lengths: tuple[int, ...], rows: int) -> float:
     """Microseconds of one step that prefills prompts of these lengths and computes so many rows."""
-    config, dtype = model.config, model.params.norm.dtype
+    config, dtype = model.config, model.params.dtype
     each, n = -(-max(lengths) // PAGE), len(lengths)
     layout = Layout(Rung(0, rows, n), deltas=8)
     buffer, batch = layout.pack()

@@ -42,8 +42,8 @@ def products(params: Params, x: jax.Array, heads: jax.Array) -> jax.Array:
 
 
 def products_us(params: Params, config: LlamaConfig, rows: int, heads: int) -> float:
-    x = jax.random.normal(jax.random.key(0), (rows, config.hidden_size), params.norm.dtype)
-    return microseconds(partial(jax.jit(products), params, x, jnp.zeros(heads, params.norm.dtype)))
+    x = jax.random.normal(jax.random.key(0), (rows, config.hidden_size), params.dtype)
+    return microseconds(partial(jax.jit(products), params, x, jnp.zeros(heads, params.dtype)))
 
 
 def measure(toy: bool) -> Iterator[Row]:

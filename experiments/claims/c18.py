@@ -70,7 +70,7 @@ def measure(toy: bool) -> Iterator[Row]:
     params = random_params(deep, toy)
     both = tuple((layer, split(layer, deep)) for layer in params.layers)
     for phase, sequences, tokens in TOY_CASES if toy else CASES:
-        x, batch = inputs(deep, phase, sequences, tokens, params.norm.dtype)
+        x, batch = inputs(deep, phase, sequences, tokens, params.dtype)
         jobs = [(name, depth) for name in VARIANTS for depth in DEPTHS]
         lowered = [lower(both[:depth], x, batch, deep, VARIANTS[name]) for name, depth in jobs]
         with ThreadPoolExecutor(8) as pool:

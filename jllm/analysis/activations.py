@@ -76,7 +76,7 @@ def tap(
         raise EvaluationError(f"prompt must be in 1 .. {T}, the tokens, and those at most {c.context}, not {first}")
     taps = resolve_taps(names, c.num_layers)
     pages = -(-T // page_size)
-    cache = make_cache(c, pages, page_size, parse_kv_cache(kv_cache, c, model.params.norm.dtype))
+    cache = make_cache(c, pages, page_size, parse_kv_cache(kv_cache, c, model.params.dtype))
     parts: list[Taps] = []
     for start, stop in [(0, first), *((i, i + 1) for i in range(first, T))]:
         batch = _paged(ids[start:stop], start, pages, page_size, decode=start > 0)

@@ -115,7 +115,7 @@ class JllmLM(TemplateLM):
         """What lm-eval keeps beside results."""
         leaves = jax.tree.leaves(self._model.params)
         parameters = sum(math.prod(leaf.shape) for leaf in leaves)
-        return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.norm.dtype), **self._info}
+        return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.dtype), **self._info}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """A text that begins with BOS, written out, gets no second one."""

@@ -67,7 +67,7 @@ def check_strength(strength: float) -> None:
 def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
     """Inputs times strength, weights that read them by as much smaller."""
     for field, chosen in (("qkv", channels), ("gate_up", channels), ("down", gate)):
-        s = jnp.ones(getattr(layer, field).shape[1], compute_dtype(model.params.norm.dtype))
+        s = jnp.ones(getattr(layer, field).shape[1], compute_dtype(model.params.dtype))
         layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
     return layer
 
@@ -76,7 +76,7 @@ def _turn(model: Model, channel: int, first_token: int | None) -> Model:
     """Norm weights go into what reads them; a reflection (Householder's) that takes the first token's direction to
     `channel` then commutes with norms, and goes into the weights on both sides of the residual stream."""
     p, c = model.params, model.config
-    wide = np.promote_types(np.dtype(p.norm.dtype), np.float32)
+    wide = np.promote_types(np.dtype(p.dtype), np.float32)
     token = c.bos_id if first_token is None else first_token
     token = next(iter(c.eos_ids), None) if token is None else token
     if token is None:

@@ -69,7 +69,7 @@ def _add(path: Path, window: int, scores: Scores) -> None:
 
 def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str:
     """Tells models apart: by config, dtype and weights, and by some of what a recorded reference made."""
-    digest = hashlib.sha256(f"{model.config} {model.params.norm.dtype} {of_params(model.params)}".encode())
+    digest = hashlib.sha256(f"{model.config} {model.params.dtype} {of_params(model.params)}".encode())
     for state in states or ():
         digest.update(state.reshape(-1)[:: max(1, state.size // SAMPLE)].tobytes())
     return digest.hexdigest()

@@ -160,7 +160,7 @@ class Reader:
         if self.states is not None:
             return ()
         c = self.model.config
-        formats = parse_kv_cache(self.kv_cache, c, self.model.params.norm.dtype)
+        formats = parse_kv_cache(self.kv_cache, c, self.model.params.dtype)
         return make_cache(c, sizes.slots * sizes.max_pages, sizes.page_size, formats)
 
     def read(self, batch: Paged, chunks: list[Chunk], cache: Cache, backend: str | None) -> tuple[jax.Array, Cache]:

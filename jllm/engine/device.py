@@ -45,7 +45,7 @@ class Device:
 
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory = free_memory):
         self._config, self._params, self._backend = config, params, options.backend
-        self._formats = parse_kv_cache(options.kv_cache, config, params.norm.dtype)
+        self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._options, self._memory, self._free = options, memory, memory()
         self.sizes = sizes_for(options, config, params, self._free)

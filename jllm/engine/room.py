@@ -43,14 +43,14 @@ def largest(ladder: tuple[Rung, ...]) -> Rung:
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> Sizes:
     """The options made definite for a device with so many bytes free beside the weights: by default as many pages as
     fit, but at least one a slot."""
-    return _reckon(options, config, params.norm.dtype, free)[0]
+    return _reckon(options, config, params.dtype, free)[0]
 
 
 def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> None:
     """NoRoomError where the pages and the largest step take more than is free, naming options that would fit."""
     if free is None:
         return
-    sizes, need = _reckon(options, config, params.norm.dtype, free)
+    sizes, need = _reckon(options, config, params.dtype, free)
     if need.total <= free:
         return
     limits, rung = sizes.limits, largest(sizes.ladder)
@@ -110,7 +110,7 @@ def _options_that_fit(
     options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: Sizes
 ) -> Iterator[str]:
     """Each a change of one option that makes the engine fit, with what it takes then."""
-    dtype, limits = params.norm.dtype, sizes.limits
+    dtype, limits = params.dtype, sizes.limits
 
     def total(changes: Mapping[str, Any], free: int = free) -> int | None:
         """The least that the engine takes with the changes, None where it does not fit."""

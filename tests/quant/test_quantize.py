@@ -85,6 +85,7 @@ def test_footprint_tells_kinds_apart():
     model = tiny_model(**WIDE)
     params = quantize(model.params, Scheme("x", (("embed_tokens", "w8a16"), ("o_proj", "w4a16-g32-zp"))))
     found = replace(model, params=params).memory_footprint()
+    assert params.dtype == model.params.dtype == jnp.float32  # the embedding's codes are int8
     V, E = 97, 128
     assert found["codes"] == 128 * E + 2 * E * E // 2  # the vocabulary is padded to 128
     assert found["scales"] == 128 * 4 + 2 * (E // 32) * E * (2 + 1)
@@ -202,12 +203,12 @@ def test_schemes_that_do_not_fit(model, rules, words, live, tmp_path):
 
 def test_the_preset_bf16_is_a_dtype_and_a_file_of_that_name_is_not(model, tmp_path):
     save(tmp_path, model.params, model.config)
-    assert jllm.load(tmp_path, quantize="bf16").params.norm.dtype == jnp.bfloat16
+    assert jllm.load(tmp_path, quantize="bf16").params.dtype == jnp.bfloat16
     with pytest.raises(ConfigError, match="quantize='bf16' and dtype='float32' contradict each other"):
         jllm.load(tmp_path, quantize="bf16", dtype="f32")
     (tmp_path / "bf16.toml").write_text('rules = [["down_proj", "w8a16"]]')
     params = jllm.load(tmp_path, quantize=tmp_path / "bf16.toml", dtype="f32").params
-    assert params.norm.dtype == jnp.float32
+    assert params.dtype == jnp.float32
     assert params.layers[0].down.format.name == "w8a16"
 
 

@@ -83,7 +83,7 @@ def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
 
 def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
     """[B, T, E]: what the first layer reads."""
-    return embed(model.params.embed, jnp.asarray(tokens), model.params.norm.dtype)
+    return embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
 
 
 def layer_config(config: LlamaConfig, i: int) -> LlamaConfig:
