@@ -152,7 +152,7 @@ FAULTS = {  # case, what is replaced, by what
 @pytest.mark.parametrize("fault", FAULTS)
 def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
     name, place, value = FAULTS[fault]
-    monkeypatch.setattr(f"jllm.quant.{place}", value)
+    monkeypatch.setattr(f"jllm.quant.importers.{place}", value)
     assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
