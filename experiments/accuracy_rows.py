@@ -16,7 +16,7 @@ from jllm.analysis.activations import compare_layers, tap
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.params import Params, map_linears
+from jllm.params import Params, linears
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
@@ -90,16 +90,11 @@ def accuracy(found: Evaluation) -> Row:
 def bytes_per_weight(params: Params) -> float:
     """Of the linear layers, 16 bits where they are not quantized."""
     stored = weights = 0
-
-    def count(name: str, leaf: Any) -> Any:
-        nonlocal stored, weights
+    for leaf in linears(params).values():
         size = leaf.shape[0] * leaf.shape[1]
         quantized = isinstance(leaf, QuantizedWeight)
         stored += sum(array.nbytes for array in jax.tree.leaves(leaf)) if quantized else WIDE_BYTES * size
         weights += size
-        return leaf
-
-    map_linears(count, params)
     return stored / weights
 
 
@@ -160,8 +155,7 @@ def _group_row(what: str, codes: str, group: int | None, bytes_each: float, erro
 
 def weight_formats(params: Params) -> list[WeightFormat]:
     """int8, int4 and NF4 by group, those that divide every linear layer, and a scale a row."""
-    shapes: list[tuple[int, int]] = []
-    map_linears(lambda name, leaf: shapes.append(leaf.shape) or leaf, params)  # type: ignore[func-returns-value]
+    shapes = [leaf.shape for leaf in linears(params).values()]
     groups = [group for group in GROUPS if all(_holds(shape, group) for shape in shapes)]
     by_group = [WeightFormat(codes, group) for codes in ("int8", "int4", "nf4") for group in groups]
     return [*by_group, WeightFormat("int8"), WeightFormat("fp8")]
@@ -184,16 +178,11 @@ def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
     """Bytes of a linear layer's weight, and the relative error of all of them together."""
     stored = weights = 0
     pairs = []
-
-    def one(name: str, leaf: Any) -> Any:
-        nonlocal stored, weights
+    for leaf in linears(params).values():
         encoded = _encode_weight(leaf, fmt)
         stored += sum(array.nbytes for array in jax.tree.leaves(encoded[0]))
         weights += leaf.size
         pairs.append(encoded[1:])
-        return leaf
-
-    map_linears(one, params)
     return stored / weights, _relative(pairs)
 
 

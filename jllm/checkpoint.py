@@ -19,7 +19,7 @@ from jllm.config import DTYPES, LlamaConfig, load_quantization, to_hf
 from jllm.errors import CheckpointError, OutputError, QuantizationError
 from jllm.fit import check_weights
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
-from jllm.params import EMBED, HEAD, Params, Weight, layer_prefix
+from jllm.params import EMBED, HEAD, Params, Weight, layer_prefix, matrix_modules
 from jllm.quant.files import arrays, quantization_config
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme
@@ -97,7 +97,7 @@ def load_params(
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
-    formats = {} if scheme is None else scheme.formats(config.num_layers)
+    formats = {} if scheme is None else scheme.formats(matrix_modules(specs))
     _check_tensors(path, specs, quantized, stored)
     check_shapes(specs, formats)
     total = sum(tensor.nbytes for tensor in stored.values())
@@ -303,7 +303,7 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     tensors, dtype = _tensors_to_store(params, config)
     raw = to_hf(replace(config, dtype=dtype.name))
     if formats := weight_formats(params):
-        raw["quantization_config"] = quantization_config(formats, config.num_layers)
+        raw["quantization_config"] = quantization_config(formats, matrix_modules(params))
     shards: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > max_shard_bytes:

@@ -96,6 +96,18 @@ class LlamaConfig:
         """Sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
         return self.windows[layer] if self.windows else None
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis that the table of weights (params.py) names."""
+        return {
+            "embed": self.hidden_size,
+            "vocab": self.vocab_size,
+            "heads": self.num_heads,
+            "kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "ffn": self.intermediate_size,
+        }
+
     @staticmethod
     def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> "LlamaConfig":
         """`from_hf`, as a constructor."""

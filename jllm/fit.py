@@ -15,6 +15,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
 from jllm.memory import gib
 from jllm.param_specs import abstract_params, weight_specs
+from jllm.params import matrix_modules
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 
@@ -66,7 +67,7 @@ def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = 
     if scheme is None:
         return WeightBytes(tree_bytes(plain))
     scheme, specs, size = find_scheme(scheme), weight_specs(config), jnp.dtype(dtype).itemsize
-    quantized = [name for name, formats in scheme.formats(config.num_layers).items() if formats]
+    quantized = [name for name, formats in scheme.formats(matrix_modules(plain)).items() if formats]
     passing = max((math.prod(specs[name].shape) * size for name in quantized), default=0)
     return WeightBytes(tree_bytes(quantize(plain, scheme)), passing)
 

@@ -1,4 +1,4 @@
-"""What Params of a config consist of: one table from which shapes, initial values and the names in files all follow."""
+"""What Params of a config consist of, leaf by leaf, and Params of random weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,8 +12,10 @@ import numpy as np
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError, NoRoomError
 from jllm.memory import free_memory, gib
-from jllm.params import EMBED, HEAD, LINEARS, LayerParams, Params, layer_prefix
+from jllm.params import LayerParams, Params, WeightRow, layer_prefix, rows
 from pallas_kernels.numerics import compute_dtype
+
+INITIAL = {"matrix": (0.0, 0.02), "norm": (1.0, 0.0), "bias": (0.0, 0.0)}  # mean and standard deviation
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,22 @@ class LeafSpec:
     parts: tuple[tuple[str, int], ...]
     mean: float = 0.0
     std: float = 0.0
-    weight: str | None = None  # of a matrix: its name in schemes (see params.py)
+    weight: str | None = None  # of a matrix: its name in schemes
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The Hugging Face modules that are merged in it."""
+        return tuple(name.rpartition(".")[0] for name, _ in self.parts)
 
     def part_shape(self, rows: int) -> tuple[int, ...]:
         return (rows, *self.shape[1:])
 
 
 def param_specs(config: LlamaConfig) -> Params:
-    """Params with a LeafSpec at every leaf: the one description of shapes, initial values and names in files."""
-    E, V, std = config.hidden_size, config.vocab_size, 0.02
-    fields: dict[str, Any] = {
-        "embed": LeafSpec((V, E), ((f"{EMBED}.weight", V),), std=std, weight=EMBED),
-        "layers": tuple(_layer_specs(config, layer_prefix(layer)) for layer in range(config.num_layers)),
-        "norm": LeafSpec((E,), (("model.norm.weight", E),), mean=1.0),
-        "head": None if config.tie_embeddings else LeafSpec((V, E), ((f"{HEAD}.weight", V),), std=std, weight=HEAD),
-    }
-    return Params(**fields)
+    """Params with a LeafSpec at every leaf: the table of weights (params.py) with a config's numbers in it."""
+    layers = tuple(LayerParams(**_leaf_specs(LayerParams, config, layer_prefix(i))) for i in range(config.num_layers))
+    top = _leaf_specs(Params, config)
+    return Params(**top | ({"head": None} if config.tie_embeddings else {}), layers=layers)
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
@@ -49,40 +51,24 @@ def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
     return {spec.weight: spec for spec in jax.tree.leaves(specs) if spec.weight is not None}
 
 
-def _layer_specs(config: LlamaConfig, prefix: str) -> LayerParams:
-    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * D, config.num_kv_heads * D
-    sizes = {"qkv": (q, kv, kv), "o": (E,), "gate_up": (F, F), "down": (E,)}  # rows of each module
-    modules = {field: tuple(zip(LINEARS[field][1], sizes[field])) for field in LINEARS}
-    residual = 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
+def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a dataclass by field; None for what this model does not have."""
+    axes = config.axes
 
-    def weight(field: str, columns: int, scale: float = 1.0) -> LeafSpec:
-        parts = tuple((f"{prefix}{name}.weight", rows) for name, rows in modules[field])
-        name = prefix + LINEARS[field][0]
-        return LeafSpec((sum(sizes[field]), columns), parts, std=0.02 * scale, weight=name)
+    def size(dimension: str) -> int:
+        return math.prod(axes[axis] for axis in dimension.split())
 
-    def bias(field: str, used: bool) -> LeafSpec | None:
-        parts = tuple((f"{prefix}{name}.bias", rows) for name, rows in modules[field])
-        return LeafSpec((sum(sizes[field]),), parts) if used else None
+    def leaf(row: WeightRow) -> LeafSpec | None:
+        if row.switch is not None and not getattr(config, row.switch):
+            return None
+        parts = tuple((prefix + name, size(dimension)) for name, dimension in row.tensors)
+        mean, std = INITIAL[row.kind]
+        if row.residual:
+            std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
+        shape = (sum(count for _, count in parts), *((size(row.columns),) if row.columns else ()))
+        return LeafSpec(shape, parts, mean, std, None if row.name is None else prefix + row.name)
 
-    def norm(name: str, size: int, used: bool = True) -> LeafSpec | None:
-        return LeafSpec((size,), ((f"{prefix}{name}.weight", size),), mean=1.0) if used else None
-
-    fields: dict[str, Any] = {
-        "attn_norm": norm("input_layernorm", E),
-        "qkv": weight("qkv", E),
-        "qkv_bias": bias("qkv", config.qkv_bias),
-        "q_norm": norm("self_attn.q_norm", D, config.qk_norm),
-        "k_norm": norm("self_attn.k_norm", D, config.qk_norm),
-        "o": weight("o", q, residual),
-        "o_bias": bias("o", config.o_bias),
-        "mlp_norm": norm("post_attention_layernorm", E),
-        "gate_up": weight("gate_up", E),
-        "gate_up_bias": bias("gate_up", config.mlp_bias),
-        "down": weight("down", F, residual),
-        "down_bias": bias("down", config.mlp_bias),
-    }
-    return LayerParams(**fields)
+    return {field: leaf(row) for field, row in rows(part).items()}
 
 
 def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:

@@ -1,12 +1,13 @@
-"""The weights of a model as an explicit pytree: a tuple of per-layer dataclasses, never stacked arrays.
+"""The weights of a model as an explicit pytree, a tuple of per-layer dataclasses and never stacked arrays, and the one
+table of what they are made of.
 
-A matrix may be a plain array or a QuantizedWeight. Each has a name, which quantization schemes and files use: its
-Hugging Face module's, or for horizontally merged ones the name that vLLM gives them (qkv_proj, gate_up_proj).
+Each field that holds a weight has its row of the table, a WeightRow, in its metadata. Files, schemes, importers,
+initial values and memory estimates all read these rows. A matrix may be a plain array or a QuantizedWeight.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import jax
 
@@ -14,13 +15,59 @@ from pallas_kernels.quantized_weights import QuantizedWeight
 
 Weight = jax.Array | QuantizedWeight
 
+
+@dataclass(frozen=True)
+class WeightRow:
+    """What one weight is made of.
+
+    A dimension is a product of axes, such as "heads head_dim"; LlamaConfig.axes has their sizes.
+    """
+
+    kind: Literal["matrix", "norm", "bias"]  # decides the initial values, too (param_specs.INITIAL)
+    modules: tuple[tuple[str, str], ...]  # Hugging Face module, first dimension; merged along it, in this order
+    columns: str | None = None  # second dimension of a matrix
+    name: str | None = None  # of a matrix in schemes and our files: its module's, or vLLM's for merged ones
+    reads: str | None = None  # the tap (jllm.taps) that is a linear layer's input
+    residual: bool = False  # writes to the residual stream: starts smaller
+    switch: str | None = None  # the field of LlamaConfig that says whether a model has this weight
+
+    @property
+    def tensors(self) -> tuple[tuple[str, str], ...]:
+        """What a Hugging Face file calls each module's tensor, and the tensor's first dimension."""
+        suffix = "bias" if self.kind == "bias" else "weight"
+        return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
+
+
+def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **row: Any) -> dict[str, WeightRow]:
+    """Metadata of a field that holds a matrix. Merged modules need a name of their own."""
+    (name,) = modules if name is None else (name,)
+    return {"weight": WeightRow("matrix", tuple(modules.items()), columns, name, **row)}
+
+
+def norm(module: str, size: str, switch: str | None = None) -> dict[str, WeightRow]:
+    """Metadata of a field that holds the weight of an RMSNorm."""
+    return {"weight": WeightRow("norm", ((module, size),), switch=switch)}
+
+
+def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightRow]:
+    """Metadata of a field that holds the bias of a linear layer."""
+    return {"weight": WeightRow("bias", tuple(modules.items()), switch=switch)}
+
+
+def rows(part: Any) -> dict[str, WeightRow]:
+    """The rows of a dataclass (or of an instance), by field."""
+    return {f.name: f.metadata["weight"] for f in fields(part) if "weight" in f.metadata}
+
+
 EMBED, HEAD = "model.embed_tokens", "lm_head"
-LINEARS = {  # field of LayerParams -> the name of the weight, and the modules that are merged in it
-    "qkv": ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "o": ("self_attn.o_proj", ("self_attn.o_proj",)),
-    "gate_up": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    "down": ("mlp.down_proj", ("mlp.down_proj",)),
+QKV = {
+    "self_attn.q_proj": "heads head_dim",
+    "self_attn.k_proj": "kv_heads head_dim",
+    "self_attn.v_proj": "kv_heads head_dim",
 }
+OUT = {"self_attn.o_proj": "embed"}
+GATE_UP = {"mlp.gate_proj": "ffn", "mlp.up_proj": "ffn"}
+DOWN = {"mlp.down_proj": "embed"}
 
 
 @jax.tree_util.register_dataclass
@@ -28,18 +75,20 @@ LINEARS = {  # field of LayerParams -> the name of the weight, and the modules t
 class LayerParams:
     """One decoder layer. Linear weights are [out, in]; horizontally merged ones are concatenated along out."""
 
-    attn_norm: jax.Array  # [E]
-    qkv: Weight  # [(H + 2K) D, E]: query rows, key rows, value rows
-    qkv_bias: jax.Array | None  # [(H + 2K) D]
-    q_norm: jax.Array | None  # [D]
-    k_norm: jax.Array | None  # [D]
-    o: Weight  # [E, H D]
-    o_bias: jax.Array | None  # [E]
-    mlp_norm: jax.Array  # [E]
-    gate_up: Weight  # [2F, E]: gate rows, up rows
-    gate_up_bias: jax.Array | None  # [2F]
-    down: Weight  # [E, F]
-    down_bias: jax.Array | None  # [E]
+    attn_norm: jax.Array = field(metadata=norm("input_layernorm", "embed"))  # [E]
+    # [(H + 2K) D, E]: query rows, key rows, value rows
+    qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))
+    qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))  # [(H + 2K) D]
+    q_norm: jax.Array | None = field(metadata=norm("self_attn.q_norm", "head_dim", "qk_norm"))  # [D]
+    k_norm: jax.Array | None = field(metadata=norm("self_attn.k_norm", "head_dim", "qk_norm"))  # [D]
+    o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
+    o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
+    mlp_norm: jax.Array = field(metadata=norm("post_attention_layernorm", "embed"))  # [E]
+    # [2F, E]: gate rows, up rows
+    gate_up: Weight = field(metadata=matrix(GATE_UP, "embed", "mlp.gate_up_proj", reads="mlp_norm"))
+    gate_up_bias: jax.Array | None = field(metadata=bias(GATE_UP, "mlp_bias"))  # [2F]
+    down: Weight = field(metadata=matrix(DOWN, "ffn", reads="silu_mul", residual=True))  # [E, F]
+    down_bias: jax.Array | None = field(metadata=bias(DOWN, "mlp_bias"))  # [E]
 
 
 @jax.tree_util.register_dataclass
@@ -47,10 +96,10 @@ class LayerParams:
 class Params:
     """A whole model."""
 
-    embed: Weight  # [V, E]
+    embed: Weight = field(metadata=matrix({EMBED: "vocab"}, "embed"))  # [V, E]
     layers: tuple[LayerParams, ...]
-    norm: jax.Array  # [E]
-    head: Weight | None  # [V, E]; None when tied to embed
+    norm: jax.Array = field(metadata=norm("model.norm", "embed"))  # [E]
+    head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
 
     @property
     def dtype(self) -> Any:
@@ -62,21 +111,37 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def weight_modules(num_layers: int) -> dict[str, tuple[str, ...]]:
-    """Every matrix of a model by name, and the Hugging Face modules that it is made of."""
+def matrix_rows(part: Any) -> dict[str, WeightRow]:
+    """The rows of a layer's (or Params') matrices, by field, in order of computation."""
+    return {name: row for name, row in rows(part).items() if row.kind == "matrix"}
+
+
+def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
+    """Name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied models, too.
+    `params` may have leaves of any type."""
     linears = {
-        layer_prefix(i) + name: tuple(layer_prefix(i) + part for part in parts)
-        for i in range(num_layers)
-        for name, parts in LINEARS.values()
+        f"{layer_prefix(i)}{row.name}": tuple(layer_prefix(i) + module for module, _ in row.modules)
+        for i, layer in enumerate(params.layers)
+        for row in matrix_rows(layer).values()
     }
     return {EMBED: (EMBED,), **linears, HEAD: (HEAD,)}
+
+
+def linears(params: Params) -> dict[str, Any]:
+    """The layers' matrices by name."""
+    return {
+        f"{layer_prefix(i)}{row.name}": getattr(layer, field)
+        for i, layer in enumerate(params.layers)
+        for field, row in matrix_rows(layer).items()
+    }
 
 
 def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
     """`params` with f(name, leaf) in place of each layer's matrices, layer by layer."""
 
     def one(i: int, layer: LayerParams) -> LayerParams:
-        leaves = {field: f(layer_prefix(i) + name, getattr(layer, field)) for field, (name, _) in LINEARS.items()}
+        rows = matrix_rows(layer)
+        leaves = {field: f(f"{layer_prefix(i)}{row.name}", getattr(layer, field)) for field, row in rows.items()}
         return replace(layer, **leaves)
 
     return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))

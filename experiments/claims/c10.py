@@ -17,7 +17,7 @@ from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
-from jllm.params import map_linears
+from jllm.params import linears
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.quantized_weights import WeightFormat, decode
 from pallas_kernels.quantized_weights import encode as encode_weight
@@ -72,8 +72,7 @@ def divergence(judge: Judge, scheme: str, kv: str) -> Row:
 
 def tensor_error(judge: Judge, codes: str) -> tuple[float, float]:
     """Of weights with one scale each: a matrix of one row."""
-    leaves: list[jax.Array] = []
-    map_linears(lambda name, leaf: leaves.append(leaf) or leaf, judge.model.params)  # type: ignore[func-returns-value]
+    leaves = list(linears(judge.model.params).values())
     found = [_flat_error(leaf, codes) for leaf in leaves]
     return 0.5 if codes == "int4" else 1.0, _together(found, leaves)
 

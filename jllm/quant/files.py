@@ -22,7 +22,7 @@ from jllm.errors import CheckpointError, QuantizationError
 from jllm.param_specs import LeafSpec
 from jllm.quant.codes import is_finite, positive_scale
 from jllm.quant.quantize import abstract_weight
-from jllm.quant.schemes import Scheme, choose_format, scheme_of
+from jllm.quant.schemes import Modules, Scheme, choose_format, scheme_of
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import NAMES, StoredTensor
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
@@ -31,9 +31,9 @@ VERSION = 1
 METHOD = "jllm"
 
 
-def quantization_config(formats: Mapping[str, WeightFormat], num_layers: int) -> dict[str, Any]:
-    """What config.json says of weights in these formats."""
-    scheme = scheme_of(formats, num_layers)
+def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -> dict[str, Any]:
+    """What config.json says of weights in these formats; `modules` are the model's (params.matrix_modules)."""
+    scheme = scheme_of(formats, modules)
     rules = [list(rule) for rule in scheme.rules]
     return {"quant_method": METHOD, "version": VERSION, "name": scheme.name, "rules": rules}
 
@@ -47,13 +47,13 @@ def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """The importer of this layout (see importers.py)."""
+    """The importer of this layout (see importers/)."""
     if raw.get("version") != VERSION:
         raise CheckpointError(f"quantization_config: version {raw.get('version')!r} is not known; known is {VERSION}")
-    num_layers = sum(name.endswith(".o_proj") for name in specs)
+    modules = {name: spec.modules for name, spec in specs.items()}
     given = {key: raw[key] for key in ("name", "rules") if key in raw}
     try:
-        wanted = Scheme.from_dict(given, source="quantization_config").formats(num_layers)
+        wanted = Scheme.from_dict(given, source="quantization_config").formats(modules)
         formats = {name: choose_format(name, specs[name].shape, found) for name, found in wanted.items() if found}
     except QuantizationError as error:
         raise CheckpointError(str(error)) from None

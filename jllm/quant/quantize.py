@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
-from jllm.params import EMBED, HEAD, Params, Weight, map_linears
+from jllm.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
 
@@ -25,7 +25,7 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
     QuantizationError for a scheme that does not fit these weights, before anything is done, and for weights that hold
     NaN or infinity.
     """
-    formats = find_scheme(scheme).formats(len(params.layers))
+    formats = find_scheme(scheme).formats(matrix_modules(params))
     check_shapes(params, formats)
     count = sum(bool(wanted) for wanted in formats.values())
     with tqdm(total=count, desc="quantizing", unit="weight", delay=DELAY, leave=False, disable=None) as bar:
@@ -98,13 +98,7 @@ def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeig
 
 def weight_formats(params: Params) -> dict[str, WeightFormat]:
     """Name of each quantized weight -> its format."""
-    leaves: dict[str, Weight | None] = {EMBED: params.embed, HEAD: params.head}
-
-    def collect(name: str, leaf: Weight) -> Weight:
-        leaves[name] = leaf
-        return leaf
-
-    map_linears(collect, params)
+    leaves = {EMBED: params.embed, HEAD: params.head} | linears(params)
     return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
 
 

@@ -21,6 +21,7 @@ earlier ones have taken, is an error.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from jllm.errors import QuantizationError
-from jllm.params import EMBED, HEAD, LINEARS, layer_prefix, weight_modules
 from pallas_kernels.quantized_weights import WeightFormat, check_shape, parse_weight_format
 
 PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
 NEAR = 4  # names that an error suggests
 
 Formats = tuple[WeightFormat, ...]  # in order of preference; none: left as it is
+Modules = Mapping[str, tuple[str, ...]]  # a model's weights by name, and what is merged in each: params.matrix_modules
 
 
 def parse_formats(name: str) -> Formats:
@@ -70,13 +71,12 @@ class Scheme:
             except ValueError as error:
                 raise QuantizationError(f"scheme {self.name!r}, rule {pattern!r}: {error}, {PLAIN}") from None
 
-    def formats(self, num_layers: int) -> dict[str, Formats]:
+    def formats(self, modules: Modules) -> dict[str, Formats]:
         """Name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
 
         Raises QuantizationError for a pattern that matches nothing, or only what earlier rules have taken, and for
         merged modules of different formats.
         """
-        modules = weight_modules(num_layers)
         matching = {
             (weight, part): [i for i, (pattern, _) in enumerate(self.rules) if _matches_module(pattern, weight, part)]
             for weight, parts in modules.items()
@@ -215,33 +215,38 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def near(pattern: str, known: Iterable[str] = ()) -> str:
-    """What somebody who wrote `pattern` may have meant: all below it, of the names that are known, or names of one
-    layer, its number left open."""
+def near(pattern: str, known: Iterable[str]) -> str:
+    """What `pattern` may have been meant to say: all below it, of the names that are known, or one of these, a layer's
+    number left open."""
+    known = list(known)
     if any(matches(f"{pattern}.*", name) for name in known):
         return f"all below it: '{pattern}.*'"
-    names = [n.replace(".0.", ".*.") for weight, parts in weight_modules(1).items() for n in (weight, *parts)]
+    names = list(dict.fromkeys(map(_of_any_layer, known)))
     ends = {end: None for name in names for end in (name, name.rpartition(".")[2])}
     close = get_close_matches(pattern.removesuffix(".weight").lower(), ends, NEAR, 0.5)
-    return f"near ones: {', '.join(close)}" if close else f"names: {', '.join(dict.fromkeys(names))}"
+    return f"near ones: {', '.join(close)}" if close else f"names: {', '.join(names)}"
 
 
-def scheme_of(formats: Mapping[str, WeightFormat], num_layers: int) -> Scheme:
+def _of_any_layer(name: str) -> str:
+    """A pattern for the weight of this name in each layer."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def scheme_of(formats: Mapping[str, WeightFormat], modules: Modules) -> Scheme:
     """The scheme that gives these formats, and leaves other weights alone: a preset where one does."""
     wanted = {name: (fmt,) for name, fmt in formats.items()}
     for scheme in PRESETS.values():
-        if {name: found for name, found in scheme.formats(num_layers).items() if found} == wanted:
+        if {name: found for name, found in scheme.formats(modules).items() if found} == wanted:
             return scheme
     rules: dict[str, WeightFormat | None] = {}
-    for linear, _ in LINEARS.values():
-        layers = [formats.get(layer_prefix(layer) + linear) for layer in range(num_layers)]
-        if len(set(layers)) == 1:
-            rules[f"layers.*.{linear}"] = layers[0]
-        else:
-            rules |= {layer_prefix(layer) + linear: fmt for layer, fmt in enumerate(layers)}
-    rules |= {name: formats.get(name) for name in (EMBED, HEAD)}
-    names = {fmt.name for fmt in formats.values()}
+    alike: dict[str, list[str]] = {}
+    for name in modules:
+        alike.setdefault(_of_any_layer(name), []).append(name)
+    for pattern, names in alike.items():
+        found = {name: formats.get(name) for name in names}
+        rules |= {pattern: found[names[0]]} if len(set(found.values())) == 1 else found
+    used = {fmt.name for fmt in formats.values()}
     return Scheme(
-        names.pop() if len(names) == 1 else "mixed",
+        used.pop() if len(used) == 1 else "mixed",
         tuple((pattern, fmt.name) for pattern, fmt in rules.items() if fmt is not None),
     )

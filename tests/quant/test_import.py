@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.params import LINEARS
 from jllm.quant import codes
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.quant import layouts
-from tests.quant.layouts import awq, compressed, gptq, nf4
+from tests.quant.layouts import LINEARS, awq, compressed, gptq, nf4
 
 packed = partial(compressed, form="pack-quantized", activations=False)
 float8 = partial(compressed, form="float-quantized", kind="float")
@@ -92,7 +91,7 @@ CASES = {
 def merged(model, weights, i=0):
     """The writer's weights as the leaves of one layer, and the head."""
     at = f"model.layers.{i}."
-    leaves = {field: np.concatenate([weights[at + part] for part in parts]) for field, (_, parts) in LINEARS.items()}
+    leaves = {field: np.concatenate([weights[at + part] for part, _ in row.modules]) for field, row in LINEARS.items()}
     return leaves | {"head": weights.get("lm_head")}
 
 

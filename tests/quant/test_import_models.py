@@ -11,7 +11,6 @@ import pytest
 import jllm
 from jllm.checkpoint import save
 from jllm.errors import CheckpointError, ConfigError
-from jllm.params import LINEARS
 from pallas_kernels.quantized_weights import QuantizedWeight, decode
 from tests.checkpoint_cases import assert_same_bits
 from tests.quant import layouts
@@ -45,7 +44,9 @@ def plain(model, weights):
     layers = []
     for i, layer in enumerate(model.params.layers):
         at = f"model.layers.{i}."
-        merged = {f: np.concatenate([weights[at + part] for part in parts]) for f, (_, parts) in LINEARS.items()}
+        merged = {
+            f: np.concatenate([weights[at + part] for part, _ in row.modules]) for f, row in layouts.LINEARS.items()
+        }
         layers.append(replace(layer, **{f: jax.numpy.asarray(w) for f, w in merged.items()}))
     head = None if model.params.head is None else jax.numpy.asarray(weights["lm_head"])
     return replace(model, params=replace(model.params, layers=tuple(layers), head=head))

@@ -16,7 +16,7 @@ import jllm
 from jllm.checkpoint import abstract_params, save
 from jllm.config import load_config
 from jllm.errors import ConfigError, QuantizationError
-from jllm.params import EMBED, HEAD, map_linears
+from jllm.params import EMBED, HEAD, linears, matrix_modules
 from jllm.pretrained import Model
 from jllm.quant import quantize as module
 from jllm.quant.quantize import quantize, weight_formats
@@ -39,11 +39,8 @@ def model():
 @pytest.mark.parametrize("name", ["bf16", "w8a8-talk", "w4a16-g128"])
 def test_named_weights_are_encoded_and_others_are_the_same_arrays(model, name):
     params = quantize(model.params, name)
-    formats = PRESETS[name].formats(2)
-    before = {EMBED: model.params.embed, HEAD: model.params.head}
-    map_linears(before.__setitem__, model.params)
-    after = {EMBED: params.embed, HEAD: params.head}
-    map_linears(after.__setitem__, params)
+    formats = PRESETS[name].formats(matrix_modules(model.params))
+    before, after = ({EMBED: p.embed, HEAD: p.head} | linears(p) for p in (model.params, params))
     for weight, leaf in after.items():
         if wanted := formats.get(weight):
             fmt = next(f for f in wanted if f.group is None or before[weight].shape[1] % f.group == 0)

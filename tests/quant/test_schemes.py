@@ -1,14 +1,18 @@
 """Schemes as data: which weight becomes what, files of them, and mistakes in them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jllm.cli.arguments import SCHEMES
 from jllm.errors import QuantizationError
+from jllm.param_specs import param_specs
+from jllm.params import matrix_modules
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of
 from pallas_kernels.quantized_weights import parse_weight_format
+from tests.tiny import CONFIG
 
 pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
@@ -18,9 +22,13 @@ LAYER = "model.layers.1."
 LINEARS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
+def modules(layers: int) -> dict[str, tuple[str, ...]]:
+    return matrix_modules(param_specs(replace(CONFIG, num_layers=layers)))
+
+
 def names(scheme: Scheme, layers: int = 2) -> dict[str, list[str]]:
     """The formats' names of every weight that a rule matches."""
-    return {weight: [fmt.name for fmt in formats] for weight, formats in scheme.formats(layers).items()}
+    return {weight: [fmt.name for fmt in formats] for weight, formats in scheme.formats(modules(layers)).items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -162,7 +170,7 @@ def test_unknown_schemes(scheme, words):
     ],
 )
 def test_rules_that_do_not_fit(rules, words):
-    refuse(words, lambda: Scheme.from_dict({"name": "mine", "rules": rules}).formats(2))
+    refuse(words, lambda: Scheme.from_dict({"name": "mine", "rules": rules}).formats(modules(2)))
 
 
 @pytest.mark.parametrize(
@@ -187,9 +195,9 @@ def test_files_that_are_no_schemes(tmp_path, suffix, content, words):
 def test_formats_of_weights_give_their_scheme_back(name):
     """What a saved checkpoint says of itself; a preset where it is one."""
     scheme = PRESETS[name]
-    formats = {weight: found[-1] for weight, found in scheme.formats(3).items() if found}
-    again = scheme_of(formats, 3)
-    assert {weight: found for weight, found in again.formats(3).items() if found} == {
+    formats = {weight: found[-1] for weight, found in scheme.formats(modules(3)).items() if found}
+    again = scheme_of(formats, modules(3))
+    assert {weight: found for weight, found in again.formats(modules(3)).items() if found} == {
         weight: (fmt,) for weight, fmt in formats.items()
     }
     assert again.name in ("bf16", "w8a8", *(fmt.name for fmt in formats.values()), name)
@@ -199,9 +207,9 @@ def test_mixed_formats_give_rules_of_their_own():
     nf4, fp8 = parse_weight_format("nf4"), parse_weight_format("fp8")
     formats = {"model.layers.0.mlp.down_proj": nf4, "model.layers.1.mlp.down_proj": nf4, "lm_head": fp8}
     formats["model.layers.1.self_attn.o_proj"] = fp8
-    scheme = scheme_of(formats, 2)
-    assert {weight: found[0] for weight, found in scheme.formats(2).items() if found} == formats
-    assert ("layers.*.mlp.down_proj", "nf4") in scheme.rules
+    scheme = scheme_of(formats, modules(2))
+    assert {weight: found[0] for weight, found in scheme.formats(modules(2)).items() if found} == formats
+    assert ("model.layers.*.mlp.down_proj", "nf4") in scheme.rules
     assert scheme.name == "mixed"
 
 

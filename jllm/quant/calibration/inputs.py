@@ -13,14 +13,13 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.linear import embed
 from jllm.model import Packed, tapped_backbone
-from jllm.params import LINEARS, LayerParams, Params, Weight, layer_prefix
+from jllm.params import LayerParams, Params, Weight, layer_prefix, matrix_modules, matrix_rows
 from jllm.pretrained import Model
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
 
-INPUTS = {"qkv": "attn_norm", "o": "attention", "gate_up": "mlp_norm", "down": "silu_mul"}  # field -> tap; in order
 DELAY = 2  # seconds after which a progress bar shows
 
 
@@ -57,14 +56,14 @@ def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
     if quantized := weight_formats(model.params):
         name, fmt = next(iter(quantized.items()))
         raise QuantizationError(f"{name} is quantized already ({fmt.name}); calibrate the 16-bit weights instead")
-    formats = find_scheme(scheme).formats(model.config.num_layers)
+    formats = find_scheme(scheme).formats(matrix_modules(model.params))
     check_shapes(model.params, formats)
     return formats
 
 
 def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) -> dict[str, WeightFormat]:
-    """Field -> the format that it gets, of those that get one."""
-    names = {field: layer_prefix(i) + name for field, (name, _) in LINEARS.items()}
+    """Field -> the format that it gets, of those that get one, in order of computation."""
+    names = {field: f"{layer_prefix(i)}{row.name}" for field, row in matrix_rows(layer).items()}
     return {
         field: choose_format(name, getattr(layer, field).shape, formats[name])
         for field, name in names.items()
@@ -109,11 +108,11 @@ def collect(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, fields: tuple[str, ...], *, gram: bool = True
 ) -> tuple[jax.Array, dict[str, InputStats]]:
     """A layer on x [B, T, E]: its outputs [B, T, E], and statistics of the inputs of its `fields`."""
-    taps = tuple(INPUTS[field] for field in fields)
+    taps = _taps(layer, fields)
 
     def one(stats: dict[str, InputStats], row: jax.Array) -> tuple[dict[str, InputStats], jax.Array]:
-        y, found = run_layer(layer, row, config, taps)
-        return {field: _add(stats[field], found[INPUTS[field]]) for field in fields}, y
+        y, found = run_layer(layer, row, config, tuple(taps.values()))
+        return {field: _add(stats[field], found[taps[field]]) for field in fields}, y
 
     dtype = compute_dtype(x.dtype)
     empty = {field: _empty(getattr(layer, field).shape[1], dtype, gram) for field in fields}
@@ -122,13 +121,23 @@ def collect(
     return out, {field: replace(s, mean_abs=s.mean_abs / count) for field, s in stats.items()}
 
 
+def _taps(layer: LayerParams, fields: Sequence[str]) -> dict[str, str]:
+    """Field -> the tap that is its input. Raises QuantizationError where the layer's blocks have none for it."""
+    rows = matrix_rows(layer)
+    if unread := [field for field in fields if rows[field].reads is None]:
+        raise QuantizationError(f"{rows[unread[0]].name}: its inputs have no tap, so that they cannot calibrate it")
+    return {field: row.reads for field, row in rows.items() if field in fields and row.reads is not None}
+
+
 def layer_statistics(
-    model: Model, tokens: Any, fields: Sequence[str] = tuple(INPUTS), *, gram: bool = True
+    model: Model, tokens: Any, fields: Sequence[str] | None = None, *, gram: bool = True
 ) -> Iterator[dict[str, InputStats]]:
-    """Of each layer in turn, by field: "qkv", "o", "gate_up", "down". `tokens` are i32[B, T]."""
+    """Statistics of each layer in turn, by field: "qkv", "o", "gate_up", "down"; of these `fields`, None: of all.
+    `tokens` are i32[B, T]."""
     x = embed_tokens(model, check_tokens(model, tokens))
     for i, layer in enumerate(model.params.layers):
-        x, stats = collect(layer, x, layer_config(model.config, i), tuple(fields), gram=gram)
+        chosen = tuple(matrix_rows(layer) if fields is None else fields)
+        x, stats = collect(layer, x, layer_config(model.config, i), chosen, gram=gram)
         yield stats
 
 

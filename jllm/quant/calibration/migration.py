@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.params import LayerParams
 
+FIELDS = ("qkv", "o", "gate_up", "down")  # whose inputs can take a scale
+
 
 def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -> LayerParams:
     """`layer` with columns of `field` times s [K] and its input divided by it, where that input is made: the norm's

@@ -14,7 +14,6 @@ from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
-    INPUTS,
     InputStats,
     check_tokens,
     collect,
@@ -53,7 +52,7 @@ def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -
     x, layers = embed_tokens(model, check_tokens(model, tokens)), []
     for i, layer in enumerate(tqdm(model.params.layers, "AWQ", delay=DELAY, leave=False, disable=None)):
         chosen = formats_of_layer(layer, i, formats)
-        fields = tuple(field for field in INPUTS if field in chosen)
+        fields = tuple(chosen)
         x, stats = collect(layer, x, layer_config(model.config, i), fields)
         for field in fields:
             s = search_scales(layer, model.config, field, stats[field], chosen[field])

@@ -12,13 +12,13 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params
 from jllm.pretrained import Model
-from jllm.quant.calibration.inputs import DELAY, INPUTS, InputStats, layer_statistics, plan
-from jllm.quant.calibration.migration import migrate, tie_heads
+from jllm.quant.calibration.inputs import DELAY, InputStats, layer_statistics, plan
+from jllm.quant.calibration.migration import FIELDS, migrate, tie_heads
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
 
 
-def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = tuple(INPUTS)) -> Params:
+def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:
     """Params of the same function, in which a channel's largest input and weight are nearer to each other.
 
     Input channel j is divided by max|x_j|^alpha / max|w_j|^(1 - alpha), maxima over calibration tokens i32[B, T] and
@@ -27,8 +27,8 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
     """
     if not 0 <= alpha <= 1:
         raise QuantizationError(f"alpha must be in 0 .. 1, from all outliers left alone to all moved, not {alpha}")
-    if unknown := [field for field in fields if field not in INPUTS]:
-        raise QuantizationError(f"unknown field {unknown[0]!r}; known are {', '.join(INPUTS)}")
+    if unknown := [field for field in fields if field not in FIELDS]:
+        raise QuantizationError(f"unknown field {unknown[0]!r}; known are {', '.join(FIELDS)}")
     plan(model, "bf16")
     layers = []
     stats = layer_statistics(model, tokens, fields, gram=False)
@@ -43,7 +43,7 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
 
 
 def smoothquant(
-    model: Model, scheme: str | Scheme, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = tuple(INPUTS)
+    model: Model, scheme: str | Scheme, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS
 ) -> Params:
     """`smooth`, then rounding."""
     plan(model, scheme)

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
-from jllm.params import LINEARS, Params, layer_prefix
+from jllm.params import Params, layer_prefix, matrix_rows
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
-    INPUTS,
     check_tokens,
     collect,
     embed_tokens,
@@ -63,12 +62,12 @@ def gptq(
     x, layers = embed_tokens(model, check_tokens(model, tokens)), []
     for i, layer in enumerate(tqdm(model.params.layers, "GPTQ", delay=DELAY, leave=False, disable=None)):
         config, chosen = layer_config(model.config, i), formats_of_layer(layer, i, formats)
-        for field in (field for field in INPUTS if field in chosen):
+        for field, fmt in chosen.items():
             gram = collect(layer, x, config, (field,))[1][field].gram
             order = {"act_order": act_order, "static_groups": static_groups}
-            w, finite = solve(getattr(layer, field), gram, damping, fmt=chosen[field], **order)
+            w, finite = solve(getattr(layer, field), gram, damping, fmt=fmt, **order)
             if not finite:
-                name = layer_prefix(i) + LINEARS[field][0]
+                name = f"{layer_prefix(i)}{matrix_rows(layer)[field].name}"
                 raise QuantizationError(f"{name}: its Hessian is not positive definite; damping above {damping} may do")
             layer = replace(layer, **{field: w})
         x, _ = collect(layer, x, config, ())
