@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterable
 
+from experiments.steps.floors import HBM
 from jllm.errors import ConfigError, QuantizationError
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 
@@ -27,6 +28,24 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return seconds
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -> None:
+    """Which model's steps are timed, and over which pages."""
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
+    if scheme:
+        parser.add_argument("--scheme", default="bf16", help="of the weights")
+    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
+    parser.add_argument("--page-size", type=positive, default=16)
+
+
+def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: int) -> None:
+    """How steps are timed, and what their floor is held against."""
+    parser.add_argument("--steps", type=positive, default=steps, help="timed together, at least")
+    parser.add_argument("--repeats", type=positive, default=repeats, help="runs, of which the fastest counts")
+    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
 
 
 def claim_memory() -> None:

@@ -10,73 +10,41 @@ on average over these steps.
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
+from experiments.arguments import add_model_options, add_timing_options, positive
 from experiments.result_file import bar, record
-from jllm.batch import Layout, Rung, pack_decode
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.checkpoint import init_params
-from jllm.config import LlamaConfig, load_config
+from experiments.steps.timer import StepTimer, decode_layout, model_config, pack, page_bytes, pool_for, random_params
+from jllm.config import LlamaConfig
+from jllm.fit import tree_bytes
 from jllm.params import Params
-from jllm.step import Slots, State, jit_step, make_slots
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 BARS = ((128, 0.75), (256, 0.80), (1 << 30, 0.85))  # bf16: up to this batch, at least this share of the floor
-HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)
-
-
-def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
-    """Every slot running, with `context` tokens in pages of its own."""
-    empty = make_slots(slots, pages_each)
-    return Slots(
-        **{
-            **vars(empty),
-            "token": jnp.arange(slots, dtype=jnp.int32),
-            "length": jnp.full(slots, context, jnp.int32),
-            "done": jnp.zeros(slots, bool),
-            "pages": jnp.arange(slots * pages_each, dtype=jnp.int32).reshape(slots, pages_each),
-            "max_length": jnp.full(slots, 1 << 30, jnp.int32),
-        }
-    )
 
 
 def measure(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, backend: str | None
 ) -> dict[str, Any]:
     """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
-    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
-    total = args.context + args.steps
-    pages_each = -(-total // args.page_size)
-    cache = make_cache(config, batch * pages_each, args.page_size, formats)
-    token_bytes = cache_bytes(cache) / (batch * pages_each * args.page_size)
-    state = State(cache, filled_slots(batch, pages_each, args.context))
-    layout = Layout(Rung(batch, 0, 0), deltas=8)
-    buffer = jax.device_put(pack_decode(layout, range(batch)))
-    times = []
-    for _ in range(args.repeats + 1):  # the first one compiles
-        state = replace(state, slots=filled_slots(batch, pages_each, args.context))
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        for _ in range(args.steps):
-            state, outputs = jit_step(params, state, buffer, config=config, layout=layout, backend=backend)
-        jax.block_until_ready(outputs.tokens)
-        times.append((time.perf_counter() - start) / args.steps)
-    if not (np.asarray(outputs.tokens) >= 0).all():
-        raise AssertionError("a slot did not decode")
+    timer = StepTimer(
+        params, config, pool_for(batch, args.context + args.steps, args.page_size, args.kv_cache), backend
+    )
+    layout = decode_layout(batch)
+    step = timer.lower(layout).compile()
+    timer.renew()
+    timer.place(args.context)
+    ms = 1e3 * timer.one(step, pack(layout), batch, args.steps, args.repeats)
     unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(leaf.nbytes for leaf in unread)
+    weights = tree_bytes(params) - sum(leaf.nbytes for leaf in unread)
     mean_length = args.context + (args.steps + 1) / 2
+    token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
     floor = (weights + batch * mean_length * token_bytes) / args.bandwidth
-    ms = 1e3 * min(times[1:])
     return {
         "batch": batch,
         "backend": backend or "default",
@@ -91,26 +59,18 @@ def measure(
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=int, help="only so many layers, for a try")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128], help="slots that decode")
-    parser.add_argument("--context", type=int, default=256, help="KV tokens of each slot at the start")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--dtype", default="bfloat16")
+    add_model_options(parser, scheme=False)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
+    parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
     parser.add_argument("--backend", nargs="+", default=["default"], help="xla, mosaic, or default")
-    parser.add_argument("--steps", type=int, default=20, help="steps timed together")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)
     return parser.parse_args(argv)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = load_config(args.config)
-    if args.layers:
-        config = LlamaConfig(**{**vars(config), "num_layers": args.layers})
-    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+    config = model_config(args.config, args.layers)
+    params = random_params(config, args.dtype)
     cases = [(batch, backend) for batch in args.batch for backend in args.backend]
     for batch, backend in tqdm(cases, delay=2):
         yield measure(params, config, batch, args, None if backend == "default" else backend)

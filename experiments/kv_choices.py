@@ -18,11 +18,11 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.arguments import positive
-from experiments.cost_model import calibrated
 from experiments.result_file import record, rounded
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
+from experiments.steps.cost_model import calibrated
 from jllm.engine.kv_policy import Extent, Paged, Policy
 from jllm.engine.length import Quantile
 from jllm.engine.options import EngineOptions

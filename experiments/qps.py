@@ -33,11 +33,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import peers
 from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
-from experiments.decode_step import HBM
-from experiments.floors import make_floor, workload_seconds
 from experiments.result_file import ResultFile, bar, rounded
+from experiments.steps import peers
+from experiments.steps.floors import HBM, make_floor, workload_seconds
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config

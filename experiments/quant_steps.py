@@ -18,27 +18,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from experiments.arguments import check_draws_only, scheme_name
-from experiments.decode_step import HBM, filled_slots
-from experiments.floors import Work, make_floor, step_work
+from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
 from experiments.result_file import ResultFile, bar
-from jllm.batch import Layout, Rung, pack_decode
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.checkpoint import init_params
-from jllm.config import LlamaConfig, load_config
+from experiments.steps.floors import Work, make_floor, step_work
+from experiments.steps.timer import (
+    KINDS,
+    StepTimer,
+    compile_ahead,
+    model_config,
+    page_bytes,
+    pool_for,
+    random_params,
+    step_buffer,
+    step_layout,
+)
+from jllm.config import LlamaConfig
 from jllm.errors import JllmError
 from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -47,7 +52,6 @@ Row = dict[str, Any]
 SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PAGE = 16
-KINDS = ("decode", "prefill")
 DECODE_BARS = {  # share of the floor, up to a batch
     "bf16": ((128, 0.75), (256, 0.80), (1 << 30, 0.85)),
     "w8a8-talk": ((128, 0.68), (256, 0.75), (1 << 30, 0.80)),
@@ -63,14 +67,15 @@ class Case:
     batch: int
     kv: str
 
-    def layout(self, prompt: int) -> Layout:
-        rung = Rung(self.batch, 0, 0) if self.kind == "decode" else Rung(0, self.batch * prompt, self.batch)
-        return Layout(rung, deltas=8)
-
     def work(self, context: int, prompt: int) -> Work:
         if self.kind == "decode":
             return step_work(self.batch, self.batch * context, ())
         return step_work(0, 0, [(0, prompt, True)] * self.batch)
+
+    def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
+        """Slots have pages for a prompt, or for --context tokens and --steps more."""
+        tokens = args.context + args.steps if self.kind == "decode" else args.input
+        return StepTimer(params, config, pool_for(self.batch, tokens + 1, PAGE, self.kv), args.backend)
 
 
 @dataclass(frozen=True)
@@ -88,61 +93,14 @@ class Stage:
         return [Case(name, self.kind, batch, self.kv) for name in names for batch in self.batches]
 
 
-def pack(case: Case, prompt: int) -> np.ndarray:
-    """Each slot decodes, or takes its prompt from the beginning: the same step again and again."""
-    layout = case.layout(prompt)
-    if case.kind == "decode":
-        return pack_decode(layout, range(case.batch))
-    buffer, batch = layout.pack()
-    batch.tokens[:] = np.arange(case.batch * prompt) % 997
-    batch.chunk_slot[:] = np.arange(case.batch)
-    batch.chunk_len[:], batch.chunk_final[:], batch.prompt_len[:] = prompt, 1, prompt
-    batch.max_length[:] = 1 << 30
-    return buffer
-
-
-def make_state(config: LlamaConfig, case: Case, context: int, steps: int) -> State:
-    """Slots at `context` tokens, with pages for `steps` more."""
-    pages_each = -(-(context + steps + 1) // PAGE)
-    formats = parse_kv_cache(case.kv, config, jnp.bfloat16)
-    return State(
-        make_cache(config, case.batch * pages_each, PAGE, formats), filled_slots(case.batch, pages_each, context)
-    )
-
-
-class Steps:
-    """Steps of a stage, all compiled before the first is timed, since compiling measures too (XLA's autotuning)."""
-
-    def __init__(self, config: LlamaConfig, models: dict[str, Params], cases: list[Case], args: argparse.Namespace):
-        self.config, self.models, self.args = config, models, args
-        with ThreadPoolExecutor(args.threads) as pool:
-            self.jobs = {case: pool.submit(self._compile, case) for case in cases}
-
-    def _compile(self, case: Case) -> Callable[..., Any]:
-        state = jax.eval_shape(lambda: make_state(self.config, case, self.args.context, self.args.steps))
-        layout = case.layout(self.args.input)
-        buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        options = {"config": self.config, "layout": layout, "backend": self.args.backend}
-        return jit_step.lower(self.models[case.scheme], state, buffer, **options).compile()
-
-    def measure(self, case: Case) -> tuple[float, State]:
-        """Seconds of one step, and what it left."""
-        run, params = self.jobs[case].result(), self.models[case.scheme]
-        buffer = jax.device_put(pack(case, self.args.input))
-        state = make_state(self.config, case, self.args.context, self.args.steps)
-        pages_each = state.slots.pages.shape[1]
-        times = []
-        for _ in range(self.args.repeats + 1):
-            state = replace(state, slots=filled_slots(case.batch, pages_each, self.args.context))
-            jax.block_until_ready(state)
-            start = time.perf_counter()
-            for _ in range(self.args.steps):
-                state, outputs = run(params, state, buffer)
-            jax.block_until_ready(outputs.tokens)
-            times.append((time.perf_counter() - start) / self.args.steps)
-        if not (np.asarray(outputs.tokens) >= 0).all():
-            raise RuntimeError("a slot made no token")
-        return min(times[1:]), state
+def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> float:
+    """Of one step; its pages are gone with it."""
+    timer.renew()
+    timer.place(args.context if case.kind == "decode" else 0)
+    try:
+        return timer.one(step, step_buffer(case.kind, case.batch, args.input), case.batch, args.steps, args.repeats)
+    finally:
+        timer.state = None
 
 
 def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
@@ -152,7 +110,7 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
     def note(text: str) -> None:
         print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
-    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    params = random_params(config, "bfloat16")
     schemes = list(dict.fromkeys(case.scheme for stage in args.stages for case in stage.cases(args.schemes)))
     with ThreadPoolExecutor(len(schemes)) as pool:  # most of the time goes into compiling
         models = dict(zip(schemes, pool.map(lambda scheme: quantize(params, scheme), schemes)))
@@ -163,36 +121,32 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
             yield {"kind": stage.kind, "kv": stage.kv, "error": f"no time left after {args.seconds} s"}
             continue
         cases = stage.cases(args.schemes)
-        steps = Steps(config, models, cases, args)
+        timers = {case: case.timer(models[case.scheme], config, args) for case in cases}
+        lower = {
+            case: partial(timer.lower, step_layout(case.kind, case.batch, args.input)) for case, timer in timers.items()
+        }
+        steps = compile_ahead(lower, args.threads)
         note(f"compiled {stage.kind} {stage.kv}")
         base: dict[int, float] = {}
         for case in cases:
             try:
-                seconds, state = steps.measure(case)
+                found = seconds(case, timers[case], steps[case].result(), args)
             except Exception as error:  # whatever a compiler or a kernel may do: the other cases go on
                 text = str(error).partition("\n")[0][:200]
                 yield {**vars(case), "error": f"{type(error).__name__}: {text}"}
                 continue
             if case.scheme == "bf16":
-                base[case.batch] = seconds
-            yield row(case, models[case.scheme], config, state, seconds, base.get(case.batch), args)
-            del state
+                base[case.batch] = found
+            yield row(case, models[case.scheme], config, found, base.get(case.batch), args)
         note(f"measured {stage.kind} {stage.kv}")
 
 
 def row(
-    case: Case,
-    params: Params,
-    config: LlamaConfig,
-    state: State,
-    seconds: float,
-    base: float | None,
-    args: argparse.Namespace,
+    case: Case, params: Params, config: LlamaConfig, seconds: float, base: float | None, args: argparse.Namespace
 ) -> Row:
-    pool = state.cache[0].k.num_pages * PAGE
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
-    floor = make_floor(params, config, args.bandwidth).of(work, cache_bytes(state.cache) / pool)
+    floor = make_floor(params, config, args.bandwidth).of(work, page_bytes(config, params.dtype, PAGE, case.kv) / PAGE)
     found: Row = {"scheme": scheme_name(case.scheme), "batch": case.batch, "kv": case.kv, "T": tokens}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
@@ -298,7 +252,7 @@ def parse_stage(text: str) -> Stage:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=int, help="only so many layers, for a try")
+    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of the stages that name none")
     stages = [f"{kind}:{kv}:{','.join(map(str, BATCHES))}" for kv in ("bf16", "int8-g8") for kind in KINDS]
     parser.add_argument(
@@ -312,10 +266,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")
     parser.add_argument("--input", type=int, default=8, help="tokens of each prompt")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
-    parser.add_argument("--steps", type=int, default=20, help="steps timed together")
-    parser.add_argument("--repeats", type=int, default=3)
+    add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=int, default=12, help="that compile at once")
-    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
     args = parser.parse_args(argv)
@@ -330,9 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         return draw_file(args.draw)
     command = ["python", "-m", "experiments.quant_steps", *(sys.argv[1:] if argv is None else argv)]
     try:
-        config = load_config(args.config)
-        if args.layers is not None:
-            config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
+        config = model_config(args.config, args.layers)
         with ResultFile(args.results, "quant_steps", command, args.label, model=Path(args.config).stem) as result:
             for one in rows(config, args):
                 result.add(one)

@@ -31,12 +31,12 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.arguments import positive
-from experiments.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.qps import token_bytes
 from experiments.result_file import bar, record, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
+from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from jllm.engine.learned_length import PREFIX, Learned, load_learned
 from jllm.engine.length import NAMES
 from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions

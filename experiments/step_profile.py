@@ -18,32 +18,25 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from experiments.arguments import claim_memory, scheme_name
-from experiments.decode_step import filled_slots
-from experiments.quant_steps import KINDS as STEP_KINDS
-from experiments.quant_steps import Case, pack
+from experiments.arguments import add_model_options, claim_memory, positive, scheme_name
 from experiments.result_file import bar, record
+from experiments.steps.timer import KINDS as STEP_KINDS
+from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, repeated
 from jllm.batch import Rung
-from jllm.cache import make_cache, parse_kv_cache
-from jllm.checkpoint import init_params
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
-from jllm.quant.quantize import quantize
-from jllm.step import State, jit_step
 from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
 
@@ -63,42 +56,11 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "rest")
 
 
-def decode_steps(
-    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
-) -> Callable[[], jax.Array]:
-    """A function that runs `steps` decode steps, each fed by the one before."""
-    return _steps(params, config, "decode", batch, args.context + 16 * steps, args, steps)  # it is called a few times
-
-
-def prefill_steps(
-    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, steps: int
-) -> Callable[[], jax.Array]:
-    """A function that runs `steps` steps, each of which takes in the same prompts anew."""
-    return _steps(params, config, "prefill", batch, args.input + 1, args, steps)
-
-
-def _steps(
-    params: Params, config: LlamaConfig, kind: str, batch: int, tokens: int, args: argparse.Namespace, steps: int
-) -> Callable[[], jax.Array]:
-    """Slots have pages for so many tokens."""
-    decodes = kind == "decode"
-    pages_each = -(-tokens // args.page_size)
-    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
-    state = State(
-        make_cache(config, batch * pages_each, args.page_size, formats),
-        filled_slots(batch, pages_each, args.context if decodes else 0),
-    )
-    case = Case("bf16", kind, batch, str(args.kv_cache))
-    prompt = 0 if decodes else args.input
-    layout, buffer = case.layout(prompt), jax.device_put(pack(case, prompt))
-
-    def run() -> jax.Array:
-        nonlocal state
-        for _ in range(steps):
-            state, outputs = jit_step(params, state, buffer, config=config, layout=layout)
-        return outputs.tokens
-
-    return run
+def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Callable[[], jax.Array]:
+    """A function that runs --steps steps: decoding, each fed by the one before, or with the same prompts anew."""
+    tokens = args.context + 16 * args.steps if args.kind == "decode" else args.input + 1  # it is called a few times
+    timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache))
+    return repeated(timer, args.kind, args.input, args.context, args.steps)
 
 
 def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -188,28 +150,21 @@ def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=int, help="only so many layers, for a try")
+    add_model_options(parser)
     parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="of the step")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="slots, or prompts")
-    parser.add_argument("--context", type=int, default=256, help="decode, serve: KV tokens of each slot at the start")
-    parser.add_argument("--input", type=int, default=8, help="prefill: tokens of each prompt")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--scheme", default="bf16", help="of the weights")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
-    parser.add_argument("--steps", type=int, default=4, help="steps in one profile")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64, 256], help="slots, or prompts")
+    parser.add_argument(
+        "--context", type=positive, default=256, help="decode, serve: KV tokens of each slot to begin with"
+    )
+    parser.add_argument("--input", type=positive, default=8, help="prefill: tokens of each prompt")
+    parser.add_argument("--steps", type=positive, default=4, help="steps in one profile")
     add_result_options(parser)
     return parser.parse_args(argv)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = load_config(args.config)
-    if args.layers:
-        config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
-    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
-    if args.scheme != "bf16":
-        params = quantize(params, args.scheme)
+    config = model_config(args.config, args.layers)
+    params = random_params(config, args.dtype, args.scheme)
     for batch in tqdm(args.batch, delay=2):
         yield from of_batch(params, config, batch, args)
 
@@ -227,8 +182,7 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
         if args.kind == "serve":
             run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), profiled)
         else:
-            make = decode_steps if args.kind == "decode" else prefill_steps
-            run = make(params, config, batch, args, args.steps)
+            run = steps_of(params, config, batch, args)
         jax.block_until_ready(run())
         events = timeline(run, python=False)
     found = list(table(steady(events, profiled) if args.kind == "serve" else events, args.steps))

@@ -20,31 +20,42 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from experiments import peers
-from experiments.arguments import claim_memory, positive, positive_seconds, scheme_name
-from experiments.decode_step import HBM, filled_slots
-from experiments.floors import Work, make_floor, step_work
+from experiments.arguments import (
+    add_model_options,
+    add_timing_options,
+    claim_memory,
+    positive,
+    positive_seconds,
+    scheme_name,
+)
 from experiments.result_file import ResultFile, bar, rounded
-from jllm.batch import Layout, Rung, pack_decode
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.checkpoint import init_params
-from jllm.config import LlamaConfig, load_config
+from experiments.steps import peers
+from experiments.steps.floors import Work, make_floor, step_work
+from experiments.steps.timer import (
+    Pool,
+    StepTimer,
+    compile_ahead,
+    decode_layout,
+    model_config,
+    pack,
+    page_bytes,
+    prefill_layout,
+    random_params,
+)
+from jllm.batch import Layout
+from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError
 from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
 from jllm.params import Params
-from jllm.quant.quantize import quantize
-from jllm.step import State, jit_step
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -87,14 +98,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Steps of one size: so many prompts with so many tokens each."""
+    """Steps of one size: chunks of as many prompts, with as many tokens each."""
 
     prompts: int
     tokens: int
 
     @property
-    def rung(self) -> Rung:
-        return Rung(0, self.prompts * self.tokens, self.prompts)
+    def layout(self) -> Layout:
+        return prefill_layout(self.prompts, self.tokens)
 
     def spans(self, case: Case) -> list[list[tuple[int, int, int]]]:
         """For each step the (slot, start, tokens) of its chunks."""
@@ -114,38 +125,26 @@ class Bench:
     """One model with a page pool and slots for the largest row."""
 
     def __init__(self, params: Params, config: LlamaConfig, cases: Sequence[Case], args: argparse.Namespace):
-        self.params, self.config, self.args = params, config, args
-        self.slots = max(case.batch for case in cases)
-        self.table = max(pages_each(case, args) for case in cases)
-        self.formats = parse_kv_cache(args.kv_cache, config, params.dtype)
-        self.pages = max(case.batch * pages_each(case, args) for case in cases)
-        self.token_bytes = page_bytes(config, params, args) / args.page_size
-        self.renew()
+        self.params, self.args = params, args
+        each = [pages_each(case, args) for case in cases]
+        pages = max(case.batch * n for case, n in zip(cases, each))
+        pool = Pool(max(case.batch for case in cases), max(each), args.page_size, args.kv_cache, pages)
+        self.timer = StepTimer(params, config, pool, args.backend)
+        self.timer.renew()
+        self.token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
         self.floor = make_floor(params, config, args.bandwidth)
-        rungs = {Rung(case.batch, 0, 0) for case in cases} | {case.prefill(args.step_tokens).rung for case in cases}
-        # Traced here, compiled in threads: JAX's settings belong to the thread that traces.
-        lowered = {rung: self._lower(rung) for rung in sorted(rungs)}
-        with ThreadPoolExecutor(args.threads) as pool:
-            self.steps = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values())))
-
-    def renew(self) -> None:
-        """A fresh state; the old one, which a failed step may have lost, goes first."""
-        self.state: State | None = None
-        cache = make_cache(self.config, self.pages, self.args.page_size, self.formats)
-        self.state = State(cache, filled_slots(self.slots, self.table, 0))
-
-    def _lower(self, rung: Rung) -> jax.stages.Lowered:
-        layout = Layout(rung, deltas=8)
-        buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        state = jax.eval_shape(lambda state: state, self.state)
-        return jit_step.lower(self.params, state, buffer, config=self.config, layout=layout, backend=self.args.backend)
+        layouts = {decode_layout(case.batch) for case in cases}
+        layouts |= {case.prefill(args.step_tokens).layout for case in cases}
+        ordered = sorted(layouts, key=lambda layout: layout.rung)
+        jobs = compile_ahead({layout: partial(self.timer.lower, layout) for layout in ordered}, args.threads)
+        self.steps = {layout: job.result() for layout, job in jobs.items()}
 
     def row(self, case: Case) -> Table:
         size = case.prefill(self.args.step_tokens)
         prefill_s, decode_s = self.prefill(case), self.decode(case)
         prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
         decode_floor = self.floor.of(case.decode_work, self.token_bytes)
-        steps = (self.steps[size.rung], self.steps[Rung(case.batch, 0, 0)])
+        steps = (self.steps[size.layout], self.steps[decode_layout(case.batch)])
         kv = case.batch * (case.input + case.output) * self.token_bytes
         memory = tree_bytes(self.params) + kv + max(temporary(step) for step in steps)
         return {
@@ -165,72 +164,35 @@ class Bench:
         """Seconds that all prompts of a row take."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
-        buffers = [jax.device_put(pack_prefill(size.rung, chunks, case.input)) for chunks in spans]
-        run, tokens = self.steps[size.rung], len(spans[-1])
+        buffers = [jax.device_put(pack(size.layout, chunks, case.input)) for chunks in spans]
+        step, tokens = self.steps[size.layout], len(spans[-1])
         self._place(case, 0)
-        self._time(run, buffers, tokens)  # the first time takes longer
-        times = self._times(self._time(run, buffers, tokens), len(buffers))
-        return self._best(run, buffers * times, tokens) / times
+        self.timer.seconds(step, buffers, tokens)  # the first time takes longer
+        times = self._times(self.timer.seconds(step, buffers, tokens), len(buffers))
+        return self.timer.best(step, buffers * times, tokens, self.args.repeats) / times
 
     def decode(self, case: Case) -> float:
-        """Seconds of one decode step of a row: of so many in the middle of its output."""
-        layout = Layout(Rung(case.batch, 0, 0), deltas=8)
-        buffer, run = jax.device_put(pack_decode(layout, range(case.batch))), self.steps[layout.rung]
+        """Seconds of one decode step of a row, among those in the middle of its output."""
+        layout = decode_layout(case.batch)
+        buffer, step = jax.device_put(pack(layout)), self.steps[layout]
         self._place(case, case.context)
-        self._time(run, [buffer], case.batch)  # the first time takes longer
-        estimate = self._time(run, [buffer] * self.args.steps, case.batch) / self.args.steps
+        self.timer.seconds(step, [buffer], case.batch)  # the first time takes longer
+        estimate = self.timer.seconds(step, [buffer] * self.args.steps, case.batch) / self.args.steps
         steps = max(self.args.steps, min(self._times(estimate, 1), case.output))
         self._place(case, max(1, case.context - steps // 2))
-        return self._best(run, [buffer] * steps, case.batch) / steps
+        return self.timer.best(step, [buffer] * steps, case.batch, self.args.repeats) / steps
 
     def _times(self, seconds: float, steps: int) -> int:
-        """How often what takes so many seconds and steps is timed together."""
+        """How often what takes these seconds and steps is timed together."""
         return max(1, self.args.steps // steps, math.ceil(self.args.seconds / seconds))
 
     def _place(self, case: Case, context: int) -> None:
-        """A row's slots with pages of their own and `context` tokens in them; the others are empty."""
-        each = pages_each(case, self.args)
-        slot = jnp.arange(self.slots, dtype=jnp.int32)[:, None]
-        page = jnp.arange(self.table, dtype=jnp.int32)[None, :]
-        slots = filled_slots(self.slots, self.table, context)
-        pages = jnp.where((slot < case.batch) & (page < each), slot * each + page, 0)
-        assert self.state is not None
-        self.state = replace(self.state, slots=replace(slots, pages=pages, done=slot[:, 0] >= case.batch))
-
-    def _best(self, step: Callable[..., Any], buffers: list[jax.Array], tokens: int) -> float:
-        return min(self._time(step, buffers, tokens) for _ in range(self.args.repeats))
-
-    def _time(self, step: Callable[..., Any], buffers: list[jax.Array], tokens: int) -> float:
-        """Seconds for a step on each buffer, of which the last makes so many tokens; the slots are as before then."""
-        assert self.state is not None
-        slots = self.state.slots
-        self.state = replace(self.state, slots=jax.tree.map(jnp.copy, slots))  # they are donated
-        jax.block_until_ready(self.state)
-        start = time.perf_counter()
-        for buffer in buffers:
-            self.state, outputs = step(self.params, self.state, buffer)
-        jax.block_until_ready(outputs.tokens)
-        seconds = time.perf_counter() - start
-        self.state = replace(self.state, slots=slots)
-        if (made := int((np.asarray(outputs.tokens) >= 0).sum())) != tokens:
-            raise AssertionError(f"a step made {made} tokens instead of {tokens}")
-        return seconds
+        self.timer.place(context, case.batch, pages_each(case, self.args))
 
 
 def pages_each(case: Case, args: argparse.Namespace) -> int:
     """Pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
     return -(-max(case.input + case.output, case.context + args.steps + 1) // args.page_size)
-
-
-def pack_prefill(rung: Rung, chunks: list[tuple[int, int, int]], length: int) -> np.ndarray:
-    """A step on chunks (slot, start, tokens) of prompts of `length` tokens; each samples after its last."""
-    buffer, batch = Layout(rung, deltas=8).pack()
-    n = len(chunks)
-    batch.tokens[:] = np.arange(rung.tokens) % 97
-    batch.chunk_slot[:n], batch.chunk_start[:n], batch.chunk_len[:n] = zip(*chunks)
-    batch.chunk_final[:n] = [start + tokens == length for _, start, tokens in chunks]
-    batch.prompt_len[:n], batch.max_length[:n] = length, np.iinfo(np.int32).max
-    return buffer
 
 
 def temporary(step: jax.stages.Compiled) -> int:
@@ -244,9 +206,7 @@ def read_table(path: Path = H800) -> list[Table]:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Table]:
-    config = load_config(args.config)
-    if args.layers is not None:
-        config = replace(config, num_layers=args.layers, windows=config.windows[: args.layers])
+    config = model_config(args.config, args.layers)
     published = {(r["batch"], r["input"], r["output"]): r for r in read_table()}
     cases = list(args.rows or (Case(*key) for key in published))
     long = next((case for case in cases if case.input + case.output > config.context), None)
@@ -258,9 +218,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
     def note(text: str) -> None:
         print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
-    params = init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
-    if args.scheme != "bf16":
-        params = quantize(params, args.scheme)
+    params = random_params(config, args.dtype, args.scheme)
     jax.block_until_ready(params)
     note(f"weights of {tree_bytes(params) / GIB:.2f} GiB")
     about = {"model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "kv": args.kv_cache or args.dtype}
@@ -278,7 +236,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
             row = rounded(bench.row(case))
         except jax.errors.JaxRuntimeError as error:  # of a kernel or of memory: the other rows go on
             yield {**about, **vars(case), "error": str(error).partition("\n")[0][:200]}
-            bench.renew()
+            bench.timer.renew()
             continue
         beside = published.get((case.batch, case.input, case.output), {})
         for name in ("prefill_ms", "decode_ms", "tokens_s", "memory_gib"):
@@ -291,13 +249,11 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
 def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace) -> float:
     """Pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it has."""
     free = None if is_host() else free_memory()
-    return math.inf if free is None else (free - STEP_BYTES) // page_bytes(config, params, args)
-
-
-def page_bytes(config: LlamaConfig, params: Params, args: argparse.Namespace) -> int:
-    """Of one page in all layers, scales included."""
-    formats = parse_kv_cache(args.kv_cache, config, params.dtype)
-    return cache_bytes(jax.eval_shape(lambda: make_cache(config, 1, args.page_size, formats)))
+    return (
+        math.inf
+        if free is None
+        else (free - STEP_BYTES) // page_bytes(config, params.dtype, args.page_size, args.kv_cache)
+    )
 
 
 def bars(found: list[Table]) -> Iterator[Table]:
@@ -328,22 +284,15 @@ def parse_case(text: str) -> Case:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, help="only so many layers, for a try")
-    parser.add_argument("--scheme", default="bf16", help="of the weights")
-    parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
+    add_model_options(parser)
     parser.add_argument("--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="default: the published table's")
-    parser.add_argument("--page-size", type=positive, default=16)
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
-    parser.add_argument("--steps", type=positive, default=10, help="timed together, at least")
+    add_timing_options(parser, steps=10, repeats=2)
     parser.add_argument(
         "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"
     )
-    parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
-    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
     peers.add_options(parser, 120)
     add_result_options(parser)
     args = parser.parse_args(argv)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from experiments.claims import c16
-from experiments.cost_model import (
+from experiments.qps import token_bytes
+from experiments.steps.cost_model import (
     CostModel,
     Shares,
     calibrated,
@@ -15,9 +16,8 @@ from experiments.cost_model import (
     make_cost_model,
     model_shapes,
 )
-from experiments.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
-from experiments.floors import Floor, Matrix, Work, schedule, workload_seconds
-from experiments.qps import token_bytes
+from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
+from experiments.steps.floors import Floor, Matrix, Work, schedule, workload_seconds
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError, InputFileError
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from experiments import peers, throughput
+from experiments import throughput
+from experiments.steps import peers
 from tests.test_throughput import TINY
 
 ROW = {"quant": "bf16", "input_len": 8, "output_len": 256, "prefill_ms": 44.0, "mem_gib": 13.0, "mode": "cdt"}

@@ -8,7 +8,6 @@ import pytest
 
 from experiments import qps
 from experiments.arguments import MEMORY_SHARE, claim_memory
-from experiments.floors import schedule
 from experiments.qps import (
     WORKLOAD,
     HostOnly,
@@ -22,6 +21,7 @@ from experiments.qps import (
     repeat_row,
     serve,
 )
+from experiments.steps.floors import schedule
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.cost_model import CostModel, Shares
-from experiments.floors import Floor, Matrix, Work
 from experiments.simulate import main
 from experiments.simulation.replay import recorded, replay, traced_work
+from experiments.steps.cost_model import CostModel, Shares
+from experiments.steps.floors import Floor, Matrix, Work
 from jllm.batch import Rung
 from jllm.engine.loop import Engine
 from jllm.engine.plan import Limits

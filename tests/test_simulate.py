@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.cost_model import CostModel, Shares
-from experiments.floors import Floor, Matrix
 from experiments.simulate import Case, Costs, bars, cases, main, make_costs, parse_args, predictors_of, simulate
 from experiments.simulation.requests import WORKLOADS, Arrival, Sample, Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
+from experiments.steps.cost_model import CostModel, Shares
+from experiments.steps.floors import Floor, Matrix
 from jllm.config import LlamaConfig
 from jllm.engine.length import Longest
 from jllm.engine.options import EngineOptions

@@ -9,14 +9,13 @@ import pytest
 from experiments import step_profile
 from experiments.step_profile import (
     SKIPPED,
-    decode_steps,
     kind_of,
     parse_args,
-    prefill_steps,
     serve_steps,
     serving,
     serving_sizes,
     steady,
+    steps_of,
     table,
     totals,
 )
@@ -108,9 +107,9 @@ def test_an_engines_first_steps_and_what_follows_the_last_are_not_counted():
 
 def test_every_slot_of_a_profiled_step_makes_a_token():
     model = tiny_model()
-    args = parse_args(["--context", "20", "--input", "5"])
-    decoding = decode_steps(model.params, model.config, 3, args, 2)
-    prompts = prefill_steps(model.params, model.config, 3, args, 2)
+    options = ["--context", "20", "--input", "5", "--steps", "2", "--kind"]
+    decoding = steps_of(model.params, model.config, 3, parse_args([*options, "decode"]))
+    prompts = steps_of(model.params, model.config, 3, parse_args([*options, "prefill"]))
     assert (np.asarray(decoding()) >= 0).all()
     first = np.asarray(prompts())
     assert (first >= 0).all()

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.floors import Work, make_floor
-from experiments.throughput import Bench, Case, bars, main, page_bytes, parse_args, parse_case, read_table
+from experiments.steps.floors import Work, make_floor
+from experiments.steps.timer import StepTimer, page_bytes
+from experiments.throughput import Bench, Case, bars, main, parse_args, parse_case, read_table
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.quant.quantize import quantize
@@ -51,7 +52,7 @@ def test_floors_of_7b_in_16_bits():
     for key, (bf16, int8, prefill) in FLOORS.items():
         case = Case(*key)
         for kv, ms in (("bf16", bf16), ("int8-g8", int8)):
-            each = page_bytes(config, params, argparse.Namespace(kv_cache=kv, page_size=16)) / 16
+            each = page_bytes(config, params.dtype, 16, kv) / 16
             found = floor.seconds(case.batch, case.batch, case.batch * case.context * each)
             assert 1e3 * found == pytest.approx(ms, rel=0.005)
         tokens, pairs = case.batch * case.input, case.batch * case.input * (case.input + 1) / 2
@@ -61,7 +62,7 @@ def test_floors_of_7b_in_16_bits():
 def test_floors_of_7b_in_8_bits():
     params, config = abstract("w8a8-all")
     floor = make_floor(params, config)
-    each = page_bytes(config, params, argparse.Namespace(kv_cache="int8-g8", page_size=16)) / 16
+    each = page_bytes(config, params.dtype, 16, "int8-g8") / 16
     for (batch, context), ms in {(1, 136): 1.54, (128, 136): 2.94, (512, 136): 9.92}.items():
         assert 1e3 * floor.seconds(batch, batch, batch * context * each) == pytest.approx(ms, rel=0.02)
 
@@ -88,7 +89,7 @@ def test_the_published_table_agrees_with_itself():
 def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
     size = case.prefill(4096)
     assert (size.prompts, size.tokens) == (prompts, tokens)
-    assert size.rung.tokens <= 4096
+    assert size.layout.rung.tokens <= 4096
     spans = size.spans(case)
     assert len(spans) == steps
     seen = [(slot, at + i) for chunks in spans for slot, at, n in chunks for i in range(n)]
@@ -146,7 +147,7 @@ def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypat
     params = init_params(config, jax.random.key(0), jnp.float32)
     cases = [Case(1, 8, 100), Case(2, 40, 8), Case(3, 4, 90)]
     bench = Bench(params, config, cases, args)
-    real, calls = Bench._time, []
+    real, calls = StepTimer.seconds, []
 
     def time(self, step, buffers, tokens):  # ten milliseconds a step, but for what the first has besides
         before = self.state.slots.length.tolist()
@@ -155,7 +156,7 @@ def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypat
         calls.append((len(buffers), before))
         return 0.01 * len(buffers) + (5.0 if len(calls) == 1 else 0)
 
-    monkeypatch.setattr(Bench, "_time", time)
+    monkeypatch.setattr(StepTimer, "seconds", time)
     for case, steps in zip(cases, (60, 10, 60)):  # of 100, more than its 8 as --steps says so, of 90
         calls.clear()
         assert bench.decode(case) == pytest.approx(0.01)

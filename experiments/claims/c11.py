@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.serving import contest, draw_qps, gain_of, make_model, workload
-from experiments.decode_step import filled_slots
+from experiments.steps.timer import filled_slots
 from jllm.batch import Layout, Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.pretrained import Model

@@ -7,7 +7,6 @@ decode steps are sorted into kinds as well (experiments.step_profile), `kind` ro
 and activations, the rest; XLA's names hide products among the rest, which is why products are measured alone.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 from experiments.claims.c22 import Step
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.shapes import config_of, random_params
-from experiments.step_profile import decode_steps, table
+from experiments.step_profile import table
+from experiments.steps.timer import decode_steps
 from jllm.config import LlamaConfig
 from jllm.linear import linear
 from jllm.params import Params
@@ -58,8 +58,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def decoding(params: Params, config: LlamaConfig, batch: int, context: int) -> Iterator[Row]:
     """A case's rows. Its pages are gone with it: two cases' don't fit an H200."""
-    args = argparse.Namespace(page_size=16, kv_cache=None, context=context)
-    run = decode_steps(params, config, batch, args, STEPS)
+    run = decode_steps(params, config, batch, context, STEPS)
     us = microseconds(run) / STEPS
     yield share_row("decode", batch, context, us, products_us(params, config, batch, batch))
     if jax.default_backend() == "gpu":

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict
-from experiments.cost_model import CostModel, model_shapes
-from experiments.devices import DeviceSheet, device_sheets
-from experiments.floors import Work, make_floor
 from experiments.qps import token_bytes
+from experiments.steps.cost_model import CostModel, model_shapes
+from experiments.steps.devices import DeviceSheet, device_sheets
+from experiments.steps.floors import Work, make_floor
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 

@@ -6,7 +6,6 @@ planning, packing, reading tokens, detokenizing them, events (`return`). The sha
 overlap. The tokenizer is the bundled model's, of 4,096 tokens.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from experiments.claims.c22 import Step
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.shapes import config_of, random_params
 from experiments.qps import HostOnly
-from experiments.step_profile import decode_steps
+from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -61,10 +60,10 @@ def measure(toy: bool) -> Iterator[Row]:
         parts = [tokenize_us(tokenizer, tokens), step, sample_us(params, 1), host_us(host, 1, tokens, toy)]
         yield row_of("prefill", 1, tokens, parts)
     for batch in (2,) if toy else DECODE:
-        args = argparse.Namespace(page_size=16, kv_cache=None, context=16 if toy else CONTEXT)
-        step = microseconds(decode_steps(params, config, batch, args, STEPS)) / STEPS
+        context = 16 if toy else CONTEXT
+        step = microseconds(decode_steps(params, config, batch, context, STEPS)) / STEPS
         parts = [0.0, step, sample_us(params, batch), host_us(host, batch, 0, toy)]
-        yield row_of("decode", batch, args.context, parts)
+        yield row_of("decode", batch, context, parts)
 
 
 def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:

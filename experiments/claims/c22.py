@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
-from experiments.decode_step import filled_slots
+from experiments.steps.timer import filled_slots
 from jllm.batch import Layout, Rung, pack_decode, pack_prompt
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params

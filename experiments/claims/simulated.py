@@ -1,6 +1,6 @@
 """Simulated serving for claims: the same rows as experiments.simulate, of cases that a claim chooses.
 
-Weights stay in bf16; steps are costed as calibrated (experiments/cost_model.py), and every row says that it is
+Weights stay in bf16; steps are costed as calibrated (experiments/steps/cost_model.py), and every row says that it is
 simulated. A request allows the longest output of the workload, which is the least that a server could promise to
 everyone, or a whole context of CONTEXT tokens, which is what a static cache is made for.
 """

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.cost_model import CostModel, Shares, fit
-from experiments.floors import Work, step_work
+from experiments.steps.cost_model import CostModel, Shares, fit
+from experiments.steps.floors import Work, step_work
 from jllm.engine.trace import Trace, TracedStep
 from jllm.errors import InputFileError
 

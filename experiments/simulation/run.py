@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.cost_model import CostModel
-from experiments.floors import work_of
 from experiments.qps import EACH_TOKEN, FIRST_TOKEN
 from experiments.simulation.requests import Arrival
+from experiments.steps.cost_model import CostModel
+from experiments.steps.floors import work_of
 from jllm.batch import choose_rung
 from jllm.config import LlamaConfig
 from jllm.engine.length import Oracle

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.floors import Work, make_floor
 from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_of, speedups
+from experiments.steps.floors import Work, make_floor
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
 from jllm.quant.quantize import quantize

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.floors import Floor, Work, make_floor
 from experiments.qps import token_bytes
+from experiments.steps.floors import Floor, Work, make_floor
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import InputFileError
@@ -25,8 +25,8 @@ from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 
 Row = dict[str, Any]
-CONFIGS = Path(__file__).parents[1] / "configs"
-RESULTS = Path(__file__).parent / "results"
+CONFIGS = Path(__file__).parents[2] / "configs"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jllm.errors import ConfigError
 
-SHEETS = Path(__file__).parents[1] / "configs" / "devices"
+SHEETS = Path(__file__).parents[2] / "configs" / "devices"
 KINDS = ("bf16", "f16", "fp8", "int8")
 
 
