@@ -35,9 +35,9 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.accuracy_report import bars, part, text_report, write_report
-from experiments.accuracy_rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
-from experiments.accuracy_support import check_all_run
+from experiments.accuracy.report import bars, part, text_report, write_report
+from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
+from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only, positive
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents

@@ -5,8 +5,8 @@
 Of each experiment, as its command calls it, and device it shows the newest file: what was asked, the bars and whether
 they are met, the rows, and under what versions, when and by which command they came. Pictures that lie beside a file
 under its name are shown with it. Bars of a run that was cut off are those of its rows, and verdicts of claims what
-their rows say by the rules of today (judged.py). What is said about an experiment, and which columns of its rows are
-shown, is in results_sections.py.
+their rows say by the rules of today (report/judged.py). What is said about an experiment, and which columns of its rows
+are shown, is in report/sections.py.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.registry import TITLES
-from experiments.commands import name_of
-from experiments.judged import judged
-from experiments.results_sections import FALLBACK, GROUPS, Section, Table
+from experiments.report.commands import name_of
+from experiments.report.judged import judged
+from experiments.report.sections import FALLBACK, GROUPS, Section, Table
 from jllm.errors import InputFileError
 from pallas_kernels.bench.command import interruptible
 

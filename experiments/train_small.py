@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from experiments.result_file import ResultFile
-from experiments.train_data import Book, Rows, batches, cut_passages, encode, pack, read_books, train_tokenizer
+from experiments.training.data import Book, Rows, batches, cut_passages, encode, pack, read_books, train_tokenizer
 from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from experiments.commands import module_of
-from experiments.judged import bars_of, judged
+from experiments.report.commands import module_of
+from experiments.report.judged import bars_of, judged
 from experiments.results_page import RESULTS, read_result
 from pallas_kernels.bench.bars import bar
 

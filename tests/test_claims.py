@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import torch_attention
 from experiments.claims import __main__ as command
-from experiments.claims import c5, c21, c22, decoding, registry
+from experiments.claims import c5, c21, c22, decoding, registry, torch_attention
 from experiments.claims.claim import Claim, Verdict, text_table
 from jllm.config import load_config
 from pallas_kernels.decode_attention import mosaic_sm90

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.accuracy_rows import weight_error
+from experiments.accuracy.rows import weight_error
 from experiments.claims import __main__ as command
 from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge

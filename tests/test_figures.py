@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments import accuracy_report, train_card
+from experiments import train_card
+from experiments.accuracy import report as accuracy_report
 from experiments.results_page import RESULTS, read_result
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 

@@ -7,15 +7,13 @@ import pytest
 
 import jllm
 import jllm.analysis.evaluate
-from experiments import (
-    accuracy_pictures,
-    accuracy_report,
-    accuracy_rows,
-    accuracy_support,
-    measured_speed,
-    quant_accuracy,
-)
-from experiments.accuracy_report import bars, text_report
+from experiments import quant_accuracy
+from experiments.accuracy import measured_speed
+from experiments.accuracy import pictures as accuracy_pictures
+from experiments.accuracy import report as accuracy_report
+from experiments.accuracy import rows as accuracy_rows
+from experiments.accuracy import support as accuracy_support
+from experiments.accuracy.report import bars, text_report
 from experiments.texts import write
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Part

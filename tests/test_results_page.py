@@ -7,7 +7,7 @@ import pytest
 
 from experiments import results_page
 from experiments.claims import c23
-from experiments.commands import name_of
+from experiments.report.commands import name_of
 from experiments.results_page import PAGE, RESULTS, is_flat, label_of, page, problems, read_all, read_result, slug
 from jllm.errors import InputFileError
 

@@ -23,8 +23,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from experiments import train_small  # noqa: E402
-from experiments.train_data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
 from experiments.train_small import Recipe, Validation, drop_units, hold_out, main, row_nats  # noqa: E402
+from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
 
 TINY = LlamaConfig(
     "LlamaForCausalLM", 300, 32, 64, 2, 2, 1, 16, context=64, tie_embeddings=True, bos_id=1, eos_ids=(2,)

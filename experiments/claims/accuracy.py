@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import jllm
-from experiments.accuracy_rows import scheme_row
+from experiments.accuracy.rows import scheme_row
 from experiments.claims.claim import Row
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Recorded, record

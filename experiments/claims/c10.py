@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from experiments.accuracy_rows import kv_error, rounded, weight_error
+from experiments.accuracy.rows import kv_error, rounded, weight_error
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
 from jllm.analysis.activations import tap

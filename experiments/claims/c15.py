@@ -8,7 +8,7 @@ them what changes the bits: a zero point (4 bits more a group), and NF4's scales
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.accuracy_rows import rounded, weight_error
+from experiments.accuracy.rows import rounded, weight_error
 from experiments.claims.accuracy import bundled, percent
 from experiments.claims.claim import Claim, Row, Verdict
 from pallas_kernels.quantized_weights import parse_weight_format

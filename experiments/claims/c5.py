@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
-from experiments.torch_attention import flash_attention
+from experiments.claims.torch_attention import flash_attention
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.decode_attention.bench import layers_for
 from pallas_kernels.decode_attention.cases import BENCH_CASES

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
+from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
 from experiments.claims.accuracy import bundled, percent
 from experiments.claims.claim import Claim, Row, Verdict
-from experiments.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.scaled_matmul import bench

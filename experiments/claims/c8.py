@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import quant_steps
+from experiments.accuracy.measured_speed import STEPS, documents
 from experiments.claims.claim import Claim, Row, Verdict
-from experiments.measured_speed import STEPS, documents
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar

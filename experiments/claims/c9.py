@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.accuracy_rows import rounded
+from experiments.accuracy.rows import rounded
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
 from jllm.analysis.activations import tap

@@ -1,8 +1,9 @@
 """FlashAttention-2's time for decode, by torch in a process of its own: it and JAX cannot both have the profiler.
 
-`flash_attention(cases)` starts `python -m experiments.torch_attention`, which reads cases as JSON lines from standard
-input and answers each with a line: microseconds of a call, or why there are none. K and V are contiguous in bfloat16,
-head after head, as torch's scaled_dot_product_attention likes them best; its FlashAttention backend is forced.
+`flash_attention(cases)` starts `python -m experiments.claims.torch_attention`, which reads cases as JSON lines from
+standard input and answers each with a line: microseconds of a call, or why there are none. K and V are contiguous in
+bfloat16, head after head, as torch's scaled_dot_product_attention likes them best; its FlashAttention backend is
+forced.
 """
 
 import json
@@ -17,7 +18,7 @@ TOLERANCE = 8e-3  # of the norm
 def flash_attention(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each case {R, length, H, K, D, sets}: {"us", "wrong"} of one call, or {"error"}. `sets` of K and V rotate."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
-    command = [sys.executable, "-m", "experiments.torch_attention"]
+    command = [sys.executable, "-m", "experiments.claims.torch_attention"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     reason = (done.stderr.strip().splitlines() or ["it answered too little"])[-1][:200]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.accuracy_rows import PLAIN_KV, Row
-from experiments.measured_speed import Speed
+from experiments.accuracy.measured_speed import Speed
+from experiments.accuracy.rows import PLAIN_KV, Row
 from jllm.quant.schemes import PLAIN
 
 Speeds = dict[tuple[str, str], Speed]  # by scheme and KV format

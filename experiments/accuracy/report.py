@@ -6,9 +6,9 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from experiments.accuracy_pictures import Speeds, draw_all, speed_key
-from experiments.accuracy_rows import PLAIN_KV, Row
-from experiments.measured_speed import measured_speeds
+from experiments.accuracy.measured_speed import measured_speeds
+from experiments.accuracy.pictures import Speeds, draw_all, speed_key
+from experiments.accuracy.rows import PLAIN_KV, Row
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import RECORDED
 

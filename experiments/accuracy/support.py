@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from experiments.accuracy_rows import kv_name
+from experiments.accuracy.rows import kv_name
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone

@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import claim_named, find
-from experiments.commands import load, module_of
+from experiments.report.commands import load, module_of
 
 Document = dict[str, Any]
 

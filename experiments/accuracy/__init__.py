@@ -1,0 +1,1 @@
+"""What quantization costs in accuracy, and what it is set against."""

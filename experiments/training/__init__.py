@@ -1,0 +1,1 @@
+"""What training the bundled model needs besides its loop."""
