@@ -50,8 +50,8 @@ from experiments.steps.timer import (
     prefill_layout,
     random_params,
 )
-from jllm.batch import Layout
 from jllm.config import LlamaConfig
+from jllm.engine.layout import Layout
 from jllm.errors import ConfigError, JllmError
 from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host

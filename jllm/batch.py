@@ -1,18 +1,245 @@
-"""What the host tells the device about one step: a ladder of compiled sizes and one packed buffer of small integers.
+"""What one step computes: ragged rows on one flat axis, as the host says them and as the model reads them.
 
-The buffer is allocated anew for every step, because the runtime may still be reading it after dispatch.
+A step's T tokens lie head to tail. First come R short segments of Q rows each, whose tokens are on the device already
+(a decoding sequence has one row), then B prompt chunks on C rows: T = R Q + C. Each row has three numbers, which plain
+decoding does not tell apart: its rotary position, its token index (how many tokens of its sequence come before it: the
+key of a draw, limits) and its cache index (its place in the sequence's pages). Nodes of a tree of drafts share token
+indices, but no place.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
+from jllm.sampling import Sampling, neutral_sampling, write_row
+
+NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
+
+
+# What the host says
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RaggedBatch:
+    """One step. Of each field only the first entries are valid; the rest is padding, as empty_batch has it.
+
+    A chunk carries its slot's whole set of sampling parameters, so that admission is nothing but a first chunk. Arrays
+    are numpy's on the host and JAX's on the device, i32 but for those of `sampling`.
+    """
+
+    decode_slot: Any  # [R] slots that decode
+    tokens: Any  # [C] prompt tokens of all chunks, head to tail
+    targets: Any  # [C] the prompt token that follows each, or -1: for prompt logprobs
+    deltas: Any  # [L, 3] page table changes: slot, index, page
+    chunk_slot: Any  # [B]
+    chunk_start: Any  # [B] cache index of the chunk's first token
+    chunk_len: Any  # [B] tokens in the chunk
+    chunk_final: Any  # [B] 1: the sequence's last known token is in it, so a token is sampled
+    prompt_len: Any  # [B] tokens of the original prompt (later ones were generated)
+    sampling: Sampling  # a row a chunk
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens of one sequence that a step computes at start, start + 1, ..."""
+
+    slot: int
+    tokens: Sequence[int]
+    start: int = 0  # tokens of the sequence that are in the pages already
+    final: bool = True  # the last known token is among them, so that the next one is sampled
+    pages: Sequence[int] = ()  # the slot's page table from its first entry on, where this step is to set it
+    prompt_len: int | None = None  # tokens of the prompt, where some of these were generated
+    targets: Sequence[int] = ()  # the tokens that follow each, where their log-probabilities are wanted
+    sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # by names of Sampling's fields
+
+
+def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0) -> RaggedBatch:
+    """A batch of nothing but padding, in numpy, with room for R decodes, C tokens in B chunks, and L page table
+    changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
+
+    def ints(value: int, *shape: int) -> np.ndarray:
+        return np.full(shape, value, np.int32)
+
+    return RaggedBatch(
+        decode_slot=ints(NOWHERE, decodes),
+        tokens=ints(0, tokens),
+        targets=ints(-1, tokens),
+        deltas=ints(NOWHERE, deltas, 3),
+        chunk_slot=ints(NOWHERE, chunks),
+        chunk_start=ints(0, chunks),
+        chunk_len=ints(0, chunks),
+        chunk_final=ints(0, chunks),
+        prompt_len=ints(0, chunks),
+        sampling=neutral_sampling(chunks, bias),
+    )
+
+
+def fill_batch(
+    batch: RaggedBatch,
+    chunks: Sequence[PromptChunk] = (),
+    decodes: Sequence[int] = (),
+    deltas: Sequence[tuple[int, int, int]] = (),
+) -> None:
+    """Writes a step into an empty batch that has room for it."""
+    deltas = [*deltas, *((chunk.slot, i, page) for chunk in chunks for i, page in enumerate(chunk.pages))]
+    batch.decode_slot[: len(decodes)] = decodes
+    if deltas:
+        batch.deltas[: len(deltas)] = deltas
+    at = 0
+    for b, chunk in enumerate(chunks):
+        n = len(chunk.tokens)
+        batch.tokens[at : at + n] = chunk.tokens
+        batch.targets[at : at + len(chunk.targets)] = chunk.targets
+        batch.chunk_slot[b], batch.chunk_start[b], batch.chunk_len[b] = chunk.slot, chunk.start, n
+        batch.chunk_final[b] = chunk.final
+        batch.prompt_len[b] = chunk.start + n if chunk.prompt_len is None else chunk.prompt_len
+        write_row(batch.sampling, b, chunk.sampling)
+        at += n
+
+
+def ragged_batch(
+    chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = (), deltas: Sequence[tuple[int, int, int]] = ()
+) -> RaggedBatch:
+    """A step written by hand, no larger than it needs to be: prompt chunks, slots that decode one token each, and page
+    table changes (slot, index, page) besides those of the chunks. Sequences end only where `sampling` says so."""
+    tokens, changes = sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.pages) for chunk in chunks)
+    bias = max((len(chunk.sampling.get("bias_ids", ())) for chunk in chunks), default=0)
+    penalized = any(name.endswith("_penalty") for chunk in chunks for name in chunk.sampling)
+    batch = empty_batch(len(decodes), tokens, len(chunks), deltas=len(deltas) + changes, bias=max(bias, int(penalized)))
+    batch.sampling.max_length[:] = NOWHERE
+    fill_batch(batch, chunks, decodes, deltas)
+    return batch
+
+
+# What the model reads
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Whole sequences without a cache. Under vmap for a batch of rows."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T], from 0 in each segment
+    segments: jax.Array  # i32[T], equal for tokens that may see each other
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShortSegments:
+    """Rows of R sequences that already have tokens in their pages: Q each, of which the first `rows` are in use."""
+
+    tokens: jax.Array  # i32[R, Q]
+    start: jax.Array  # i32[R], committed tokens: the first row's cache index
+    rows: jax.Array  # i32[R], 0 .. Q
+    pages: jax.Array  # i32[R, M]
+    ancestors: jax.Array | None = None  # u32[R, Q], bit j of row i: row j is i or its ancestor; None: a chain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunks:
+    """B chunks of prompts, head to tail on C rows."""
+
+    tokens: jax.Array  # i32[C]
+    start: jax.Array  # i32[B], cache index of each chunk's first token
+    lengths: jax.Array  # i32[B]
+    pages: jax.Array  # i32[B, M]
+
+
+def no_segments(max_pages: int) -> ShortSegments:
+    """No segment, beside chunks whose page tables have M entries."""
+    return ShortSegments(*(np.zeros(shape, np.int32) for shape in ((0, 1), 0, 0, (0, max_pages))))  # type: ignore[arg-type]
+
+
+def no_chunks(max_pages: int) -> Chunks:
+    """No chunk, beside segments whose page tables have M entries."""
+    return Chunks(*(np.zeros(shape, np.int32) for shape in (0, 0, 0, (0, max_pages))))  # type: ignore[arg-type]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paged:
+    """One step's rows over a paged cache: R short segments of Q rows, then B prompt chunks on C rows."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T], rotary
+    page: jax.Array  # i32[T], where the token's K and V go; >= N writes nothing
+    offset: jax.Array  # i32[T], within the page
+    decode_pages: jax.Array  # i32[R, M]
+    decode_lengths: jax.Array  # i32[R], keys in the pages with the segment's own; 0: an unused segment
+    chunk_pages: jax.Array  # i32[B, M]
+    chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R Q + chunk_cu[b] .. R Q + chunk_cu[b + 1]
+    chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
+    segment_rows: jax.Array | None = None  # i32[R], rows of each segment that are in use, where Q > 1
+    ancestors: jax.Array | None = None  # u32[R, Q], see ShortSegments
+    width: int = field(default=1, metadata={"static": True})  # Q
+
+    @property
+    def short_rows(self) -> int:
+        """R Q, the rows before those of chunks."""
+        return self.decode_lengths.shape[0] * self.width
+
+
+def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_size: int) -> Paged:
+    """Where each row of a step stands in its sequence and in the page pool of N pages of P tokens."""
+    (R, Q), C = short.tokens.shape, chunks.tokens.shape[0]
+    row = jnp.arange(Q, dtype=jnp.int32)[None, :]
+    in_use = row < short.rows[:, None]
+    index = jnp.where(in_use, short.start[:, None] + row, 0)
+    depth = row if short.ancestors is None else jnp.maximum(jax.lax.population_count(short.ancestors), 1) - 1
+    position = jnp.where(in_use, short.start[:, None] + depth.astype(jnp.int32), 0).reshape(-1)
+    cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(chunks.lengths, dtype=jnp.int32)])
+    chunk = chunk_of_row(cu[1:], C)
+    in_chunk = chunk < chunks.lengths.shape[0]
+    chunk_index = jnp.where(in_chunk, jnp.arange(C, dtype=jnp.int32) - _at(cu, chunk) + _at(chunks.start, chunk), 0)
+
+    short_page = _page(short.pages, jnp.repeat(jnp.arange(R, dtype=jnp.int32), Q), index.reshape(-1), page_size)
+    chunk_page = _page(chunks.pages, chunk, chunk_index, page_size)
+    writes = jnp.concatenate([in_use.reshape(-1), in_chunk])
+    return Paged(
+        tokens=jnp.concatenate([short.tokens.reshape(-1), chunks.tokens]),
+        positions=jnp.concatenate([position, chunk_index]),
+        page=jnp.where(writes, jnp.concatenate([short_page, chunk_page]), num_pages),
+        offset=jnp.concatenate([index.reshape(-1), chunk_index]) % page_size,
+        decode_pages=short.pages,
+        decode_lengths=jnp.where(short.rows > 0, short.start + short.rows, 0),
+        chunk_pages=chunks.pages,
+        chunk_cu=cu,
+        chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
+        segment_rows=None if Q == 1 else short.rows,
+        ancestors=short.ancestors,
+        width=Q,
+    )
+
+
+def chunk_of_row(ends: jax.Array, rows: int) -> jax.Array:
+    """Which chunk each of C rows is in, i32[C], for chunks that end before rows i32[B]; B for the unused tail."""
+    # Not by halves, which would be a loop of small kernels before anything else.
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all").astype(
+        jnp.int32
+    )
+
+
+def _page(table: jax.Array, sequence: jax.Array, index: jax.Array, page_size: int) -> jax.Array:
+    """The pages i32[rows] of cache indices i32[rows] of sequences i32[rows], by a page table [sequences, M]."""
+    if not index.shape[0]:
+        return index
+    last = table.shape[1] - 1
+    return table.at[sequence, jnp.clip(index // page_size, 0, last)].get(mode="clip")
+
+
+def _at(array: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(array, index, mode="clip")
+
+
+# Compiled sizes
 
 
 @dataclass(frozen=True, order=True)
@@ -56,115 +283,3 @@ def choose_rung(ladder: Sequence[Rung], decodes: int, tokens: int, chunks: int) 
     """The smallest rung that holds a step."""
     fits = [r for r in ladder if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks]
     return min(fits, key=lambda r: (r.size, r))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each field lies in the packed buffer of a rung (static under jit)."""
-
-    rung: Rung
-    deltas: int  # most page table changes in a step
-    bias: int = 0  # logit bias entries a sequence; 0 leaves out the two fields
-
-    def fields(self) -> Iterator[tuple[str, tuple[int, ...], int | float]]:
-        """Name, shape and padding value of each field; float padding marks a float32 field."""
-        R, C, B = self.rung.decodes, self.rung.tokens, self.rung.chunks
-        nowhere = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
-        yield "decode_slot", (R,), nowhere
-        yield "tokens", (C,), 0
-        yield "targets", (C,), -1
-        yield "deltas", (self.deltas, 3), nowhere
-        yield "chunk_slot", (B,), nowhere
-        for name in ("chunk_start", "chunk_len", "chunk_final", "prompt_len", "max_length", "top_k", "seed", "sample"):
-            yield name, (B,), 0
-        yield "stop_ids", (B, STOP_IDS), -1
-        for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
-            yield name, (B,), neutral
-        for name, neutral in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
-            yield name, (B,), neutral
-        if self.bias:
-            yield "bias_ids", (B, self.bias), -1
-            yield "bias_values", (B, self.bias), 0.0
-
-    @property
-    def size(self) -> int:
-        """Integers in the buffer."""
-        return sum(math.prod(shape) for _, shape, _ in self.fields())
-
-    def pack(self) -> tuple[np.ndarray, "RaggedBatch"]:
-        """A fresh i32 buffer filled with padding, and a batch of views into it for the host to write."""
-        buffer = np.empty(self.size, np.int32)
-        views, at = {}, 0
-        for name, shape, pad in self.fields():
-            size = math.prod(shape)
-            view = buffer[at : at + size].view(np.float32 if isinstance(pad, float) else np.int32).reshape(shape)
-            view[...] = pad
-            views[name], at = view, at + size
-        return buffer, RaggedBatch(**views)
-
-    def unpack(self, buffer: jax.Array) -> "RaggedBatch":
-        """The same fields on the device, under jit."""
-        fields, at = {}, 0
-        for name, shape, pad in self.fields():
-            size = math.prod(shape)
-            field = buffer[at : at + size].reshape(shape)
-            fields[name] = jax.lax.bitcast_convert_type(field, jnp.float32) if isinstance(pad, float) else field
-            at += size
-        return RaggedBatch(**fields)
-
-
-@dataclass(frozen=True)
-class RaggedBatch:
-    """One step. Of each field only the first entries are valid; the rest holds the padding of Layout.fields.
-
-    A chunk row carries its slot's whole set of parameters, so that admission is nothing but a first chunk.
-    Arrays are numpy views on the host and jax arrays on the device. Types: i32 unless said otherwise.
-    """
-
-    decode_slot: Any  # [R] slots that decode one token
-    tokens: Any  # [C] prompt tokens of all chunks, head to tail
-    targets: Any  # [C] the prompt token that follows each, or -1: for prompt logprobs
-    deltas: Any  # [L, 3] page table changes: slot, index, page
-    chunk_slot: Any  # [B]
-    chunk_start: Any  # [B] position of the chunk's first token
-    chunk_len: Any  # [B] tokens in the chunk
-    chunk_final: Any  # [B] 1: the sequence's last known token is in it, so a token is sampled
-    prompt_len: Any  # [B] tokens of the original prompt (later ones were generated)
-    max_length: Any  # [B] prompt and output tokens at which the sequence is done
-    top_k: Any  # [B]
-    seed: Any  # [B] u32 bits
-    sample: Any  # [B] sample index within the request
-    stop_ids: Any  # [B, STOP_IDS]
-    temperature: Any  # f32[B]
-    top_p: Any  # f32[B]
-    min_p: Any  # f32[B]
-    repetition: Any  # f32[B]
-    presence: Any  # f32[B]
-    frequency: Any  # f32[B]
-    bias_ids: Any = None  # [B, X]
-    bias_values: Any = None  # f32[B, X]
-
-
-def pack_prompt(
-    layout: Layout, tokens: Sequence[int], pages: Sequence[int], *, slot: int = 0, start: int = 0
-) -> np.ndarray:
-    """A step, written by hand, that prefills one slot and samples greedily: for notebooks and tests.
-
-    `pages` are the slot's page table; they must hold the tokens and those that will follow. The `start` tokens before
-    these are in the pages already (see snapshot.put). Further parameters can be written into `layout.pack()`'s views in
-    the same way.
-    """
-    buffer, batch = layout.pack()
-    batch.deltas[: len(pages)] = [(slot, i, page) for i, page in enumerate(pages)]
-    batch.tokens[: len(tokens)] = tokens
-    batch.chunk_slot[0], batch.chunk_len[0], batch.chunk_final[0] = slot, len(tokens), 1
-    batch.chunk_start[0] = start
-    batch.prompt_len[0], batch.max_length[0] = start + len(tokens), np.iinfo(np.int32).max
-    return buffer
-
-
-def pack_decode(layout: Layout, slots: Sequence[int]) -> np.ndarray:
-    """A step in which these slots decode one token each."""
-    buffer, batch = layout.pack()
-    batch.decode_slot[: len(slots)] = slots
-    return buffer

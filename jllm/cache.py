@@ -5,9 +5,10 @@ import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.model import Cache
 from pallas_kernels import kv_pages
-from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.kv_pages import KVFormat, KVPages
+
+Cache = tuple[KVPages, ...]  # one a layer
 
 DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
 

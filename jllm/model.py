@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jllm.batch import Packed, Paged
+from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.linear import embed, fuses_swiglu, linear, norm_linear, norm_swiglu, silu_linear
 from jllm.params import LayerParams, Params
@@ -28,34 +30,7 @@ from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
-Cache = tuple[KVPages, ...]  # one a layer
 Taps = dict[str, jax.Array]  # by names of jllm.taps
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Packed:
-    """Whole sequences without a cache. Under vmap for a batch of rows."""
-
-    tokens: jax.Array  # i32[T]
-    positions: jax.Array  # i32[T], from 0 in each segment
-    segments: jax.Array  # i32[T], equal for tokens that may see each other
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Paged:
-    """One merged step: R decode rows (one token each), then B prompt chunks on C rows; T = R + C."""
-
-    tokens: jax.Array  # i32[T]
-    positions: jax.Array  # i32[T]
-    page: jax.Array  # i32[T], where the token's K and V go; >= N writes nothing
-    offset: jax.Array  # i32[T], within the page
-    decode_pages: jax.Array  # i32[R, M]
-    decode_lengths: jax.Array  # i32[R], keys visible to the row, its own included; 0: unused row
-    chunk_pages: jax.Array  # i32[B, M]
-    chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R + chunk_cu[b] .. R + chunk_cu[b + 1]
-    chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
 
 
 def forward(
@@ -147,7 +122,7 @@ def _plan(
 ) -> _Works:
     if cache is None or isinstance(batch, Packed):
         return _Works()
-    R = batch.decode_lengths.shape[0]
+    R = batch.short_rows
     C = batch.tokens.shape[0] - R
     q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
     chunks = (batch.chunk_cu, batch.chunk_lengths)

@@ -1,4 +1,4 @@
-"""Sampling on the device: per row, without a sort, and the same whatever else is in the batch.
+"""Sampling on the device: per row, without a sort, and batch-invariant.
 
 Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, given one
 uniform number a row.
@@ -6,95 +6,154 @@ uniform number a row.
 Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens, X bias entries a row.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import sample as kernels
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.sample import xla
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RowParams:
-    """How to sample each row. A row that is only padding may hold anything, zeros included."""
-
-    temperature: Array  # f[R]; 0 is greedy
-    top_k: Array  # i32[R]; 0 is off
-    top_p: Array  # f[R]; 1 is off
-    min_p: Array  # f[R]; 0 is off
-    seed: Array  # u32[R]; of the request
-    sample: Array  # i32[R]; which of the request's n samples
+STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Penalties:
-    """What changes logits before sampling. Bias ids lie in [0, V) and are distinct within a row; -1 pads."""
+    """What changes logits before a token is drawn. Bias ids lie in [0, V) and are distinct within a row; -1 pads."""
 
-    repetition: Array  # f[R]; 1 is off
-    presence: Array  # f[R]; 0 is off
-    frequency: Array  # f[R]; 0 is off
-    seen: Array  # bool[R, V]; the token occurs in the prompt or the output
-    counts: Array  # i32[R, V]; occurrences in the output
-    bias_ids: Array  # i32[R, X]
-    bias_values: Array  # f[R, X]; -inf bans
+    repetition_penalty: Any  # f32[R]; 1 is off
+    presence_penalty: Any  # f32[R]; 0 is off
+    frequency_penalty: Any  # f32[R]; 0 is off
+    bias_ids: Any  # i32[R, X]
+    bias_values: Any  # f32[R, X]; -inf bans
 
 
-def penalize(logits: Array, penalties: Penalties | None) -> Array:
-    """Penalties, then bias: [R, V] -> [R, V] in the compute dtype; None (nobody asked) changes nothing.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence's tokens are drawn and when they end. One struct serves slots (a row a slot), batches (a row a
+    prompt chunk, numpy views on the host) and the rows that a step samples. Fields that users set have the names of
+    engine.request.SamplingParams. A row that is only padding may hold anything, zeros included."""
+
+    temperature: Any  # f32[R]; 0 is greedy
+    top_k: Any  # i32[R]; 0 is off
+    top_p: Any  # f32[R]; 1 is off
+    min_p: Any  # f32[R]; 0 is off
+    seed: Any  # u32[R]; the request's
+    sample: Any  # i32[R]; the index of the sample within its request
+    stop_ids: Any  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
+    max_length: Any  # i32[R]; prompt and output tokens at which the sequence ends
+    penalties: Penalties | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenCounts:
+    """Which tokens there were: what penalties ask. Kept per slot [S, V], gathered per row [R, V]."""
+
+    seen: Array  # bool[S, V]; the token occurs in the prompt or the output
+    counts: Array  # i32[S, V]; occurrences in the output
+
+
+def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
+    """Sampling that changes nothing: greedy, without end, in numpy. bias: X; 0 leaves the penalties out."""
+
+    def ints(value: int, *shape: int) -> np.ndarray:
+        return np.full((rows, *shape), value, np.int32)
+
+    def floats(value: float, *shape: int) -> np.ndarray:
+        return np.full((rows, *shape), value, np.float32)
+
+    penalties = Penalties(floats(1), floats(0), floats(0), ints(-1, bias), floats(0, bias)) if bias else None
+    return Sampling(
+        temperature=floats(0),
+        top_k=ints(0),
+        top_p=floats(1),
+        min_p=floats(0),
+        seed=np.zeros(rows, np.uint32),
+        sample=ints(0),
+        stop_ids=ints(-1, STOP_IDS),
+        max_length=ints(0),
+        penalties=penalties,
+    )
+
+
+def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
+    """Writes values by name of their field into one row of numpy arrays: numbers, and for stop_ids, bias_ids and
+    bias_values as many as there are. Penalties without room for them (neutral_sampling's bias 0) must be neutral."""
+    structs = (sampling,) if sampling.penalties is None else (sampling, sampling.penalties)
+    for struct in structs:
+        for field in fields(struct):
+            if field.name in values:
+                array, value = getattr(struct, field.name), values[field.name]
+                if array.ndim == 1:
+                    array[row] = value
+                else:
+                    array[row, : len(value)] = value
+
+
+def make_counts(slots: int, vocab: int) -> TokenCounts:
+    """No token was there: for S slots and V tokens."""
+    return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+
+
+def penalize(logits: Array, penalties: Penalties | None, counts: TokenCounts | None) -> Array:
+    """Penalties, then bias: [R, V] -> [R, V] in the compute dtype; None changes nothing.
 
     Repetition divides positive and multiplies other logits of seen tokens (Keskar et al. 2019, as Hugging Face has
     it); presence and frequency subtract for tokens of the output (as OpenAI's API has it).
     """
-    if penalties is None:
+    if penalties is None or counts is None:
         return logits
     logits = logits.astype(compute_dtype(logits.dtype))
     repetition, presence, frequency, bias = (
         x.astype(logits.dtype)
-        for x in (penalties.repetition, penalties.presence, penalties.frequency, penalties.bias_values)
+        for x in (
+            penalties.repetition_penalty,
+            penalties.presence_penalty,
+            penalties.frequency_penalty,
+            penalties.bias_values,
+        )
     )
     repeated = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-    logits = jnp.where(penalties.seen, repeated, logits)
-    counts = penalties.counts.astype(logits.dtype)
-    logits -= counts * frequency[:, None] + (counts > 0).astype(logits.dtype) * presence[:, None]
+    logits = jnp.where(counts.seen, repeated, logits)
+    output = counts.counts.astype(logits.dtype)
+    logits -= output * frequency[:, None] + (output > 0).astype(logits.dtype) * presence[:, None]
     ids = jnp.where(penalties.bias_ids < 0, logits.shape[1], penalties.bias_ids)  # a negative index would wrap around
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(bias, mode="drop")
 
 
-def count_tokens(seen: Array, counts: Array, slot: Array, tokens: Array, is_output: Array) -> tuple[Array, Array]:
-    """Enters tokens i32[T] of slots i32[T] into seen bool[S, V] and, where is_output bool[T], into counts i32[S, V].
+def count_tokens(counts: TokenCounts, slot: Array, tokens: Array, is_output: Array) -> TokenCounts:
+    """Enters tokens i32[T] of slots i32[T] as seen and, where is_output bool[T], as output.
 
     A slot >= S drops its token; a token may come several times.
     """
-    seen = seen.at[slot, tokens].set(True, mode="drop")
-    counts = counts.at[slot, tokens].add(is_output.astype(counts.dtype), mode="drop")
-    return seen, counts
+    seen = counts.seen.at[slot, tokens].set(True, mode="drop")
+    output = counts.counts.at[slot, tokens].add(is_output.astype(counts.counts.dtype), mode="drop")
+    return TokenCounts(seen, output)
 
 
-def sample(logits: Array, params: RowParams, position: Array, *, backend: str | None = None) -> Array:
-    """One token a row: logits [R, V] (penalized), position i32[R] (absolute, of the new token) -> i32[R].
+def sample(logits: Array, params: Sampling, position: Array, *, backend: str | None = None) -> tuple[Array, Array]:
+    """One token a row: logits [R, V] (penalized), position i32[R] (the new token's index in its sequence) -> tokens
+    i32[R], and whether all of a row's logits are finite, bool[R], which the same pass tells.
 
     Greedy rows take the most likely token, at ties the lowest id. A row's token depends on its logits, params and
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
     row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
-    return sample_checked(logits, params, position, backend=backend)[0]
+    dtype = compute_dtype(logits.dtype)
+    uniform = _uniform(params, position, dtype)
+    temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
+    return kernels.sample(logits, temperature, params.top_k, top_p, min_p, uniform, backend=backend)
 
 
-def sample_checked(
-    logits: Array, params: RowParams, position: Array, *, backend: str | None = None
-) -> tuple[Array, Array]:
-    """`sample`'s tokens, and whether all of a row's logits are finite, bool[R], which the same pass tells."""
-    uniform = _uniform(params, position, compute_dtype(logits.dtype))
-    filters = params.temperature, params.top_k, params.top_p, params.min_p
-    return kernels.sample(logits, *filters, uniform, backend=backend)
-
-
-def threshold(logits: Array, params: RowParams) -> Array:
+def threshold(logits: Array, params: Sampling) -> Array:
     """The lowest logit of each row [R, V] that top-k, top-p and min-p leave to be drawn -> [R]; -inf when all are off.
 
     top-k keeps what reaches the k-th largest logit; top-p the smallest set of the most likely tokens whose
@@ -124,7 +183,7 @@ def top_logprobs(logits: Array, n: int) -> tuple[Array, Array]:
     return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
 
 
-def sample_reference(logits: Array, params: RowParams, position: Array) -> Array:
+def sample_reference(logits: Array, params: Sampling, position: Array) -> Array:
     """`sample` as one would first write it, by sorting each row: the reference in tests and a baseline for speed."""
     dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
     logits = logits.astype(dtype)
@@ -148,7 +207,7 @@ def sample_reference(logits: Array, params: RowParams, position: Array) -> Array
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
 
 
-def _uniform(params: RowParams, position: Array, dtype: jnp.dtype) -> Array:
+def _uniform(params: Sampling, position: Array, dtype: jnp.dtype) -> Array:
     """One number in [0, 1) a row, from (seed, sample, position) alone."""
 
     def draw(seed, index, position):

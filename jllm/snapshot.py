@@ -7,7 +7,7 @@ another. All functions but save and load are pure, and take numpy arrays as well
 
     snapshot = take(state.cache, pages, tokens)             # while the tokens' K and V are in these pages
     state = replace(state, cache=put(state.cache, other_pages, snapshot))
-    buffer = pack_prompt(layout, more, other_pages, slot=1, start=snapshot.length)
+    batch = ragged_batch([PromptChunk(1, more, snapshot.length, pages=other_pages)])
 
 Every sequence that is put somewhere from one snapshot is a fork of it: the value stays as it was.
 """

@@ -1,41 +1,48 @@
 """The merged step: step(params, state, batch) -> state, outputs. One compiled function for every mix of requests.
 
-Decode rows come first, then prompt chunks. A decode row's input is its slot's last sampled token, which never leaves
-the device; a slot that the device has marked done writes nothing, so the host may dispatch step t + 1 before it has
-read the tokens of step t.
+A step is `forward` (K and V are written, logits of the rows whose next token is due) and then `sample`. Short segments
+come first, then prompt chunks. A decoding sequence's input is its slot's last sampled token, which never leaves the
+device; a slot that the device has marked done writes nothing, so the host may dispatch step t + 1 before it has read
+the tokens of step t.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import STOP_IDS, Layout, RaggedBatch
+from jllm.batch import Chunks, Paged, RaggedBatch, ShortSegments, chunk_of_row, paged_batch
+from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.model import Cache, Paged, Taps, head, head_taps, tapped_backbone
+from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.params import Params
 from jllm.sampling import (
-    Penalties,
-    RowParams,
+    Sampling,
+    TokenCounts,
     count_tokens,
+    neutral_sampling,
     penalize,
-    sample_checked,
     sample_reference,
     token_logprobs,
     token_ranks,
     top_logprobs,
 )
+from jllm.sampling import sample as draw_tokens
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 TOP_LOGPROBS = 20
 WANTS = ("penalties", "logprobs", "prompt_logprobs")  # of a variant: what single requests ask for
 NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
 
+Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
+
 
 @dataclass(frozen=True)
 class Variant:
-    """What costs memory or time when nobody asked; each combination is compiled once."""
+    """What costs memory or time when no request asks for it; each combination is compiled once."""
 
     penalties: bool = False
     logprobs: bool = False
@@ -44,7 +51,7 @@ class Variant:
     taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
 
     def __or__(self, other: "Variant") -> "Variant":
-        """What serves both. They sample alike."""
+        """What serves both. Their taps are the same."""
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in WANTS})
 
     def covers(self, other: "Variant") -> bool:
@@ -60,44 +67,49 @@ class Variant:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """Per batch slot, on the device."""
+    """What the device knows of each batch slot."""
 
     token: jax.Array  # i32[S] last sampled token: the next input
     length: jax.Array  # i32[S] tokens whose K and V are in the pages
     done: jax.Array  # bool[S] ended: writes nothing and samples nothing
     pages: jax.Array  # i32[S, M] page table
-    max_length: jax.Array  # i32[S]
-    stop_ids: jax.Array  # i32[S, STOP_IDS], -1 padded
-    temperature: jax.Array  # f32[S]
-    top_k: jax.Array  # i32[S]
-    top_p: jax.Array  # f32[S]
-    min_p: jax.Array  # f32[S]
-    seed: jax.Array  # i32[S], u32 bits
-    sample: jax.Array  # i32[S]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SlotPenalties:
-    """Per batch slot, and only while a request asks for penalties or a bias."""
-
-    repetition: jax.Array  # f32[S]
-    presence: jax.Array  # f32[S]
-    frequency: jax.Array  # f32[S]
-    seen: jax.Array  # bool[S, V] token occurs in prompt or output
-    counts: jax.Array  # i32[S, V] occurrences in the output
-    bias_ids: jax.Array  # i32[S, X]
-    bias_values: jax.Array  # f32[S, X]
+    sampling: Sampling  # [S]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that the model remembers between steps."""
+    """Everything that the model remembers between steps. `user` is a pytree of the caller's own, which steps leave
+    alone."""
 
     cache: Cache
     slots: Slots
-    penalties: SlotPenalties | None = None
+    counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
+    user: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """The rows that the head runs on: R short segments of Q rows, then the last row of each of B chunks."""
+
+    slot: jax.Array  # i32[R Q + B], clipped into range
+    target_slot: jax.Array  # i32[R Q + B], out of range where the row is not valid
+    length: jax.Array  # i32[R Q + B], tokens in the pages after this step: the new token's index in its sequence
+    valid: jax.Array  # bool[R Q + B], whether a token is sampled
+    written: jax.Array  # bool[R Q + B], whether the slot's length changes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """What the forward half of a step yields and its sampling half takes."""
+
+    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties
+    rows: Rows
+    prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
+    prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
+    taps: Taps  # [T, ...] by names of the variant's; of the head's rows [R Q + B, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -109,97 +121,122 @@ class Outputs:
     logprobs: jax.Array | None  # f[R + B] of the sampled token
     top_ids: jax.Array | None  # i32[R + B, TOP_LOGPROBS], best first
     top_logprobs: jax.Array | None  # f[R + B, TOP_LOGPROBS]
-    prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
-    prompt_ranks: jax.Array | None = None  # i32[C] of the same, 1 for the most likely token
-    taps: Taps = field(default_factory=dict)  # [R + C, ...] by names of the variant's; of the head's rows [R + B, ...]
+    prompt_logprobs: jax.Array | None  # as Logits has them
+    prompt_ranks: jax.Array | None = None
+    taps: Taps = field(default_factory=dict)
 
 
-def make_slots(slots: int, max_pages: int) -> Slots:
-    """S empty slots of M page table entries each."""
+def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
+    """S empty slots of M page table entries each. bias: X, logit bias entries of a slot; 0 leaves out penalties."""
 
-    def ints(*shape: int, fill: int = 0) -> jax.Array:  # each field its own buffer, since all are donated
-        return jnp.full((slots, *shape), fill, jnp.int32)
+    def ints(*shape: int) -> jax.Array:  # each field its own buffer, since all are donated
+        return jnp.zeros((slots, *shape), jnp.int32)
 
-    return Slots(
-        token=ints(),
-        length=ints(),
-        done=jnp.ones(slots, bool),
-        pages=ints(max_pages),
-        max_length=ints(),
-        stop_ids=ints(STOP_IDS, fill=-1),
-        temperature=jnp.zeros(slots, jnp.float32),
-        top_k=ints(),
-        top_p=jnp.ones(slots, jnp.float32),
-        min_p=jnp.zeros(slots, jnp.float32),
-        seed=ints(),
-        sample=ints(),
-    )
+    sampling = jax.tree.map(jnp.array, neutral_sampling(slots, bias))
+    return Slots(token=ints(), length=ints(), done=jnp.ones(slots, bool), pages=ints(max_pages), sampling=sampling)
 
 
-def make_penalties(slots: int, vocab: int, bias: int) -> SlotPenalties:
-    """Neutral penalties for S slots and V tokens, with room for X bias entries."""
-    return SlotPenalties(
-        repetition=jnp.ones(slots, jnp.float32),
-        presence=jnp.zeros(slots, jnp.float32),
-        frequency=jnp.zeros(slots, jnp.float32),
-        seen=jnp.zeros((slots, vocab), bool),
-        counts=jnp.zeros((slots, vocab), jnp.int32),
-        bias_ids=jnp.full((slots, bias), -1, jnp.int32),
-        bias_values=jnp.zeros((slots, bias), jnp.float32),
-    )
+def init_state(
+    config: LlamaConfig,
+    *,
+    slots: int,
+    num_pages: int,
+    page_size: int = 16,
+    max_pages: int | None = None,
+    kv_cache: str | None = None,
+    dtype: Any = None,
+) -> State:
+    """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
+    of the pool. kv_cache names the format of K and V, by default that of dtype, which defaults to the config's. Raises
+    ConfigError for an unknown format."""
+    formats = parse_kv_cache(kv_cache, config, config.dtype if dtype is None else dtype)
+    table = max(1, num_pages // slots) if max_pages is None else max_pages
+    return State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table))
 
 
-def step(
+def forward(
     params: Params,
     state: State,
-    buffer: jax.Array,
+    batch: RaggedBatch,
     *,
     config: LlamaConfig,
-    layout: Layout,
     variant: Variant = Variant(),
     backend: str | None = None,
-) -> tuple[State, Outputs]:
-    """Runs one merged step and samples one token for each row that is due.
-
-    buffer i32[layout.size] is a packed batch (see batch.Layout). jit_step donates `state`, undonated_step does not;
-    config, layout, variant and backend are static.
-    """
-    batch = layout.unpack(buffer)
-    rung = layout.rung
-    slots = _apply_chunks(_apply_deltas(state.slots, batch.deltas), batch)
-    paged, rows = _lay_out(slots, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
+) -> tuple[State, Logits]:
+    """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
+    row of a short segment and of the last row of every chunk."""
+    slots = _admit(_change_pages(state.slots, batch.deltas), batch)
+    paged, rows = lay_out(slots, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
     hidden, cache, taps = tapped_backbone(params, config, paged, state.cache, variant.taps, backend=backend)
     assert cache is not None
-    last = rung.decodes + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(rung.tokens - 1, 0))
-    picked = jnp.concatenate([hidden[: rung.decodes], jnp.take(hidden, last, axis=0, mode="clip")])
-    raw = head(params, config, picked, backend=backend)
-    row_params = _row_params(slots, rows.slot, raw.dtype)
-    penalties = state.penalties
-    if variant.penalties:
-        assert penalties is not None, "the penalties variant needs State.penalties"
-        penalties = _count_prompt(
-            _apply_penalties(penalties, batch), batch, rows.chunk, paged.positions[rung.decodes :]
-        )
-        logits = penalize(raw, _gather_penalties(penalties, rows.slot, raw.dtype))
-        tokens, _ = _draw(logits, row_params, rows.length, variant, backend)
-        finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
-        seen, counts = count_tokens(penalties.seen, penalties.counts, rows.target_slot, tokens, rows.valid)
-        penalties = replace(penalties, seen=seen, counts=counts)
-    else:
-        tokens, finite = _draw(raw, row_params, rows.length, variant, backend)
+    short, C = paged.short_rows, batch.tokens.shape[0]
+    last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
+    picked = jnp.concatenate([hidden[:short], jnp.take(hidden, last, axis=0, mode="clip")])
+    values = head(params, config, picked, backend=backend)
     scores: tuple[jax.Array | None, jax.Array | None] = (None, None)
-    if variant.prompt_logprobs and rung.tokens:
-        scores = _score_prompt(params, config, hidden[rung.decodes :], batch.targets, backend)
+    if variant.prompt_logprobs and C:
+        scores = _score_prompt(params, config, hidden[short:], batch.targets, backend)
+    taps = taps | head_taps(params, config, picked, values, variant.taps, backend=backend)
+    counts = state.counts
+    if variant.penalties:
+        assert counts is not None, "the penalties variant needs State.counts"
+        counts = _count_prompt(counts, batch, paged.positions[short:])
+    return replace(state, cache=cache, slots=slots, counts=counts), Logits(values, rows, *scores, taps)
+
+
+def sample(
+    state: State,
+    logits: Logits,
+    *,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    draw: Draw = draw_tokens,
+) -> tuple[State, Outputs]:
+    """Draws a token for each row that is due, and moves its sequence on. `draw` takes logits [rows, V], Sampling and
+    token indices [rows] as sampling.sample does, and returns tokens and which rows are finite."""
+    raw, rows = logits.values, logits.rows
+    draw = _draw_by_sorting if variant.sort else draw
+    sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
+    counts = state.counts
+    if variant.penalties:
+        assert counts is not None, "the penalties variant needs State.counts"
+        penalized = penalize(raw, sampling.penalties, jax.tree.map(lambda x: x[rows.slot], counts))
+        tokens, _ = draw(penalized, sampling, rows.length, backend=backend)
+        finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
+        counts = count_tokens(counts, rows.target_slot, tokens, rows.valid)
+    else:
+        tokens, finite = draw(raw, sampling, rows.length, backend=backend)
     outputs = Outputs(
         tokens=jnp.where(rows.valid, jnp.where(finite, tokens, NOT_FINITE), -1),
         logprobs=token_logprobs(raw, tokens) if variant.logprobs else None,
         **_top(raw, variant),
-        prompt_logprobs=scores[0],
-        prompt_ranks=scores[1],
-        taps=taps | head_taps(params, config, picked, raw, variant.taps, backend=backend),
+        prompt_logprobs=logits.prompt_logprobs,
+        prompt_ranks=logits.prompt_ranks,
+        taps=logits.taps,
     )
-    return State(cache, _advance(slots, rows, tokens, ~finite), penalties), outputs
+    return replace(state, slots=_advance(state.slots, sampling, rows, tokens, ~finite), counts=counts), outputs
 
+
+STATIC = ("config", "variant", "backend", "draw")
+
+
+def eager_step(
+    params: Params,
+    state: State,
+    batch: RaggedBatch,
+    *,
+    config: LlamaConfig,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    draw: Draw = draw_tokens,
+) -> tuple[State, Outputs]:
+    """One merged step: forward, then sample. `step` is this under jit, where config, variant, backend and draw are
+    static; the old state stays usable."""
+    state, logits = forward(params, state, batch, config=config, variant=variant, backend=backend)
+    return sample(state, logits, variant=variant, backend=backend, draw=draw)
+
+
+step = partial(jax.jit, static_argnames=STATIC)(eager_step)
 
 COPIES = 16  # pages that one call of jit_copy_pages copies at most
 
@@ -221,105 +258,54 @@ def copy_pages(cache: Cache, pages: jax.Array) -> Cache:
 
 jit_copy_pages = partial(jax.jit, donate_argnames="cache")(copy_pages)
 
-STATIC = ("config", "layout", "variant", "backend")
-jit_step = partial(jax.jit, static_argnames=STATIC, donate_argnames="state")(step)
-undonated_step = partial(jax.jit, static_argnames=STATIC)(step)  # for notebooks: the old state stays usable
 
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows that the head runs on: R decode rows, then the last row of each of B chunks; and whose the C prompt
-    tokens are."""
-
-    slot: jax.Array  # i32[R + B], clipped into range
-    target_slot: jax.Array  # i32[R + B], out of range where the row is not valid
-    length: jax.Array  # i32[R + B], tokens in the pages after this step = position of the new token
-    valid: jax.Array  # bool[R + B], whether a token is sampled
-    written: jax.Array  # bool[R + B], whether the slot's length changes
-    chunk: jax.Array  # i32[C], which chunk each prompt token is in; B for the unused tail
-
-
-def _apply_deltas(slots: Slots, deltas: jax.Array) -> Slots:
+def _change_pages(slots: Slots, deltas: jax.Array) -> Slots:
     slot, index, page = deltas[:, 0], deltas[:, 1], deltas[:, 2]
     return replace(slots, pages=slots.pages.at[slot, index].set(page, mode="drop"))
 
 
-def _apply_chunks(slots: Slots, batch: RaggedBatch) -> Slots:
-    """A chunk row (re)writes its slot's parameters; that is all there is to admission."""
-    names = ("max_length", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seed", "sample")
+def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
+    """A chunk (re)writes its slot's sampling parameters and length; that is all there is to admission."""
 
     def put(old, new):
         return old.at[batch.chunk_slot].set(new, mode="drop")
 
-    new = {name: put(getattr(slots, name), getattr(batch, name)) for name in names}
-    return replace(slots, **new, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
+    sampling = jax.tree.map(put, slots.sampling, batch.sampling)
+    return replace(slots, sampling=sampling, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
 
 
-def _lay_out(slots: Slots, batch: RaggedBatch, num_pages: int, page_size: int) -> tuple[Paged, _Rows]:
-    """Rows of the flat axis: what each token is, where it stands, and where its K and V go."""
+def lay_out(slots: Slots, batch: RaggedBatch, num_pages: int, page_size: int) -> tuple[Paged, Rows]:
+    """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
+    on."""
     S = slots.token.shape[0]
     in_use = batch.decode_slot < S
     decode_slot = jnp.where(in_use, batch.decode_slot, 0)
     live = in_use & ~slots.done[decode_slot]
-    decode_position = jnp.where(live, slots.length[decode_slot], 0)
-
+    start = jnp.where(live, slots.length[decode_slot], 0)
     chunk_slot = jnp.where(batch.chunk_slot < S, batch.chunk_slot, 0)
-    cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(batch.chunk_len, dtype=jnp.int32)])
-    row = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    # B for the unused tail; not by halves, which would be a loop of small kernels before anything else
-    chunk = jnp.searchsorted(cu[1:], row, side="right", method="compare_all").astype(jnp.int32)
-    in_chunk = row < cu[-1]
-    chunk_position = jnp.where(in_chunk, row - _at(cu, chunk) + _at(batch.chunk_start, chunk), 0)
-
-    position = jnp.concatenate([decode_position, chunk_position])
-    table_row = jnp.concatenate([decode_slot, jnp.where(in_chunk, _at(chunk_slot, chunk), 0)])
-    page = slots.pages[table_row, jnp.clip(position // page_size, 0, slots.pages.shape[1] - 1)]
-    writes = jnp.concatenate([live, in_chunk])
-    chunk_end = batch.chunk_start + batch.chunk_len
-    paged = Paged(
-        tokens=jnp.concatenate([slots.token[decode_slot], batch.tokens]),
-        positions=position,
-        page=jnp.where(writes, page, num_pages),
-        offset=position % page_size,
-        decode_pages=slots.pages[decode_slot],
-        decode_lengths=jnp.where(live, decode_position + 1, 0),
-        chunk_pages=slots.pages[chunk_slot],
-        chunk_cu=cu,
-        chunk_lengths=jnp.where(batch.chunk_len > 0, chunk_end, 0),
+    paged = paged_batch(
+        ShortSegments(slots.token[decode_slot][:, None], start, live.astype(jnp.int32), slots.pages[decode_slot]),
+        Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[chunk_slot]),
+        num_pages=num_pages,
+        page_size=page_size,
     )
     valid = jnp.concatenate([live, batch.chunk_final == 1])
     slot = jnp.concatenate([decode_slot, chunk_slot])
-    rows = _Rows(
+    rows = Rows(
         slot=slot,
         target_slot=jnp.where(valid, slot, S),
-        length=jnp.concatenate([decode_position + 1, chunk_end]),
+        length=jnp.concatenate([start + 1, batch.chunk_start + batch.chunk_len]),
         valid=valid,
         written=jnp.concatenate([live, batch.chunk_len > 0]),
-        chunk=chunk,
     )
     return paged, rows
 
 
-def _at(array: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(array, index, mode="clip")
-
-
-def _row_params(slots: Slots, slot: jax.Array, dtype) -> RowParams:
-    return RowParams(
-        temperature=slots.temperature[slot].astype(dtype),
-        top_k=slots.top_k[slot],
-        top_p=slots.top_p[slot].astype(dtype),
-        min_p=slots.min_p[slot].astype(dtype),
-        seed=jax.lax.bitcast_convert_type(slots.seed[slot], jnp.uint32),
-        sample=slots.sample[slot],
-    )
-
-
-def _advance(slots: Slots, rows: _Rows, tokens: jax.Array, broken: jax.Array) -> Slots:
+def _advance(slots: Slots, sampling: Sampling, rows: Rows, tokens: jax.Array, broken: jax.Array) -> Slots:
     """Lengths grow by what was written; a sampled token becomes the next input and may end its sequence."""
     S = slots.token.shape[0]
-    stop = jnp.any(slots.stop_ids[rows.slot] == tokens[:, None], axis=1)
-    done = stop | broken | (rows.length + 1 >= slots.max_length[rows.slot])
+    stop = jnp.any(sampling.stop_ids == tokens[:, None], axis=1)
+    done = stop | broken | (rows.length + 1 >= sampling.max_length)
     written = jnp.where(rows.written, rows.slot, S)
     return replace(
         slots,
@@ -329,53 +315,20 @@ def _advance(slots: Slots, rows: _Rows, tokens: jax.Array, broken: jax.Array) ->
     )
 
 
-def _apply_penalties(penalties: SlotPenalties, batch: RaggedBatch) -> SlotPenalties:
-    """A first chunk resets its slot; every chunk rewrites the parameters."""
-    S = penalties.repetition.shape[0]
+def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) -> TokenCounts:
+    """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output. A first
+    chunk begins its slot's counts anew."""
+    S = counts.seen.shape[0]
     first = jnp.where(batch.chunk_start == 0, batch.chunk_slot, S)
-
-    def put(old, new):
-        return old.at[batch.chunk_slot].set(new, mode="drop")
-
-    return SlotPenalties(
-        repetition=put(penalties.repetition, batch.repetition),
-        presence=put(penalties.presence, batch.presence),
-        frequency=put(penalties.frequency, batch.frequency),
-        seen=penalties.seen.at[first].set(False, mode="drop"),
-        counts=penalties.counts.at[first].set(0, mode="drop"),
-        bias_ids=put(penalties.bias_ids, batch.bias_ids),
-        bias_values=put(penalties.bias_values, batch.bias_values),
-    )
+    counts = jax.tree.map(lambda x: x.at[first].set(jnp.zeros((), x.dtype), mode="drop"), counts)
+    chunk = chunk_of_row(jnp.cumsum(batch.chunk_len, dtype=jnp.int32), batch.tokens.shape[0])
+    slot = jnp.where(chunk < batch.chunk_slot.shape[0], jnp.take(batch.chunk_slot, chunk, mode="clip"), S)
+    is_output = position >= jnp.take(batch.prompt_len, chunk, mode="clip")
+    return count_tokens(counts, slot, batch.tokens, is_output)
 
 
-def _count_prompt(penalties: SlotPenalties, batch: RaggedBatch, chunk: jax.Array, position: jax.Array) -> SlotPenalties:
-    """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output."""
-    in_chunk = chunk < batch.chunk_slot.shape[0]
-    slot = jnp.where(in_chunk, _at(batch.chunk_slot, chunk), penalties.repetition.shape[0])
-    is_output = position >= _at(batch.prompt_len, chunk)
-    seen, counts = count_tokens(penalties.seen, penalties.counts, slot, batch.tokens, is_output)
-    return replace(penalties, seen=seen, counts=counts)
-
-
-def _gather_penalties(penalties: SlotPenalties, slot: jax.Array, dtype) -> Penalties:
-    return Penalties(
-        repetition=penalties.repetition[slot].astype(dtype),
-        presence=penalties.presence[slot].astype(dtype),
-        frequency=penalties.frequency[slot].astype(dtype),
-        seen=penalties.seen[slot],
-        counts=penalties.counts[slot],
-        bias_ids=penalties.bias_ids[slot],
-        bias_values=penalties.bias_values[slot].astype(dtype),
-    )
-
-
-def _draw(
-    logits: jax.Array, params: RowParams, position: jax.Array, variant: Variant, backend: str | None
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens of logits [R + B, V], and which rows of them are finite."""
-    if variant.sort:
-        return sample_reference(logits, params, position), jnp.isfinite(logits).all(axis=1)
-    return sample_checked(logits, params, position, backend=backend)
+def _draw_by_sorting(logits: jax.Array, params: Sampling, position: jax.Array, *, backend: str | None):
+    return sample_reference(logits, params, position), jnp.isfinite(logits).all(axis=1)
 
 
 def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:

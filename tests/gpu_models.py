@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.param_specs import init_params
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
-from jllm.step import jit_step
 from tests.kernels_of import kernels_of
 from tests.tiny import CONFIG
 
@@ -69,6 +69,6 @@ def kernels_of_steps(engine: Engine) -> list[Counter[str]]:
     device = engine._device
     found = []
     for key in sorted(device.programs.used, key=lambda key: key[0].size):
-        traced = jit_step.trace(*device._arguments(*key), **device._static(*key))
+        traced = packed_step.trace(*device._arguments(*key), **device._static(*key))
         found.append(kernels_of(traced.jaxpr.jaxpr))
     return found

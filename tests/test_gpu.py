@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Layout, Rung, pack_decode
+from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
+from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.engine.request import SamplingParams
 from jllm.pretrained import Model
-from jllm.step import State, jit_step, make_slots
+from jllm.step import State, make_slots
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import kernels_of, of_step
 from tests.parity import OPTIONS, PARITY, expected
@@ -52,8 +53,8 @@ def test_no_copy_of_a_pool(shape, kv_cache):
     layout = Layout(Rung(4, 16, 4), deltas=8)
     formats = parse_kv_cache(kv_cache, model.config, jnp.bfloat16)
     state = jax.eval_shape(lambda: State(make_cache(model.config, num_pages, 16, formats), make_slots(4, 64)))
-    buffer = np.asarray(pack_decode(layout, []))
-    traced = jit_step.trace(model.params, state, buffer, config=model.config, layout=layout)
+    buffer = np.asarray(pack_chunks(layout))
+    traced = packed_step.trace(model.params, state, buffer, config=model.config, layout=layout)
     kernels = kernels_of(traced.jaxpr.jaxpr)
     assert kernels == of_step(LAYERS, chunks=True)
     compiled = traced.lower().compile()

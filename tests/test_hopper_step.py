@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Layout, Rung
+from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import load_config
+from jllm.engine.layout import Layout, packed_step
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
-from jllm.step import State, jit_step, make_slots
+from jllm.step import State, make_slots
 from pallas_kernels import backends
 from tests.kernels_of import equations, kernels_of, of_step
 
@@ -32,7 +33,7 @@ def traced(scheme: str, rung: Rung, backend: str | None = "hopper") -> Any:
     """The jaxpr of a step, from shapes alone."""
     formats = parse_kv_cache(KV[scheme], CONFIG, jnp.bfloat16)
     layout = Layout(rung, deltas=160)
-    step = jit_step.trace(
+    step = packed_step.trace(
         quantize(abstract_params(CONFIG, jnp.bfloat16), scheme),
         jax.eval_shape(lambda: State(make_cache(CONFIG, 4096, 16, formats), make_slots(512, 256))),
         jax.ShapeDtypeStruct((layout.size,), np.int32),

@@ -1,11 +1,22 @@
 """Penalties, biases and reported log-probabilities, against their formulas in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.sampling import Penalties, RowParams, count_tokens, penalize, sample, token_logprobs, top_logprobs
+from jllm.sampling import (
+    Penalties,
+    TokenCounts,
+    count_tokens,
+    neutral_sampling,
+    penalize,
+    sample,
+    token_logprobs,
+    top_logprobs,
+)
 
 # Penalties
 
@@ -16,15 +27,15 @@ def penalties_of(rng, rows, vocabulary, dtype):
     values = rng.normal(size=(rows, 4)).astype(dtype)
     values[:, 0] = -np.inf
     values[0], ids[0] = 0, -1
-    return Penalties(
-        repetition=jnp.asarray(rng.uniform(0.5, 2, rows).astype(dtype)),
-        presence=jnp.asarray(rng.normal(size=rows).astype(dtype)),
-        frequency=jnp.asarray(rng.normal(size=rows).astype(dtype)),
-        seen=jnp.asarray(rng.random((rows, vocabulary)) < 0.5),
-        counts=jnp.asarray(rng.integers(0, 4, (rows, vocabulary)).astype(np.int32)),
+    penalties = Penalties(
+        repetition_penalty=jnp.asarray(rng.uniform(0.5, 2, rows).astype(dtype)),
+        presence_penalty=jnp.asarray(rng.normal(size=rows).astype(dtype)),
+        frequency_penalty=jnp.asarray(rng.normal(size=rows).astype(dtype)),
         bias_ids=jnp.asarray(ids.astype(np.int32)),
         bias_values=jnp.asarray(values),
     )
+    seen = jnp.asarray(rng.random((rows, vocabulary)) < 0.5)
+    return penalties, TokenCounts(seen, jnp.asarray(rng.integers(0, 4, (rows, vocabulary)).astype(np.int32)))
 
 
 @pytest.mark.parametrize(("x64", "dtype"), [(True, np.float64), (False, np.float32), (False, jnp.bfloat16)])
@@ -32,18 +43,19 @@ def test_penalties_are_those_of_the_formulas(x64, dtype):
     rng = np.random.default_rng(10)
     with jax.enable_x64(x64):
         logits = jnp.asarray(rng.normal(size=(5, 40)), dtype)
-        penalties = penalties_of(rng, 5, 40, np.float64 if x64 else np.float32)
-        out = jax.jit(penalize)(logits, penalties)
+        penalties, counts = penalties_of(rng, 5, 40, np.float64 if x64 else np.float32)
+        out = jax.jit(penalize)(logits, penalties, counts)
         assert out.dtype == (np.float64 if x64 else np.float32)
-        assert penalize(logits, None) is logits
+        assert penalize(logits, None, None) is logits
     expected = np.array(logits, np.float64)
     for row, values in enumerate(expected):
         for token in range(40):
-            if penalties.seen[row, token]:
-                r = float(penalties.repetition[row])
+            if counts.seen[row, token]:
+                r = float(penalties.repetition_penalty[row])
                 values[token] = values[token] / r if values[token] > 0 else values[token] * r
-            count = int(penalties.counts[row, token])
-            values[token] -= count * float(penalties.frequency[row]) + (count > 0) * float(penalties.presence[row])
+            count = int(counts.counts[row, token])
+            frequency, presence = penalties.frequency_penalty[row], penalties.presence_penalty[row]
+            values[token] -= count * float(frequency) + (count > 0) * float(presence)
         for token, value in zip(np.asarray(penalties.bias_ids[row]), np.asarray(penalties.bias_values[row])):
             if token >= 0:
                 values[token] += value
@@ -55,25 +67,24 @@ def test_a_banned_token_is_never_drawn():
     rows, vocabulary, ban = 64, 300, 77
     zeros, none = jnp.zeros(rows), jnp.zeros((rows, vocabulary), jnp.int32)
     ids, values = jnp.full((rows, 1), ban, jnp.int32), jnp.full((rows, 1), -jnp.inf)
-    penalties = Penalties(jnp.ones(rows), zeros, zeros, none.astype(bool), none, ids, values)
+    penalties = Penalties(jnp.ones(rows), zeros, zeros, ids, values)
+    counts = TokenCounts(none.astype(bool), none)
     logits = jnp.zeros((rows, vocabulary)).at[:, ban].set(6.0)
-    ones, ints = jnp.ones(rows), jnp.zeros(rows, jnp.int32)
-    asked = RowParams(ones, ints, ones, zeros, ints.astype(jnp.uint32), ints)
+    asked = replace(neutral_sampling(rows), temperature=jnp.ones(rows))
     at = jnp.arange(rows, dtype=jnp.int32)
-    assert (np.asarray(sample(logits, asked, at)) == ban).any()
-    assert not (np.asarray(sample(penalize(logits, penalties), asked, at)) == ban).any()
+    assert (np.asarray(sample(logits, asked, at)[0]) == ban).any()
+    assert not (np.asarray(sample(penalize(logits, penalties, counts), asked, at)[0]) == ban).any()
 
 
 def test_count_tokens():
-    seen, counts = count_tokens(
-        jnp.zeros((2, 6), bool).at[1, 5].set(True),
-        jnp.zeros((2, 6), jnp.int32).at[1, 4].set(2),
+    found = count_tokens(
+        TokenCounts(jnp.zeros((2, 6), bool).at[1, 5].set(True), jnp.zeros((2, 6), jnp.int32).at[1, 4].set(2)),
         slot=jnp.asarray([0, 1, 1, 0, 2, 9, 1], jnp.int32),
         tokens=jnp.asarray([3, 4, 4, 3, 1, 1, 0], jnp.int32),
         is_output=jnp.asarray([False, True, True, True, True, True, False]),
     )
-    np.testing.assert_array_equal(counts, [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 4, 0]])
-    np.testing.assert_array_equal(seen, np.asarray([[0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1]], bool))
+    np.testing.assert_array_equal(found.counts, [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 4, 0]])
+    np.testing.assert_array_equal(found.seen, np.asarray([[0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1]], bool))
 
 
 # Log-probabilities

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +7,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jllm.sampling import RowParams, sample, sample_reference, threshold
+from jllm.sampling import neutral_sampling, sample, sample_reference, threshold
 from pallas_kernels.sample.xla import _inverse_cdf
 
 pytest.importorskip("hypothesis")
 from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-jit_sample = jax.jit(sample)
+jit_sample = jax.jit(lambda *rows: sample(*rows)[0])
 jit_threshold = jax.jit(threshold)
 FALSE_ALARM = 1e-6
 ALL_ON = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
@@ -24,7 +25,8 @@ def make(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, sample=0,
         return jnp.asarray(np.broadcast_to(np.asarray(x, kind), rows))
 
     real = [full(x, dtype) for x in (temperature, top_p, min_p)]
-    return RowParams(real[0], full(top_k, np.int32), real[1], real[2], full(seed, np.uint32), full(sample, np.int32))
+    names = {"temperature": real[0], "top_k": full(top_k, np.int32), "top_p": real[1], "min_p": real[2]}
+    return replace(neutral_sampling(rows), **names, seed=full(seed, np.uint32), sample=full(sample, np.int32))
 
 
 def positions(rows, first=0):
@@ -257,7 +259,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocabulary, x64):
 
     @jax.jit
     def both(logits, params, position):
-        return sample(logits, params, position), threshold(logits, params)
+        return sample(logits, params, position)[0], threshold(logits, params)
 
     with jax.enable_x64(x64):
         together, lowest = run(list(range(rows)))
@@ -275,12 +277,12 @@ def test_padding_rows_may_hold_anything():
     expected = np.asarray(jit_sample(jnp.asarray(logits), params, where))
     logits[58:] = np.asarray([np.nan, -np.inf, np.inf, 0, 3e38, -3e38])[:, None]
     odd = np.asarray([0, np.nan, -1, np.inf, 1e38, 0])
-    spoilt = RowParams(
+    spoilt = replace(
+        params,
         temperature=params.temperature.at[58:].set(odd),
         top_k=params.top_k.at[58:].set(jnp.asarray([0, -5, 2**31 - 1, -(2**31), 3, 0])),
         top_p=params.top_p.at[58:].set(odd),
         min_p=params.min_p.at[58:].set(odd),
-        seed=params.seed,
         sample=params.sample.at[58:].set(0),
     )
     for shift in range(6):  # every odd row with every odd parameter
@@ -318,7 +320,7 @@ def test_the_inverse_never_chooses_an_index_without_weight():
 def test_compiles_once_whatever_is_asked_and_sorts_nothing():
     chex = pytest.importorskip("chex")
     chex.clear_trace_counter()
-    run = jax.jit(chex.assert_max_traces(lambda *args: sample(*args), n=1))
+    run = jax.jit(chex.assert_max_traces(lambda *args: sample(*args)[0], n=1))
     logits = jnp.asarray(np.random.default_rng(9).normal(size=(4, 60)), jnp.float32)
     for asked in ({"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, ALL_ON):
         assert run(logits, make(4, **asked), positions(4)).dtype == jnp.int32

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jllm import snapshot as snapshots
-from jllm.batch import Layout, Rung, pack_decode, pack_prompt
+from jllm import step as steps
+from jllm.batch import PromptChunk, ragged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import OutputError, SnapshotError
 from jllm.safetensors_io import encode_header
 from jllm.snapshot import Snapshot, cut, load, put, save, take
-from jllm.step import State, make_slots, undonated_step
+from jllm.step import State, init_state
 from pallas_kernels.kv_pages import gather
 from tests.tiny import CONFIG, tiny_model
 
@@ -108,34 +109,31 @@ def test_the_model_goes_on_from_it_by_hand():
     """As a notebook does: prefill, snapshot, restore in other pages of another cache, decode on."""
     with jax.enable_x64(True):
         model = tiny_model("float64", num_layers=1)
-        layout = Layout(Rung(1, 32, 1), deltas=4)
-
-        formats = parse_kv_cache("int8-g8", model.config, jnp.float64)
 
         def fresh() -> State:
-            return State(make_cache(model.config, 6, 8, formats), make_slots(2, 4))
+            return init_state(model.config, slots=2, num_pages=6, page_size=8, max_pages=4, kv_cache="int8-g8")
 
-        def step(state: State, buffer) -> tuple[State, np.ndarray]:
-            state, outputs = undonated_step(model.params, state, buffer, config=model.config, layout=layout)
-            return state, outputs.tokens.tolist()
+        def step(state: State, *chunks: PromptChunk, decodes=()) -> tuple[State, int]:
+            state, outputs = steps.step(model.params, state, ragged_batch(chunks, decodes), config=model.config)
+            return state, int(outputs.tokens[0])
 
         tokens, pages = list(range(5, 25)), [3, 1, 0, 5]
-        state, sampled = step(fresh(), pack_prompt(layout, tokens, pages))
-        tokens.append(sampled[1])
+        state, sampled = step(fresh(), PromptChunk(0, tokens, pages=pages))
+        tokens.append(sampled)
         one = take(state.cache, pages, tokens, length=20)
         want = []
         for _ in range(5):
-            state, sampled = step(state, pack_decode(layout, [0]))
-            want.append(sampled[0])
+            state, sampled = step(state, decodes=[0])
+            want.append(sampled)
 
         for slot, at, places in ((0, 20, [5, 4, 1, 2]), (1, 11, [0, 2, 4, 1])):  # the whole; a fork from earlier on
             empty = fresh()
             again = replace(empty, cache=put(empty.cache, places, cut(one, at)))
-            again, sampled = step(again, pack_prompt(layout, tokens[at:], places, slot=slot, start=at))
-            got = [sampled[1]]
+            again, sampled = step(again, PromptChunk(slot, tokens[at:], at, pages=places))
+            got = [sampled]
             for _ in range(4):
-                again, sampled = step(again, pack_decode(layout, [slot]))
-                got.append(sampled[0])
+                again, sampled = step(again, decodes=[slot])
+                got.append(sampled)
             assert got == want
 
 

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from jllm import step as step_module
-from jllm.batch import Layout, Rung, choose_rung, make_ladder, pack_decode, pack_prompt
+from jllm.batch import PromptChunk, Rung, choose_rung, make_ladder, ragged_batch
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
+from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.model import head
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
-from jllm.step import State, Variant, jit_step, make_penalties, make_slots, undonated_step
+from jllm.sampling import make_counts
+from jllm.step import State, Variant, forward, init_state, make_slots, sample, step
 from tests.kernels_of import kernels_of, of_step
 from tests.tiny import CONFIG, log_softmax, tiny_model
 
@@ -40,7 +42,7 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     layout = Layout(rung, deltas=1152)
     buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
     params = abstract_params(config, jnp.bfloat16)
-    lowered = jit_step.lower(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
+    lowered = packed_step.lower(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
     text = lowered.as_text()
     assert text.count("call @_layer(") == config.num_layers
     assert text.count("func private @_layer(") == 1  # one body for all layers
@@ -53,11 +55,11 @@ def traced_for_cuda(shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend=
     bias = 8 if variant.penalties else 0
 
     def state():
-        penalties = make_penalties(64, config.vocab_size, bias) if bias else None
-        return State(make_cache(config, 4096, 16, formats), make_slots(64, 256), penalties)
+        counts = make_counts(64, config.vocab_size) if bias else None
+        return State(make_cache(config, 4096, 16, formats), make_slots(64, 256, bias), counts)
 
     layout = Layout(rung, deltas=160, bias=bias)
-    return jit_step.trace(
+    return packed_step.trace(
         quantize(abstract_params(config, jnp.bfloat16), scheme),
         jax.eval_shape(state),
         jax.ShapeDtypeStruct((layout.size,), np.int32),
@@ -180,42 +182,63 @@ def test_the_ladder_holds_every_step():
     assert choose_rung((Rung(4, 8, 1), Rung(4, 16, 4)), 1, 2, 2) == Rung(4, 16, 4)  # for its chunks
 
 
-def test_undonated_step_leaves_its_state_usable_and_the_donated_one_takes_it():
-    model = tiny_model()
-    formats = parse_kv_cache(None, CONFIG, jnp.float32)
-    state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
-    layout = Layout(Rung(1, 16, 1), deltas=4)
-    buffer = pack_prompt(layout, [5, 6, 7, 8, 9, 10, 11, 12, 13], pages=[0, 1])
-    first, a = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
-    again, b = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
+def small_state(**options) -> State:
+    return init_state(CONFIG, slots=2, num_pages=8, page_size=8, max_pages=4, **options)
+
+
+def prompt_batch(tokens, pages, **sampling):
+    return ragged_batch([PromptChunk(0, tokens, pages=pages, sampling=sampling)])
+
+
+def test_a_step_leaves_its_state_usable_and_the_packed_one_takes_it():
+    model, state = tiny_model(), small_state()
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    first, a = step(model.params, state, prompt_batch(tokens, [0, 1]), config=CONFIG)
+    again, b = step(model.params, state, prompt_batch(tokens, [0, 1]), config=CONFIG)
     np.testing.assert_array_equal(a.tokens, b.tokens)
     assert float(jnp.abs(state.cache[0].k.values).max()) == 0
     assert float(jnp.abs(first.cache[0].k.values[:2]).max()) > 0
     assert first.slots.length.tolist() == [9, 0]
-    donated, c = jit_step(model.params, again, buffer, config=CONFIG, layout=layout)
-    np.testing.assert_array_equal(a.tokens, c.tokens)
+    layout = Layout(Rung(1, 16, 1), deltas=4)
+    chunk = PromptChunk(0, tokens, pages=[0, 1], sampling={"max_length": 99})
+    packed, c = packed_step(model.params, again, pack_chunks(layout, [chunk]), config=CONFIG, layout=layout)
+    np.testing.assert_array_equal([-1, *a.tokens], c.tokens)
     assert again.cache[0].k.values.is_deleted()
-    assert donated.slots.token.tolist()[0] == int(c.tokens[1])
+    assert packed.slots.token.tolist()[0] == int(c.tokens[1])
+
+
+def test_a_step_is_forward_and_then_sample():
+    """And what the caller keeps in the state goes through both."""
+    model, state = tiny_model(), replace(small_state(), user={"steps": jnp.zeros(2)})
+    batch = prompt_batch([5, 6, 7], [3], temperature=0.9, seed=3)
+    whole, outputs = step(model.params, state, batch, config=CONFIG)
+    middle, logits = forward(model.params, state, batch, config=CONFIG)
+    assert middle.slots.length.tolist() == [0, 0]
+    banned = replace(logits, values=logits.values.at[:, int(outputs.tokens[0])].set(-jnp.inf))
+    after, again = sample(middle, logits)
+    _, other = sample(middle, banned)
+    assert int(other.tokens[0]) != int(outputs.tokens[0])
+    np.testing.assert_array_equal(outputs.tokens, again.tokens)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert whole.user["steps"].shape == (2,)
 
 
 def test_only_the_last_chunk_samples_and_only_the_output_is_counted():
     """A prompt in two chunks, its first output token (recomputed after a preemption, say) in a third, and a decode."""
     model, prompt, recomputed = tiny_model(num_layers=1), [5, 6, 5, 7, 8, 5], 8
     cache = make_cache(model.config, 8, 8, parse_kv_cache(None, model.config, jnp.float32))
-    state = State(cache, make_slots(2, 4), make_penalties(2, 97, 1))
+    state = State(cache, make_slots(2, 4, bias=1), make_counts(2, 97))
     layout, static = Layout(Rung(1, 4, 2), deltas=4, bias=1), {"variant": Variant(penalties=True)}
 
     def run(state, start, tokens, final):
-        buffer, batch = layout.pack()
-        batch.deltas[:2] = [(1, 0, 3), (1, 1, 5)]
-        batch.tokens[: len(tokens)] = tokens
-        batch.chunk_slot[0], batch.chunk_start[0], batch.chunk_len[0] = 1, start, len(tokens)
-        batch.chunk_final[0], batch.prompt_len[0], batch.max_length[0] = final, len(prompt), 100
-        batch.stop_ids[0] = np.arange(8)
-        return jit_step(model.params, state, buffer, config=model.config, layout=layout, **static)
+        asked = {"max_length": 100, "stop_ids": range(8)}
+        chunk = PromptChunk(1, tokens, start, final, pages=(3, 5), prompt_len=len(prompt), sampling=asked)
+        buffer = pack_chunks(layout, [chunk])
+        return packed_step(model.params, state, buffer, config=model.config, layout=layout, **static)
 
     def counted(state) -> tuple[list[int], dict[int, int]]:
-        seen, counts = np.asarray(state.penalties.seen), np.asarray(state.penalties.counts)
+        seen, counts = np.asarray(state.counts.seen), np.asarray(state.counts.counts)
         assert not seen[0].any()
         assert not counts[0].any()
         return np.flatnonzero(seen[1]).tolist(), {int(t): int(counts[1, t]) for t in np.flatnonzero(counts[1])}
@@ -229,8 +252,8 @@ def test_only_the_last_chunk_samples_and_only_the_output_is_counted():
     assert outputs.tokens.tolist() == [-1, token, -1]
     assert token > 8, "another test than it was"
     assert counted(state) == ([5, 6, 7, 8, token], {recomputed: 1, token: 1})
-    buffer = pack_decode(layout, [1])
-    state, outputs = jit_step(model.params, state, buffer, config=model.config, layout=layout, **static)
+    buffer = pack_chunks(layout, decodes=[1])
+    state, outputs = packed_step(model.params, state, buffer, config=model.config, layout=layout, **static)
     after = outputs.tokens.tolist()[0]
     assert counted(state)[1] == Counter([recomputed, token, after])
     state, _ = run(state, 0, [9], False)
@@ -240,35 +263,24 @@ def test_only_the_last_chunk_samples_and_only_the_output_is_counted():
 @pytest.mark.parametrize("ended_by", ["stop id", "length"])
 def test_the_device_itself_ends_a_slot(ended_by):
     """So that a decode dispatched before the host has read the end does nothing."""
-    model = tiny_model()
-    state = State(make_cache(CONFIG, 8, 8, parse_kv_cache(None, CONFIG, jnp.float32)), make_slots(2, 4))
-    layout = Layout(Rung(1, 16, 1), deltas=4)
-    buffer = pack_prompt(layout, [5, 6, 7], pages=[3])
-    _, free = undonated_step(model.params, state, buffer, config=CONFIG, layout=layout)
-    names = [name for name, _, _ in layout.fields()]
-    fields = dict(zip(names, np.split(buffer, np.cumsum([np.prod(s, dtype=int) for _, s, _ in layout.fields()])[:-1])))
-    if ended_by == "stop id":
-        fields["stop_ids"][3] = free.tokens[1]
-    else:
-        fields["max_length"][0] = 4
-    state, first = jit_step(model.params, state, buffer, config=CONFIG, layout=layout)
+    model, state = tiny_model(), small_state()
+    _, free = step(model.params, state, prompt_batch([5, 6, 7], [3]), config=CONFIG)
+    end = {"stop_ids": [2, 3, 4, int(free.tokens[0])]} if ended_by == "stop id" else {"max_length": 4}
+    state, first = step(model.params, state, prompt_batch([5, 6, 7], [3], **end), config=CONFIG)
     assert first.tokens.tolist() == free.tokens.tolist()
     assert state.slots.done.tolist() == [True, True]
-    _, second = jit_step(model.params, state, pack_decode(layout, [0]), config=CONFIG, layout=layout)
-    assert second.tokens.tolist() == [-1, -1]
+    _, second = step(model.params, state, ragged_batch(decodes=[0]), config=CONFIG)
+    assert second.tokens.tolist() == [-1]
 
 
 def test_a_done_slot_writes_nothing():
     """The host dispatches a decode before it has read that the slot ended: pages and lengths must not change."""
     model = tiny_model()
-    formats = parse_kv_cache(None, CONFIG, jnp.float32)
-    state = State(make_cache(CONFIG, 8, 8, formats), make_slots(2, 4))
-    layout = Layout(Rung(1, 16, 1), deltas=4)
-    state, _ = jit_step(model.params, state, pack_prompt(layout, [5, 6, 7], pages=[3]), config=CONFIG, layout=layout)
+    state, _ = step(model.params, small_state(), prompt_batch([5, 6, 7], [3]), config=CONFIG)
     assert state.slots.done.tolist() == [False, True]
     state = replace(state, slots=replace(state.slots, done=jnp.ones(2, bool)))
-    after, outputs = undonated_step(model.params, state, pack_decode(layout, [0]), config=CONFIG, layout=layout)
-    assert outputs.tokens.tolist() == [-1, -1]
+    after, outputs = step(model.params, state, ragged_batch(decodes=[0]), config=CONFIG)
+    assert outputs.tokens.tolist() == [-1]
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new)
 

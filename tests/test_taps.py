@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jllm.analysis.activations import tap
-from jllm.batch import Layout, Rung, pack_decode, pack_prompt
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.batch import PromptChunk, ragged_batch
 from jllm.errors import EvaluationError
 from jllm.model import Packed, tapped_backbone
 from jllm.quant.quantize import quantize
-from jllm.step import State, Variant, make_slots, undonated_step
+from jllm.step import Variant, init_state, step
 from jllm.taps import LAYER, resolve_taps, tap_names
 from tests.tiny import full_logits, tiny_model
 
@@ -91,18 +90,16 @@ def first_layer(model):
 
 def test_the_step_that_serves_yields_them(first_layer, everything):
     """Prefill, then decode of the token that it samples."""
-    layout = Layout(Rung(2, 8, 2), 4)
-    formats = parse_kv_cache(None, first_layer.config, jnp.float64)
-    state = State(make_cache(first_layer.config, 4, 8, formats), make_slots(2, 4))
+    state = init_state(first_layer.config, slots=2, num_pages=4, page_size=8, max_pages=4, dtype=jnp.float64)
     variant = Variant(taps=("layers.0.attention", "layers.0.silu_mul", "logits"))
-    fixed = {"config": first_layer.config, "layout": layout, "variant": variant}
-    state, first = undonated_step(first_layer.params, state, pack_prompt(layout, IDS[:7], [2, 1]), **fixed)
+    fixed = {"config": first_layer.config, "variant": variant}
+    state, first = step(first_layer.params, state, ragged_batch([PromptChunk(0, IDS[:7], pages=[2, 1])]), **fixed)
     assert set(first.taps) == set(variant.taps)
     for name in ("layers.0.attention", "layers.0.silu_mul"):
-        np.testing.assert_allclose(first.taps[name][2:9], everything[name][:7], rtol=1e-10, atol=1e-12)
-    _, second = undonated_step(first_layer.params, state, pack_decode(layout, [0]), **fixed)
-    whole = full_logits(first_layer, [*IDS[:7], int(first.tokens[2])])
-    np.testing.assert_allclose(first.taps["logits"][2], whole[6], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(first.taps[name], everything[name][:7], rtol=1e-10, atol=1e-12)
+    _, second = step(first_layer.params, state, ragged_batch(decodes=[0]), **fixed)
+    whole = full_logits(first_layer, [*IDS[:7], int(first.tokens[0])])
+    np.testing.assert_allclose(first.taps["logits"][0], whole[6], rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(second.taps["logits"][0], whole[7], rtol=1e-10, atol=1e-12)
 
 

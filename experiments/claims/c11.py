@@ -17,10 +17,11 @@ import numpy as np
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.serving import contest, draw_qps, gain_of, make_model, workload
 from experiments.steps.timer import filled_slots
-from jllm.batch import Layout, Rung
+from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
+from jllm.engine.layout import Layout, packed_step
 from jllm.pretrained import Model
-from jllm.step import State, jit_step
+from jllm.step import State
 
 BATCHES = (4, 16, 64)  # prompts in a step
 GROUPED = 512  # prompts of the workload that are put into groups
@@ -60,12 +61,12 @@ def step_us(model: Model, lengths: tuple[int, ...], rows: int) -> float:
     buffer, batch = layout.pack()
     batch.tokens[: sum(lengths)] = np.arange(sum(lengths)) % 97
     batch.chunk_slot[:n], batch.chunk_len[:n], batch.chunk_final[:n] = np.arange(n), lengths, 1
-    batch.prompt_len[:n], batch.max_length[:n] = lengths, np.iinfo(np.int32).max
+    batch.prompt_len[:n], batch.sampling.max_length[:n] = lengths, np.iinfo(np.int32).max
     state = State(make_cache(config, n * each, PAGE, parse_kv_cache(None, config, dtype)), filled_slots(n, each, 0))
 
     def call() -> jax.Array:
         nonlocal state
-        state, outputs = jit_step(model.params, state, buffer, config=config, layout=layout)
+        state, outputs = packed_step(model.params, state, buffer, config=config, layout=layout)
         return outputs.tokens
 
     if int(jnp.min(call())) < 0:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.claims.shapes import config_of, random_params
 from experiments.claims.unfused import NAMES, Fusions, layers, split
+from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.model import Paged
 
 CASES = (("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
 TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))
@@ -113,18 +113,13 @@ def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) 
     """One new token for each sequence, whose K and V count `tokens` with it; or one whole prompt."""
     each = -(-tokens // PAGE)
     table = jnp.arange(sequences * each, dtype=jnp.int32).reshape(sequences, each)
-    none = jnp.zeros((0, each), jnp.int32)
+    rows = sequences if phase == "decode" else tokens
+    ids, ones = jnp.zeros(rows, jnp.int32), jnp.ones(sequences, jnp.int32)
     if phase == "decode":
-        positions = jnp.full(sequences, tokens - 1, jnp.int32)
-        page, rows = table[:, (tokens - 1) // PAGE], sequences
-        views = {"decode_pages": table, "decode_lengths": positions + 1, "chunk_pages": none}
-        views |= {"chunk_cu": jnp.zeros(1, jnp.int32), "chunk_lengths": jnp.zeros(0, jnp.int32)}
+        parts = ShortSegments(ids[:, None], (tokens - 1) * ones, ones, table), no_chunks(each)
     else:
-        positions = jnp.arange(tokens, dtype=jnp.int32)
-        page, rows = positions // PAGE, tokens
-        views = {"decode_pages": none, "decode_lengths": jnp.zeros(0, jnp.int32), "chunk_pages": table}
-        views |= {"chunk_cu": jnp.array([0, tokens], jnp.int32), "chunk_lengths": jnp.array([tokens], jnp.int32)}
-    batch = Paged(jnp.zeros(rows, jnp.int32), positions, page, positions % PAGE, **views)
+        parts = no_segments(each), Chunks(ids, 0 * ones, tokens * ones, table)
+    batch = paged_batch(*parts, num_pages=sequences * each, page_size=PAGE)
     return jax.random.normal(jax.random.key(1), (rows, config.hidden_size), dtype), batch
 
 

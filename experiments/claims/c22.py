@@ -22,12 +22,13 @@ import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.steps.timer import filled_slots
-from jllm.batch import Layout, Rung, pack_decode, pack_prompt
+from jllm.batch import PromptChunk, Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
+from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.params import Params
-from jllm.step import State, jit_step
+from jllm.step import State
 from pallas_kernels.kv_pages import gather
 from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention.bench import inputs
@@ -81,11 +82,12 @@ class Step:
         self.config = replace(config, num_layers=depth)
         pages = -(-(length + 64) // PAGE)  # the timed steps write on
         layout = Layout(Rung(1, 0 if cached else length, 0 if cached else 1), deltas=pages)
-        self.buffer = pack_decode(layout, [0]) if cached else pack_prompt(layout, [1] * length, range(pages))
+        prompt = PromptChunk(0, [1] * length, pages=range(pages), sampling={"max_length": 1 << 30})
+        self.buffer = pack_chunks(layout, decodes=[0]) if cached else pack_chunks(layout, [prompt])
         self.context, self.pages = length - 1, pages
         state = jax.eval_shape(self.state)
         self.layer_bytes = cache_bytes(state.cache) * length // (pages * PAGE * depth)
-        lowered = jit_step.lower(self.params, state, self.buffer, config=self.config, layout=layout)
+        lowered = packed_step.lower(self.params, state, self.buffer, config=self.config, layout=layout)
         self.compiled = lowered.compile()
         self.temporary_bytes = temporary_bytes(self.compiled)
 

@@ -5,6 +5,7 @@ either sampler; and the two samplers alone, by rows and vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.serving import contest, draw_qps, gain_of
-from jllm.sampling import RowParams, sample, sample_reference
+from jllm.sampling import Sampling, neutral_sampling, sample, sample_reference
 
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 SHAPES = ((64, 32000), (512, 32000), (64, 128256), (512, 128256))  # rows, vocabulary
@@ -28,25 +29,27 @@ def measure(toy: bool) -> Iterator[Row]:
     yield from contest(toy, policies, count=REQUESTS, **SAMPLING)
 
 
-def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, RowParams, jax.Array]:
+def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax.Array]:
     """Logits, parameters and positions of a step of so many rows, sampled by top-k and top-p."""
 
     def full(value: float, dtype=jnp.float32) -> jax.Array:
         return jnp.full(rows, value, dtype)
 
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocabulary), jnp.float32)
-    params = RowParams(
-        temperature=full(SAMPLING["temperature"]), top_k=full(SAMPLING["top_k"], jnp.int32),
-        top_p=full(SAMPLING["top_p"]), min_p=full(0.0), seed=jnp.arange(rows, dtype=jnp.uint32),
-        sample=full(0, jnp.int32),
-    )  # fmt: skip
+    params = replace(
+        jax.tree.map(jnp.asarray, neutral_sampling(rows)),
+        temperature=full(SAMPLING["temperature"]),
+        top_k=full(SAMPLING["top_k"], jnp.int32),
+        top_p=full(SAMPLING["top_p"]),
+        seed=jnp.arange(rows, dtype=jnp.uint32),
+    )
     return logits, params, full(7, jnp.int32)
 
 
 def alone(rows: int, vocabulary: int) -> Row:
     """Microseconds of either sampler for a step of so many rows."""
     arguments = sampler_inputs(rows, vocabulary)
-    ours, sorted_ = jax.jit(sample), jax.jit(sample_reference)
+    ours, sorted_ = jax.jit(lambda *rows: sample(*rows)[0]), jax.jit(sample_reference)
     same = float(jnp.mean(ours(*arguments) == sorted_(*arguments)))
     row: Row = {"rows": rows, "V": vocabulary, "same_tokens": same}
     if same < 0.99:  # ties of rounding aside

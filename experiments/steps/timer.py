@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Layout, Rung, pack_decode
+from jllm.batch import Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
+from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from jllm.step import Slots, State, jit_step, make_slots
+from jllm.step import Slots, State, make_slots
 
 Chunk = tuple[int, int, int]  # slot, position of the first token, tokens
 KINDS = ("decode", "prefill")
@@ -61,13 +62,13 @@ def pack(layout: Layout, chunks: Sequence[Chunk] = (), length: int = 0) -> np.nd
     """The buffer of a step in which the first slots decode, or which computes chunks of prompts of `length` tokens,
     each of which samples after its last token."""
     if not chunks:
-        return pack_decode(layout, range(layout.rung.decodes))
+        return pack_chunks(layout, decodes=range(layout.rung.decodes))
     buffer, batch = layout.pack()
     n = len(chunks)
     batch.tokens[:] = np.arange(layout.rung.tokens) % 97
     batch.chunk_slot[:n], batch.chunk_start[:n], batch.chunk_len[:n] = zip(*chunks)
     batch.chunk_final[:n] = [start + tokens == length for _, start, tokens in chunks]
-    batch.prompt_len[:n], batch.max_length[:n] = length, UNLIMITED
+    batch.prompt_len[:n], batch.sampling.max_length[:n] = length, UNLIMITED
     return buffer
 
 
@@ -79,13 +80,13 @@ def step_buffer(kind: str, batch: int, prompt: int) -> np.ndarray:
 
 def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
     """Every slot runs, with `context` tokens in pages of its own."""
-    return replace(
-        make_slots(slots, pages_each),
+    empty = make_slots(slots, pages_each)
+    return Slots(
         token=jnp.arange(slots, dtype=jnp.int32),
         length=jnp.full(slots, context, jnp.int32),
         done=jnp.zeros(slots, bool),
         pages=jnp.arange(slots * pages_each, dtype=jnp.int32).reshape(slots, pages_each),
-        max_length=jnp.full(slots, UNLIMITED, jnp.int32),
+        sampling=replace(empty.sampling, max_length=jnp.full(slots, UNLIMITED, jnp.int32)),
     )
 
 
@@ -134,7 +135,8 @@ class StepTimer:
     def lower(self, layout: Layout) -> jax.stages.Lowered:
         state = jax.eval_shape(lambda: self.pool.state(self.config, self.params.dtype))
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        return jit_step.lower(self.params, state, buffer, config=self.config, layout=layout, backend=self.backend)
+        static = {"config": self.config, "layout": layout, "backend": self.backend}
+        return packed_step.lower(self.params, state, buffer, **static)
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
         """Gives the first slots `context` tokens in pages of their own; the others are empty. Without numbers: all

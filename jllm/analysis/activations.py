@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.batch import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
+from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import Cache, Packed, Paged, Taps, backbone, head, head_taps, tapped_backbone
+from jllm.model import Taps, backbone, head, head_taps, tapped_backbone
 from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.taps import resolve_taps
@@ -22,6 +23,8 @@ from pallas_kernels.numerics import compute_dtype
 _run = partial(jax.jit, static_argnames=("config", "backend"))(
     lambda params, config, batch, backend: backbone(params, config, batch, None, backend=backend)[0]
 )
+
+_lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,12 @@ def tap(
 
 def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, decode: bool) -> Paged:
     """Tokens start .. start + T of a sequence that owns pages 0 .. pages: a decode row, or a prompt's chunk."""
-    positions = np.arange(start, start + len(ids), dtype=np.int32)
-    table, length = np.arange(pages, dtype=np.int32)[None], np.asarray([positions[-1] + 1], np.int32)
-    rows = slice(0, 1) if decode else slice(0, 0)
-    chunks = slice(0, 0) if decode else slice(0, 1)
-    cu = np.asarray([0] if decode else [0, len(ids)], np.int32)
-    fields = (ids, positions, positions // page_size, positions % page_size, table[rows], length[rows], table[chunks])
-    return Paged(*map(jnp.asarray, (*fields, cu, length[chunks])))
+    table, at, n = np.arange(pages, dtype=np.int32)[None], np.full(1, start, np.int32), np.full(1, len(ids), np.int32)
+    if decode:
+        rows = ShortSegments(ids[None], at, n, table), no_chunks(pages)  # type: ignore[arg-type]
+    else:
+        rows = no_segments(pages), Chunks(ids, at, n, table)  # type: ignore[arg-type]
+    return _lay_out(*rows, num_pages=pages, page_size=page_size)
 
 
 @partial(jax.jit, static_argnames=("config", "taps", "backend"), donate_argnames="cache")

@@ -18,16 +18,18 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.analysis.protocols import Window
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.batch import Chunks, Paged, no_segments, paged_batch
+from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import Cache, Paged, backbone, head
+from jllm.model import backbone, head
 from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.sampling import token_logprobs
 from jllm.step import PROMPT_LOGPROB_ROWS
 
 Scores = dict[str, np.ndarray]  # by name, of tokens in order
+lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,21 @@ def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
 def pack(
     chunks: list[Chunk], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes
 ) -> tuple[Paged, np.ndarray]:
-    """One step without decode rows, and the targets i32[C] of its rows; unused rows write nothing."""
-    B, C, P, M = sizes.slots, sizes.tokens, sizes.page_size, sizes.max_pages
-    tokens, targets, positions, offset = (np.zeros(C, np.int32) for _ in range(4))
-    page = np.full(C, B * M, np.int32)
-    chunk_pages, lengths = np.zeros((B, M), np.int32), np.zeros(B, np.int32)
-    cu = np.zeros(B + 1, np.int32)
+    """One step of prompt chunks, and the targets i32[C] of its rows; unused rows write nothing."""
+    B, C, M = sizes.slots, sizes.tokens, sizes.max_pages
+    tokens, targets = np.zeros(C, np.int32), np.zeros(C, np.int32)
+    start, lengths, pages = np.zeros(B, np.int32), np.zeros(B, np.int32), np.zeros((B, M), np.int32)
+    at = 0
     for b, chunk in enumerate(chunks):
-        window, at = windows[chunk.window], cu[b]
-        rows = slice(at, at + chunk.stop - chunk.start)
+        window, n = windows[chunk.window], chunk.stop - chunk.start
         text = ids[window.text][window.start : window.stop]
-        position = np.arange(chunk.start, chunk.stop)
-        tokens[rows], targets[rows] = text[position], text[position + 1]
-        positions[rows], offset[rows] = position, position % P
-        page[rows] = chunk.slot * M + position // P
-        chunk_pages[b], lengths[b] = chunk.slot * M + np.arange(M), chunk.stop
-        cu[b + 1 :] = rows.stop
-    decodes = np.zeros((0, M), np.int32), np.zeros(0, np.int32)
-    return Paged(tokens, positions, page, offset, *decodes, chunk_pages, cu, lengths), targets  # type: ignore[arg-type]
+        tokens[at : at + n] = text[chunk.start : chunk.stop]
+        targets[at : at + n] = text[chunk.start + 1 : chunk.stop + 1]
+        start[b], lengths[b] = chunk.start, n
+        pages[b] = chunk.slot * M + np.arange(M)
+        at += n
+    rows = Chunks(tokens, start, lengths, pages)  # type: ignore[arg-type]
+    return lay_out(no_segments(M), rows, num_pages=B * M, page_size=sizes.page_size), targets
 
 
 @partial(jax.jit, static_argnames=("configs", "backend"))
@@ -249,7 +248,6 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
     with tqdm(total=total, desc=desc, unit="token", delay=2, leave=False, disable=None) as bar:
         for chunks in plan(windows, sizes):
             batch, targets = pack(chunks, ids, windows, sizes)
-            batch = jax.device_put(batch)
             states = []
             for i, reader in enumerate(readers):
                 x, caches[i] = reader.read(batch, chunks, caches[i], backend)

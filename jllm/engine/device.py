@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from jllm import fingerprint
-from jllm.batch import Layout, Rung
+from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
+from jllm.engine.layout import Layout
 from jllm.engine.options import EngineOptions
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
@@ -24,6 +25,7 @@ from jllm.errors import ConfigError, SnapshotError
 from jllm.memory import Memory, free_memory
 from jllm.model import Cache
 from jllm.params import Params
+from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.step import (
     COPIES,
@@ -31,7 +33,6 @@ from jllm.step import (
     State,
     Variant,
     jit_copy_pages,
-    make_penalties,
     make_slots,
 )
 
@@ -155,11 +156,12 @@ class Device:
     def _with_penalties(self, state: State, wanted: bool) -> State:
         """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
         sequences that run already, since none of those asked."""
-        if wanted == (state.penalties is not None):
+        if wanted == (state.counts is not None):
             return state
         S, V = self.sizes.limits.max_slots, self._config.vocab_size
-        penalties = make_penalties(S, V, SamplingParams.MAX_LOGIT_BIAS) if wanted else None
-        return State(state.cache, state.slots, penalties)
+        neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
+        slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
+        return replace(state, slots=slots, counts=make_counts(S, V) if wanted else None)
 
 
 def make_files(folder: Path, params: Params) -> Executables:

@@ -46,7 +46,7 @@ class Executables:
 
     folder: Path
     device: jax.Device
-    module: str = "jllm.step"
+    module: str = "jllm.engine.layout"
     sources: Mapping[str, Path] = field(init=False, repr=False)  # the modules that decide about programs
     basis: str = field(init=False, repr=False)  # a hash of the sources, of what compiles, and of the device
 

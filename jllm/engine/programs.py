@@ -17,13 +17,14 @@ import jax
 from jllm.batch import Rung, choose_rung
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.step import Variant, jit_step
+from jllm.engine.layout import packed_step
+from jllm.step import Variant
 
 Key = tuple[Rung, Variant]
 
 
 class Programs:
-    """Programs live in jit_step's own cache, which engines over the same shapes share, or in files as well and here.
+    """Programs live in packed_step's own cache, which engines over the same shapes share, or in files as well and here.
 
     arguments(rung, variant) gives a step's arguments, by shape where nothing but the shape matters, static(rung,
     variant) its static ones. check raises where the program that holds every step takes more memory than there is.
@@ -87,7 +88,7 @@ class Programs:
         if self._files is not None:
             assert program is not None
             return program(*arguments)
-        return jit_step(*arguments, **self._static(*key))
+        return packed_step(*arguments, **self._static(*key))
 
     # How programs come to be
 
@@ -191,7 +192,7 @@ class Programs:
     def _recipe(self, key: Key) -> Recipe:
         """For the thread whose settings count."""
         path = self.path(*key)
-        lower = partial(jit_step.lower, *self._arguments(*key), **self._static(*key))
+        lower = partial(packed_step.lower, *self._arguments(*key), **self._static(*key))
         return Recipe(lower, partial(self._find, key, path), partial(self._keep, key, path))
 
     def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:

@@ -8,12 +8,14 @@ import pytest
 
 import jllm
 from jllm import step as step_module
-from jllm.batch import STOP_IDS, Rung
+from jllm.batch import Rung
 from jllm.engine import programs as programs_module
+from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
-from jllm.sampling import RowParams, sample
+from jllm.sampling import STOP_IDS, neutral_sampling, sample
+from jllm.step import STATIC
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
@@ -70,7 +72,7 @@ def test_samples_are_drawn_as_asked(model):
     kinds = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "seed": "u4", "sample": "i4"}
     rows = {name: np.repeat(np.asarray([one[name] for one in asked], kind), 16) for name, kind in kinds.items()}
     positions = np.tile(np.arange(len(prompt), len(prompt) + 16, dtype=np.int32), len(done))
-    want = jax.jit(sample)(logits, RowParams(**rows), positions)
+    want, _ = jax.jit(sample)(logits, replace(neutral_sampling(len(positions)), **rows), positions)
     np.testing.assert_array_equal(np.concatenate(list(done.values())), want)
 
 
@@ -244,9 +246,9 @@ def test_penalties_cost_nothing_once_nobody_asks(model):
     engine.submit(PROMPTS[0], greedy(3, presence_penalty=1.0))
     engine.submit(PROMPTS[1], greedy(20))
     engine.step()
-    assert engine._device._state.penalties is not None
+    assert engine._device._state.counts is not None
     list(engine.run())
-    assert engine._device._state.penalties is None
+    assert engine._device._state.counts is None
 
 
 def test_the_context_ends_a_sequence(model):
@@ -259,9 +261,9 @@ def test_the_context_ends_a_sequence(model):
 def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
     """One rung: every mix must run the one traced step, whatever is in it. Asking for logprobs adds a variant."""
     chex = pytest.importorskip("chex")
-    counted = chex.assert_max_traces(step_module.step, n=1)
-    jitted = jax.jit(counted, static_argnames=step_module.STATIC, donate_argnames="state")
-    monkeypatch.setattr(programs_module, "jit_step", jitted)
+    counted = chex.assert_max_traces(packed_step.__wrapped__, n=1)
+    jitted = jax.jit(counted, static_argnames=(*STATIC, "layout"), donate_argnames="state")
+    monkeypatch.setattr(programs_module, "packed_step", jitted)
     options = {**OPTIONS, "ladder": (Rung(5, 17, 5),)}
     mixes = [
         ([PROMPTS[0]], [greedy(4)]),

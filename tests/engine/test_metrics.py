@@ -8,13 +8,14 @@ import pytest
 
 from experiments.qps import HostOnly
 from jllm.batch import Rung
+from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError
-from jllm.step import Variant, undonated_step
+from jllm.step import Variant
 from tests.engine.scheduler_harness import Loop
 from tests.tiny import CONFIG, greedy, tiny_model
 
@@ -150,7 +151,7 @@ def test_sorting_sorts_and_thresholds_do_not(model):
     engine = Engine(model, **OPTIONS)
     layout = engine._device.layout(OPTIONS["ladder"][0], Variant())
     for sort in (False, True):
-        text = undonated_step.lower(
+        text = packed_step.lower(
             model.params, engine._device._state, np.zeros(layout.size, np.int32), config=CONFIG, layout=layout,
             variant=Variant(sort=sort),
         ).as_text()  # fmt: skip

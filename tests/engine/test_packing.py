@@ -1,12 +1,16 @@
 """What a plan says is what the device reads, field by field; what nobody writes is padding."""
 
+from dataclasses import fields, is_dataclass, replace
+
 import numpy as np
 
-from jllm.batch import STOP_IDS, Layout, Rung, pack_prompt
+from jllm.batch import PromptChunk, Rung, ragged_batch
+from jllm.engine.layout import Layout
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Chunk, Plan
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
+from jllm.sampling import STOP_IDS
 
 NOWHERE = np.iinfo(np.int32).max
 LAYOUT = Layout(Rung(3, 10, 3), deltas=3, bias=2)
@@ -35,25 +39,43 @@ def test_a_plan_as_the_device_reads_it():
         "prompt_len": [5, 2, 0],
         "max_length": [50, 9, 0],
         "top_k": [97, 0, 0],
-        "seed": [-1, 5, 0],  # the bits of an unsigned number
+        "seed": [2**32 - 1, 5, 0],
         "sample": [0, 1, 0],
         "stop_ids": [list(range(40, 40 + STOP_IDS)), [2, 9] + [-1] * (STOP_IDS - 2), [-1] * STOP_IDS],
         "temperature": [0.5, 0, 0],
         "top_p": [0.75, 1, 1],
         "min_p": [0.125, 0, 0],
-        "repetition": [1.5, 1, 1],
-        "presence": [0.25, 0, 0],
-        "frequency": [0.5, 0, 0],
+        "repetition_penalty": [1.5, 1, 1],
+        "presence_penalty": [0.25, 0, 0],
+        "frequency_penalty": [0.5, 0, 0],
         "bias_ids": [[7, -1], [-1, -1], [-1, -1]],
         "bias_values": [[-1, 0], [0, 0], [0, 0]],
     }
-    assert {name: np.asarray(getattr(batch, name)).tolist() for name in want} == want
-    assert {name for name, _, _ in LAYOUT.fields()} == want.keys()
+    found = flat(batch)
+    assert {name: np.asarray(found[name]).tolist() for name in want} == want
+    assert found.keys() == want.keys()
+    plain = replace(LAYOUT, bias=0)
+    assert plain.unpack(plain.pack()[0]).sampling.penalties is None
 
 
-def test_a_prompt_packed_by_hand_goes_on_where_others_ended():
-    batch = LAYOUT.unpack(pack_prompt(LAYOUT, [7, 8], pages=[4, 6], slot=1, start=3))
-    fields = ("chunk_slot", "chunk_start", "chunk_len", "chunk_final", "prompt_len")
-    assert [int(getattr(batch, name)[0]) for name in fields] == [1, 3, 2, 1, 5]
-    assert batch.deltas[:2].tolist() == [[1, 0, 4], [1, 1, 6]]
-    assert batch.tokens[:3].tolist() == [7, 8, 0]
+def flat(batch) -> dict:
+    """Fields by name, those of nested structs among them."""
+    found = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        found |= flat(value) if is_dataclass(value) else {field.name: value}
+    return found
+
+
+def test_a_prompt_by_hand_goes_on_where_others_ended():
+    batch = ragged_batch([PromptChunk(1, [7, 8], 3, pages=[4, 6], sampling={"top_k": 3})], [0], [(0, 2, 5)])
+    names = ("chunk_slot", "chunk_start", "chunk_len", "chunk_final", "prompt_len")
+    assert [int(getattr(batch, name)[0]) for name in names] == [1, 3, 2, 1, 5]
+    assert batch.deltas.tolist() == [[0, 2, 5], [1, 0, 4], [1, 1, 6]]
+    assert batch.tokens.tolist() == [7, 8]
+    assert batch.decode_slot.tolist() == [0]
+    assert batch.sampling.top_k.tolist() == [3]
+    assert batch.sampling.max_length.tolist() == [NOWHERE]
+    assert batch.sampling.penalties is None
+    penalized = ragged_batch([PromptChunk(0, [7], sampling={"presence_penalty": 0.5})]).sampling.penalties
+    assert penalized.presence_penalty.tolist() == [0.5]

@@ -1,0 +1,70 @@
+"""A step's batch as one buffer of small integers, so that the host hands the device a single array.
+
+The buffer is allocated anew for every step, because the runtime may still be reading it after dispatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.batch import PromptChunk, RaggedBatch, Rung, empty_batch, fill_batch
+from jllm.params import Params
+from jllm.step import STATIC, Outputs, State, eager_step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each field of a batch lies in its buffer (static under jit)."""
+
+    rung: Rung
+    deltas: int  # most page table changes in a step
+    bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
+
+    def empty(self) -> RaggedBatch:
+        """A batch of this size with nothing in it."""
+        rung = self.rung
+        return empty_batch(rung.decodes, rung.tokens, rung.chunks, deltas=self.deltas, bias=self.bias)
+
+    @property
+    def size(self) -> int:
+        """Integers in the buffer."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.empty()))
+
+    def pack(self) -> tuple[np.ndarray, RaggedBatch]:
+        """A fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
+        leaves, tree = jax.tree.flatten(self.empty())
+        buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+        views, at = [], 0
+        for leaf in leaves:
+            views.append(buffer[at : at + leaf.size].view(leaf.dtype).reshape(leaf.shape))
+            at += leaf.size
+        return buffer, jax.tree.unflatten(tree, views)
+
+    def unpack(self, buffer: jax.Array) -> RaggedBatch:
+        """The same batch on the device, under jit."""
+        leaves, tree = jax.tree.flatten(self.empty())
+        found, at = [], 0
+        for leaf in leaves:
+            part = buffer[at : at + leaf.size].reshape(leaf.shape)
+            found.append(part if leaf.dtype == np.int32 else jax.lax.bitcast_convert_type(part, leaf.dtype))
+            at += leaf.size
+        return jax.tree.unflatten(tree, found)
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "layout"), donate_argnames="state")
+def packed_step(
+    params: Params, state: State, buffer: jax.Array, *, layout: Layout, **static: Any
+) -> tuple[State, Outputs]:
+    """step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
+    return eager_step(params, state, layout.unpack(buffer), **static)
+
+
+def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:
+    """The buffer of a step written by hand: prompt chunks, and slots that decode one token each."""
+    buffer, batch = layout.pack()
+    fill_batch(batch, chunks, decodes)
+    return buffer
