@@ -1,94 +1,26 @@
 """jllm: a pure-functional LLaMA for inference research on GPUs, in JAX and Pallas.
 
+The pure half: LlamaConfig, Params, init_params, State, init_state, RaggedBatch, step = forward then sample, Outputs.
+The half that serves: load, generate, stream, Engine, SamplingParams.
+
 Names are imported when they are first asked for (PEP 562): `python -m jllm.generate --help` needs no JAX, and takes
-0.1 s instead of 2.
+0.1 s instead of 2. They are listed in __init__.pyi.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pallas_kernels import LOADED as _LOADED  # noqa: F401  (taken before any module is loaded)
 
-if TYPE_CHECKING:
-    from jllm.api import Piece, generate, stream
-    from jllm.engine.loop import Engine
-    from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
-    from jllm.errors import (
-        CheckpointError,
-        ConfigError,
-        EngineBusy,
-        EngineClosed,
-        EvaluationError,
-        InputFileError,
-        JllmError,
-        LengthPredictorError,
-        NoRoomError,
-        OutputError,
-        QuantizationError,
-        RequestError,
-        SnapshotError,
-        TokenizerError,
-        UnknownParameterError,
-    )
-    from jllm.pretrained import Model, load
-    from jllm.tokenizer import Tokenizer, load_tokenizer
-
-__all__ = [
-    "CheckpointError",
-    "Completion",
-    "ConfigError",
-    "Engine",
-    "EngineBusy",
-    "EngineClosed",
-    "EvaluationError",
-    "Event",
-    "InputFileError",
-    "JllmError",
-    "LengthPredictorError",
-    "Model",
-    "NoRoomError",
-    "OutputError",
-    "Piece",
-    "QuantizationError",
-    "RequestError",
-    "SamplingParams",
-    "SnapshotError",
-    "Timings",
-    "TokenLogprob",
-    "Tokenizer",
-    "TokenizerError",
-    "UnknownParameterError",
-    "generate",
-    "load",
-    "load_tokenizer",
-    "stream",
-]
-
-_NAMES_OF = {
-    "jllm.api": ("Piece", "generate", "stream"),
-    "jllm.engine.loop": ("Engine",),
-    "jllm.engine.request": ("Completion", "Event", "SamplingParams", "Timings", "TokenLogprob"),
-    "jllm.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "EngineBusy",
-        "EngineClosed",
-        "EvaluationError",
-        "InputFileError",
-        "JllmError",
-        "LengthPredictorError",
-        "NoRoomError",
-        "OutputError",
-        "QuantizationError",
-        "RequestError",
-        "SnapshotError",
-        "TokenizerError",
-        "UnknownParameterError",
-    ),
-    "jllm.pretrained": ("Model", "load"),
-    "jllm.tokenizer": ("Tokenizer", "load_tokenizer"),
+_MODULE_OF = {
+    name.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for name in node.names
 }
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,11 @@
 """`python -m jllm.generate`, the command line; jllm/cli has the code.
 
 `jllm.generate` is also the library's function, and Python binds an imported submodule to its name in the package. So
-when this file is imported rather than run, it puts the function in its own place (the import system takes what it then
-finds in sys.modules): `jllm.generate(...)` means the function, whatever was imported before.
+the module, where it is imported rather than run, can be called like the function.
 """
 
 import sys
+from types import ModuleType
 
 if __name__ == "__main__":
     from jllm.cli.interrupt import catch_interrupts
@@ -15,7 +15,13 @@ if __name__ == "__main__":
 
         status = main()
     sys.exit(status)
-else:
-    from jllm.api import generate
 
-    sys.modules[__name__] = generate  # type: ignore[assignment]
+
+class _Callable(ModuleType):
+    def __call__(self, *args, **options):
+        from jllm.api import generate
+
+        return generate(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -9,7 +9,7 @@ import pytest
 
 import jllm
 from jllm import SamplingParams, api
-from jllm import step as step_module
+from jllm import merge_step as step_module
 from jllm.batch import Rung
 from jllm.engine import compiling, executables
 from jllm.engine.one_run import options_for_run

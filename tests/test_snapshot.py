@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jllm import merge_step as steps
 from jllm import snapshot as snapshots
-from jllm import step as steps
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import OutputError, SnapshotError
+from jllm.merge_step import State, init_state
 from jllm.safetensors_io import encode_header
 from jllm.snapshot import Snapshot, cut, load, put, save, take
-from jllm.step import State, init_state
 from pallas_kernels.kv_pages import gather
 from tests.tiny import CONFIG, tiny_model
 

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm import step as step_module
+from jllm import merge_step as step_module
 from jllm.batch import PromptChunk, Rung, choose_rung, make_ladder, ragged_batch
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.merge_step import State, Variant, forward, init_state, make_slots, sample, step
 from jllm.model import head
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from jllm.sampling import make_counts
-from jllm.step import State, Variant, forward, init_state, make_slots, sample, step
 from tests.kernels_of import kernels_of, of_step
 from tests.tiny import CONFIG, log_softmax, tiny_model
 

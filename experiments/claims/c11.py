@@ -20,8 +20,8 @@ from experiments.steps.timer import filled_slots
 from jllm.batch import Rung
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.engine.layout import Layout, packed_step
+from jllm.merge_step import State
 from jllm.pretrained import Model
-from jllm.step import State
 
 BATCHES = (4, 16, 64)  # prompts in a step
 GROUPED = 512  # prompts of the workload that are put into groups

@@ -27,8 +27,8 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.merge_step import State
 from jllm.params import Params
-from jllm.step import State
 from pallas_kernels.kv_pages import gather
 from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention.bench import inputs

@@ -21,9 +21,9 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.merge_step import Slots, State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from jllm.step import Slots, State, make_slots
 
 Chunk = tuple[int, int, int]  # slot, position of the first token, tokens
 KINDS = ("decode", "prefill")

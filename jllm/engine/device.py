@@ -23,11 +23,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
 from jllm.memory import Memory, free_memory
-from jllm.model import Cache
-from jllm.params import Params
-from jllm.sampling import make_counts
-from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
-from jllm.step import (
+from jllm.merge_step import (
     COPIES,
     Outputs,
     State,
@@ -35,6 +31,10 @@ from jllm.step import (
     jit_copy_pages,
     make_slots,
 )
+from jllm.model import Cache
+from jllm.params import Params
+from jllm.sampling import make_counts
+from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 
 
 class Device:

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jllm.batch import PromptChunk, RaggedBatch, Rung, empty_batch, fill_batch
+from jllm.merge_step import STATIC, Outputs, State, eager_step
 from jllm.params import Params
-from jllm.step import STATIC, Outputs, State, eager_step
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.plan import Plan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.step import Outputs, Variant
+from jllm.merge_step import Outputs, Variant
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from jllm.engine.texts import News, Texts
 from jllm.engine.trace import Recorder
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
+from jllm.merge_step import NOT_FINITE, Outputs, Variant
 from jllm.snapshot import Snapshot, join
-from jllm.step import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model

@@ -10,7 +10,7 @@ import pytest
 from jllm.batch import Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.engine.loop import Engine
-from jllm.step import COPIES, copy_pages, jit_copy_pages
+from jllm.merge_step import COPIES, copy_pages, jit_copy_pages
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm import step as step_module
+from jllm import merge_step as step_module
 from jllm.batch import Rung
 from jllm.engine import programs as programs_module
 from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
+from jllm.merge_step import STATIC
 from jllm.sampling import STOP_IDS, neutral_sampling, sample
-from jllm.step import STATIC
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}

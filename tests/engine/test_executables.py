@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm import step as step_module
+from jllm import merge_step as step_module
 from jllm.batch import Rung
 from jllm.config import LlamaConfig
 from jllm.engine import executables
@@ -22,7 +22,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.step import Variant
+from jllm.merge_step import Variant
 from tests.tiny import greedy, tiny_model
 
 LADDER = (Rung(2, 0, 0), Rung(2, 6, 2))

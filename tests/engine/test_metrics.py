@@ -15,7 +15,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError
-from jllm.step import Variant
+from jllm.merge_step import Variant
 from tests.engine.scheduler_harness import Loop
 from tests.tiny import CONFIG, greedy, tiny_model
 

@@ -38,8 +38,8 @@ from jllm.engine.program_key import (
     settings,
     surroundings,
 )
+from jllm.merge_step import State, Variant, make_slots
 from jllm.param_specs import abstract_params
-from jllm.step import State, Variant, make_slots
 from pallas_kernels import LOADED
 from pallas_kernels.kv_pages import KVFormat, allocate
 from tests.tiny import CONFIG
@@ -149,7 +149,7 @@ def test_modules_that_tracing_cannot_reach_do_not_count():
         "jllm.engine.layout"
     ]
     assert {"jllm.generate", "jllm.analysis.lm_eval", "jllm.api", "pallas_kernels.bench.measure"}.isdisjoint(SOURCES)
-    assert {"jllm.step", "jllm.model", "pallas_kernels.decode_attention.mosaic_sm90"} <= SOURCES.keys()
+    assert {"jllm.merge_step", "jllm.model", "pallas_kernels.decode_attention.mosaic_sm90"} <= SOURCES.keys()
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("cpu", None), ("cuda", "mosaic")])
@@ -192,9 +192,9 @@ def files_that_run() -> Iterator[set[str]]:
 
 TREE = {
     "jllm/__init__.py": "if TYPE_CHECKING:\n    import jllm.cli",
-    "jllm/step.py": "import jllm.model\ndef step():\n  try:\n    from pallas_kernels import op\n  except E: pass",
+    "jllm/merge_step.py": "import jllm.model\ndef step():\n  try:\n    from pallas_kernels import op\n  except E: pass",
     "jllm/model.py": "import numpy\nimport pallas_kernels.late as late\nfrom pallas_kernels.op import run, xla",
-    "jllm/cli.py": "import jllm.step",
+    "jllm/cli.py": "import jllm.merge_step",
     "pallas_kernels/__init__.py": "",
     "pallas_kernels/op/__init__.py": "from .api import run",
     "pallas_kernels/op/api.py": "def run():\n    from ..shared import x",
@@ -216,12 +216,12 @@ def tree(tmp_path) -> Path:
 
 
 def basis(root: Path, device=DEVICE) -> str:
-    return repr(tuple(surroundings(device, reached("jllm.step", root))))
+    return repr(tuple(surroundings(device, reached("jllm.merge_step", root))))
 
 
 def test_imports_are_followed_wherever_they_stand(tree):
     unseen = {"jllm/cli.py", "pallas_kernels/op/bench.py", "pallas_kernels/other.py"}
-    assert set(reached("jllm.step", tree).values()) == {tree / name for name in TREE.keys() - unseen}
+    assert set(reached("jllm.merge_step", tree).values()) == {tree / name for name in TREE.keys() - unseen}
 
 
 def test_a_source_counts_where_it_is_reached(tree):
@@ -229,13 +229,13 @@ def test_a_source_counts_where_it_is_reached(tree):
     for name in ("jllm/cli.py", "pallas_kernels/op/bench.py"):
         (tree / name).write_text("x = 2")
         assert basis(tree) == before
-    for name in ("jllm/step.py", "pallas_kernels/shared.py", "pallas_kernels/op/__init__.py"):
+    for name in ("jllm/merge_step.py", "pallas_kernels/shared.py", "pallas_kernels/op/__init__.py"):
         (tree / name).write_text(TREE[name] + "\ny = 2")
         assert basis(tree) != before
         (tree / name).write_text(TREE[name])
     assert basis(tree) == before
     (tree / "jllm/model.py").write_text(TREE["jllm/model.py"] + "\nimport pallas_kernels.other")
-    assert (tree / "pallas_kernels/other.py") in reached("jllm.step", tree).values()
+    assert (tree / "pallas_kernels/other.py") in reached("jllm.merge_step", tree).values()
 
 
 def test_a_source_edited_after_it_was_loaded_has_no_key(tmp_path):
