@@ -23,18 +23,19 @@ from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import calibrated
-from jllm.engine.kv_policy import Extent, Paged, Policy
-from jllm.engine.length import Quantile
+from jllm.engine.kv_policy import OnDemand, Policy
 from jllm.engine.options import EngineOptions
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
+from jllm.kv_policies.extent import Extent
+from jllm.kv_policies.length import Quantile
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)
 
 
-class NewestVictim(Paged):
+class NewestVictim(OnDemand):
     def victim(self, running, pages: int) -> Sequence:
         return running[-1]
 
@@ -55,7 +56,7 @@ class Compacted(Extent):
 class Chosen(EngineOptions):
     """Options with a policy that no option names."""
 
-    policy: Callable[[PagePool], Policy] = Paged
+    policy: Callable[[PagePool], Policy] = OnDemand
 
     def make_policy(self) -> Callable[[PagePool], Policy]:
         return self.policy
@@ -63,7 +64,7 @@ class Chosen(EngineOptions):
 
 def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Callable[[PagePool], Policy]]]]:
     """(question, answer, quantile, what makes the policy's maker): a predictor that learns is new for each run."""
-    yield "victim", "cheapest", None, lambda: Paged
+    yield "victim", "cheapest", None, lambda: OnDemand
     yield "victim", "newest", None, lambda: NewestVictim
     for q in QUANTILES:
         for overflow in ("scatter", "move"):

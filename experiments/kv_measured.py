@@ -22,9 +22,9 @@ from experiments.qps import parse_args as qps_args
 from experiments.result_file import record, rounded
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
-from jllm.engine.length import Oracle
-from jllm.engine.options import KV_POLICIES
 from jllm.errors import ConfigError
+from jllm.kv_policies.length import Oracle
+from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
 

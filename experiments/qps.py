@@ -43,11 +43,12 @@ from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
-from jllm.engine.options import KV_POLICIES, POLICIES
+from jllm.engine.options import POLICIES
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.fit import tree_bytes
+from jllm.kv_policies.options import KV_POLICIES
 from jllm.merge_step import Outputs
 from jllm.params import Params
 from jllm.pretrained import Model, load

@@ -37,11 +37,12 @@ from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
-from jllm.engine.learned_length import PREFIX, Learned, load_learned
-from jllm.engine.length import NAMES
-from jllm.engine.options import KV_POLICIES, OVERFLOWS, EngineOptions
+from jllm.engine.options import EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, JllmError
+from jllm.kv_policies.learned_length import PREFIX, Learned, load_learned
+from jllm.kv_policies.length import NAMES
+from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import add_result_options, interruptible
 

@@ -1,4 +1,4 @@
-"""Trains a length predictor for one model on what it said: jllm/engine/learned_length.py in a file.
+"""Trains a length predictor for one model on what it said: jllm/kv_policies/learned_length.py in a file.
 
     python -m experiments.train_length_predictor --out length.safetensors
     python -m experiments.train_length_predictor --model DIR --texts-file texts.jsonl --texts 500
@@ -35,9 +35,19 @@ from tqdm import tqdm
 
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
 from experiments.result_file import ResultFile
-from jllm.engine.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned, features, fingerprint, save_learned
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, JllmError, OutputError
+from jllm.kv_policies.learned_length import (
+    BAG,
+    DENSE,
+    LAST,
+    PLACES,
+    STOPS,
+    Learned,
+    features,
+    fingerprint,
+    save_learned,
+)
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import add_result_options, interruptible
 

@@ -7,7 +7,7 @@ from experiments.claims.claim import Claim, draw, run
 from experiments.result_file import ResultFile
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
-from jllm.engine.learned_length import load_learned
+from jllm.kv_policies.learned_length import load_learned
 from jllm.pretrained import load
 
 

@@ -13,10 +13,10 @@ from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CostModel, Shares
 from experiments.steps.floors import Floor, Matrix
 from jllm.config import LlamaConfig
-from jllm.engine.length import Longest
 from jllm.engine.options import EngineOptions
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, InputFileError, RequestError
+from jllm.kv_policies.length import Longest
 from tests.tiny import CONFIG
 
 FLOOR = Floor((), Matrix(1, 1, 1, 1, 1e18), 1, 1e18, 1e18)  # nothing costs anything

@@ -16,13 +16,13 @@ from experiments.steps.cost_model import CostModel
 from experiments.steps.floors import work_of
 from jllm.batch import choose_rung
 from jllm.config import LlamaConfig
-from jllm.engine.length import Oracle
 from jllm.engine.metrics import Histogram
 from jllm.engine.options import EngineOptions, Sizes, resolve
 from jllm.engine.plan import Plan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.kv_policies.length import Oracle
 
 Row = dict[str, Any]
 TIMED = 16  # of so many turns of the loop one is timed: to ask for the time of a thread takes time

@@ -1,25 +1,16 @@
-"""Who gets which pages of the KV pool, and when: three policies behind one protocol.
-
-    reserve   all pages that a request could ever need, at admission (PyTorch's way): it never waits again
-    paged     pages as tokens come (PagedAttention): most requests at once, at the price of preemption
-    extent    a run of pages in a row of the predicted length, at admission (a VM allocator's way)
+"""Who gets which pages of the KV pool, and when: the protocol of KV policies, and the default one.
 
 The scheduler asks; a policy owns nothing but its pool. It changes `pages` and `expected` of sequences and nothing else
-of them: the page table, the step and the kernels know no policy. With a predictor (length.py), `paged` admits only
-what it expects to hold to the end.
+of them: the page table, the step and the kernels know no policy. Others are in jllm/kv_policies.
 
 A sequence may come to admission with pages that it shares with others (PagePool.share), full ones, at the head of
 seq.pages, whose tokens count as computed: a policy takes what is missing behind them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as List
-from functools import partial
 from typing import Protocol
 
-import numpy as np
-
-from jllm.engine.length import Longest, Predictor
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
@@ -62,13 +53,15 @@ class Policy(Protocol):
 
 
 class OnDemand:
-    """What the policies have in common; by itself, pages as tokens come."""
+    """Pages as tokens come (PagedAttention): most requests at once, at the price of preemption.
 
-    ALIVE = 16  # requests that end before the predictor hears again of those that run
+    Admission asks for room for the whole prompt and its first decode, though chunks take their pages one by one: a
+    prompt that fits only in part would be preempted and computed again. Beyond that one page for each running sequence
+    to grow into and `watermark`, a share of the pool, stay available, but for a sequence alone.
+    """
 
-    def __init__(self, pool: PagePool, *, predictor: Predictor | None = None, quantile: float = 0.9):
-        self.pool, self.predictor, self.quantile = pool, predictor, quantile
-        self._news = 0  # requests that have ended since the predictor was told who is alive
+    def __init__(self, pool: PagePool, *, watermark: float = 0.0):
+        self.pool, self.watermark = pool, watermark
 
     def check(self, length: int, max_length: int) -> None:
         pool, need = self.pool, self.pool.pages_for(max_length - 1)  # the last token never gets KV
@@ -79,9 +72,7 @@ class OnDemand:
             )
 
     def cause(self, seq: Sequence) -> str:
-        if seq.computed < seq.prefill_end:
-            return "prefill"
-        return "decode" if self.predictor is None or seq.computed < seq.expected else "outgrown"
+        return "prefill" if seq.computed < seq.prefill_end else "decode"
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
         """The cheapest that frees enough by itself: with the fewest tokens to recompute, and of equals the newest.
@@ -94,6 +85,9 @@ class OnDemand:
         costs = [(s.computed - s.cached, -i, s) for i, s in enumerate(others)]
         enough = [cost for cost in costs if self._frees(cost[2]) >= pages]
         return min(enough)[2] if enough else max(others, key=self._frees)
+
+    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
+        return self._begins(seq, running) - len(seq.pages) + self._keep(running) <= self.pool.num_available
 
     def admissible(self, waiting: Iterable[Sequence], running: List[Sequence], tokens: int) -> tuple[int, bool]:
         found, left = 0, self.pool.num_available - self._keep(running)
@@ -108,19 +102,17 @@ class OnDemand:
 
     def _keep(self, running: List[Sequence]) -> int:
         """Pages that stay available to those that run when one more is admitted."""
-        return 0
+        return len(running) + int(self.watermark * self.pool.num_pages) if running else 0
 
     def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
-        """Pages that admission asks for, those included that seq shares."""
-        return self._first(seq)
+        """Pages that admission asks for, those included that seq shares: room for all that it prefills and a decode."""
+        return self.pool.pages_for(min(seq.length + 1, seq.max_length - 1))
 
     def _frees(self, seq: Sequence) -> int:
         return sum(map(self.pool.frees, seq.pages))
 
     def observe(self, seq: Sequence) -> None:
-        if self.predictor is not None and seq.finish_reason != "error":
-            self.predictor.observe(seq.prompt, seq.params, len(seq.output), seq.finish_reason == "stop")
-            self._news += 1
+        pass
 
     def release(self, seq: Sequence) -> None:
         self.pool.free(seq.pages)
@@ -129,158 +121,3 @@ class OnDemand:
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         seq.pages += self.pool.allocate(min(pages, self.pool.num_available)) or []
         return []
-
-    def _expect(self, seq: Sequence, running: List[Sequence] = ()) -> int:
-        """Tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late: its last
-        token is computed, too, unless max_length says before that it is the last."""
-        known = max(seq.length, seq.computed + 1)  # tokens that exist, those in flight included
-        if seq.expected < known:
-            assert self.predictor is not None
-            if self._news >= self.ALIVE and running:
-                self._news = 0
-                self.predictor.alive(len(s.output) for s in running)
-            produced = known - len(seq.prompt)
-            output = self.predictor.predict(seq.prompt, seq.params, self.quantile, produced)
-            seq.expected = min(len(seq.prompt) + max(output, produced + 1), seq.max_length - 1)
-        return seq.expected
-
-    def _first(self, seq: Sequence) -> int:
-        """Pages for all that seq prefills and its first decode."""
-        return self.pool.pages_for(min(seq.length + 1, seq.max_length - 1))
-
-
-class Paged(OnDemand):
-    """Pages on demand.
-
-    Admission asks for room for the whole prompt and its first decode, though chunks take their pages one by one: a
-    prompt that fits only in part would be preempted and computed again. Beyond that one page for each running sequence
-    to grow into and `watermark`, a share of the pool, stay available, but for a sequence alone.
-
-    With a predictor, a sequence also waits as long as all that run and it, each ending where it is expected to, would
-    at some time hold more pages than there are.
-    """
-
-    def __init__(
-        self, pool: PagePool, *, predictor: Predictor | None = None, quantile: float = 0.9, watermark: float = 0.0
-    ):
-        super().__init__(pool, predictor=predictor, quantile=quantile)
-        self.watermark = watermark
-
-    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        if self._first(seq) - len(seq.pages) + self._keep(running) > self.pool.num_available:
-            return False
-        return self.predictor is None or not running or self._holds(seq, running)
-
-    def _keep(self, running: List[Sequence]) -> int:
-        return len(running) + int(self.watermark * self.pool.num_pages) if running else 0
-
-    def _holds(self, seq: Sequence, running: List[Sequence]) -> bool:
-        """Asked often, hence written for speed. Pages that a sequence found (cached) count on neither side: others hold
-        them, so that its end may give back none of them."""
-        self._expect(seq, running)
-        now, end = [seq.length - seq.cached], [seq.expected - seq.cached]
-        pages, found = len(seq.pages), seq.cached
-        for s in running:
-            computed, prefill_end, cached = s.computed, s.prefill_end, s.cached
-            known = computed if computed >= prefill_end else prefill_end
-            if s.expected <= known:
-                self._expect(s, running)
-            now.append(known - cached)
-            end.append(s.expected - cached)
-            pages += len(s.pages)
-            found += cached
-        most = self.pool.num_available + pages - found // self.pool.page_size
-        return peak_pages(now, end, self.pool.page_size) <= most
-
-
-class Reserve(OnDemand):
-    """Pages for max_length at admission, anywhere in the pool."""
-
-    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        pages = self.pool.allocate(self._begins(seq, running) - len(seq.pages))
-        seq.pages += pages or []
-        return pages is not None
-
-    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
-        return self.pool.pages_for(seq.max_length - 1)
-
-    def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
-        raise AssertionError(f"request {seq.request_id} outgrew what was reserved for max_length = {seq.max_length}")
-
-
-class Extent(OnDemand):
-    """A run of pages in a row of the predicted length at admission. A sequence that outgrows it goes on in the pages
-    right behind, as many as it is now expected to need, if the first of these is free. Else, by `overflow`:
-
-        "move"      it moves to a longer run, if there is one, and goes on as with "scatter" if not
-        "scatter"   it goes on in another run, or a single page: the page table doesn't mind
-
-    Nothing is ever compacted: experiments.kv_choices says what that would be worth, and why "scatter" is the default.
-    """
-
-    def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, overflow: str = "scatter"):
-        super().__init__(pool, predictor=predictor, quantile=quantile)
-        self.overflow = overflow
-
-    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        pages = self._begins(seq, running) - len(seq.pages)
-        if running and pages + self._keep(running) > self.pool.num_available:
-            return False
-        run = self.pool.allocate_run(pages)
-        seq.pages += run or []
-        return run is not None
-
-    def _keep(self, running: List[Sequence]) -> int:
-        """Those that may need a page in the next step, after this one's decode."""
-        size = self.pool.page_size
-        return sum(len(s.pages) * size - s.computed <= 1 for s in running)
-
-    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
-        return max(self.pool.pages_for(self._expect(seq, running)), self._first(seq))
-
-    def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
-        available = self.pool.num_available
-        want = max(pages, self.pool.pages_for(self._expect(seq)) - len(seq.pages))
-        want = min(want, max(pages, available - spare), available)
-        behind = self.pool.extend(seq.pages[-1], want) if seq.pages else []
-        if behind:
-            seq.pages += behind
-            missing = pages - len(behind)
-            return super().grow(seq, missing, spare, room) if missing > 0 else []
-        shared = seq.cached // self.pool.page_size  # these stay where they are
-        total = len(seq.pages) + want - shared
-        if self.overflow == "move" and total <= min(room, available - spare):
-            run = self.pool.allocate_run(total)
-            if run is not None:
-                copies = list(zip(seq.pages[shared:], run))
-                seq.pages = seq.pages[:shared] + run
-                return copies
-        seq.pages += self.pool.allocate_run(want) or self.pool.allocate(min(pages, available)) or []
-        return []
-
-
-def make_policy(
-    name: str = "paged",
-    *,
-    predictor: Predictor | None = None,
-    quantile: float = 0.9,
-    watermark: float = 0.0,
-    overflow: str = "scatter",
-) -> Callable[[PagePool], Policy]:
-    """What makes the policy called `name` for a pool, with those options that it has."""
-    if name == "reserve":
-        return Reserve
-    if name == "paged":
-        return partial(Paged, predictor=predictor, quantile=quantile, watermark=watermark)
-    return partial(Extent, predictor=predictor or Longest(), quantile=quantile, overflow=overflow)
-
-
-def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
-    """Most pages of page_size tokens that sequences hold at once if each has so many tokens now and in the end, gains
-    one a step and gives all back at its end; partial pages count as whole ones."""
-    tokens = np.array(now, np.int64)
-    left = np.array(end, np.int64) - tokens
-    order = np.argsort(-left)
-    # When one ends, those before it in this order are still there.
-    alive = np.arange(1, len(now) + 1)
-    return int((np.cumsum(tokens[order]) + alive * (left[order] + page_size - 1)).max()) // page_size

@@ -17,7 +17,6 @@ import jax
 from jllm.engine.checks import Prompt, check_request, token_ids
 from jllm.engine.device import Device
 from jllm.engine.gate import Gate
-from jllm.engine.learned_length import with_learned
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Counts, Metrics, Times
 from jllm.engine.options import Sizes, make_options
@@ -32,6 +31,7 @@ from jllm.engine.texts import News, Texts
 from jllm.engine.trace import Recorder
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
+from jllm.kv_policies.options import with_learned
 from jllm.merge_step import NOT_FINITE, Outputs, Variant
 from jllm.snapshot import Snapshot, join
 

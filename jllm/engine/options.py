@@ -3,19 +3,19 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from jllm.batch import FEW_SLOTS, Rung, make_ladder
 from jllm.config import LlamaConfig
-from jllm.engine.kv_policy import Policy, make_policy
-from jllm.engine.length import NAMES as PREDICTORS
-from jllm.engine.length import Predictor, make_predictor
+from jllm.engine.kv_policy import Policy
 from jllm.engine.pages import PagePool
 from jllm.engine.plan import Limits
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
+from jllm.kv_policies.length import Predictor
+from jllm.kv_policies.options import check_policy, policy_of
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 BACKENDS = ("xla", "mosaic")
@@ -23,9 +23,6 @@ POLICIES = {
     "batching": ("merge", "static"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
     "host": ("late", "wait"),
 }  # fmt: skip
-KV_POLICIES = ("paged", "reserve", "extent")
-OVERFLOWS = ("scatter", "move")
-QUANTILE = 0.9  # by default
 MAX_SLOTS = 16  # by default
 
 
@@ -40,12 +37,12 @@ class EngineOptions:
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
     ladder: tuple[Rung, ...] | None = None  # compiled sizes; default: at most 15 of them
     backend: str | None = None  # of the kernels: one of BACKENDS; default: chosen for the device
-    # Who gets pages when: see engine/kv_policy.py and length.py.
+    # Who gets pages when: see jllm/kv_policies.
     kv_policy: str = "paged"  # one of KV_POLICIES
     length_predictor: str | Predictor | None = (
         None  # default: "none" for paged, "quantile" for extent; never for reserve
     )
-    admission_quantile: float | None = None  # of the predicted lengths; default: QUANTILE
+    admission_quantile: float | None = None  # of the predicted lengths; default: 0.9
     watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
@@ -84,48 +81,7 @@ class EngineOptions:
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        name, policy = self.length_predictor, self.kv_policy
-        if policy not in KV_POLICIES:
-            raise ConfigError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, not {policy!r}")
-        if not (name is None or name in PREDICTORS if isinstance(name, str | None) else isinstance(name, Predictor)):
-            names = ", ".join(PREDICTORS)
-            raise ConfigError(
-                f"length_predictor must be one of {names}, or an object like length.Predictor, not {name!r}"
-            )
-        if policy == "reserve" and name not in (None, "none", "longest"):
-            raise ConfigError("kv_policy='reserve' reserves the longest length: it takes no length_predictor")
-        if policy == "extent" and name == "none":
-            raise ConfigError("kv_policy='extent' needs a length_predictor ('longest' if nothing better), not 'none'")
-        if name == "longest" and policy != "reserve" and self.admission_quantile is not None:
-            raise ConfigError("admission_quantile has no meaning with length_predictor='longest': leave it out")
-        self._check_share("admission_quantile", policy != "reserve" and self.predicts, "a length_predictor")
-        self._check_share("watermark", policy == "paged", "kv_policy='paged'")
-        if self.extent_overflow is not None:
-            if policy != "extent":
-                raise ConfigError(f"extent_overflow is an option of kv_policy='extent', not of {policy!r}")
-            if self.extent_overflow not in OVERFLOWS:
-                raise ConfigError(f"extent_overflow must be {' or '.join(OVERFLOWS)}, not {self.extent_overflow!r}")
-
-    def _check_share(self, name: str, used: bool, by: str) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not used:
-            raise ConfigError(f"{name} has no meaning without {by}: leave it out")
-        least = "(0" if name == "admission_quantile" else "[0"
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not 0 <= float(value) < 1 or (name == "admission_quantile" and value == 0):
-            raise ConfigError(f"{name} must be a number in {least}, 1), not {value!r}")
-
-    @property
-    def predicts(self) -> bool:
-        """Whether somebody asks a length predictor."""
-        if self.length_predictor is None:
-            return self.kv_policy == "extent"
-        return self.kv_policy != "reserve" and self.length_predictor != "none"
+        check_policy(self)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -137,15 +93,8 @@ class EngineOptions:
         return found
 
     def make_policy(self) -> Callable[[PagePool], Policy]:
-        """What makes the KV policy for a pool; all that it makes share one predictor, which learns."""
-        predictor = self.length_predictor or ("quantile" if self.kv_policy == "extent" else "none")
-        return make_policy(
-            self.kv_policy,
-            predictor=make_predictor(predictor) if isinstance(predictor, str) else predictor,
-            quantile=QUANTILE if self.admission_quantile is None else self.admission_quantile,
-            watermark=self.watermark or 0.0,
-            overflow=self.extent_overflow or OVERFLOWS[0],
-        )
+        """What makes the KV policy for a pool."""
+        return policy_of(self)
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 
-from jllm.engine.kv_policy import Paged, Policy
+from jllm.engine.kv_policy import OnDemand, Policy
 from jllm.engine.pages import PagePool
 from jllm.engine.plan import Chunk, Counts, Draft, Limits, Plan
 from jllm.engine.sequence import Sequence
@@ -51,7 +51,7 @@ class Scheduler:
     padded: the chunks of a step count as if each were as long as the longest, and none but the first is cut to fit.
     That is what a step without ragged rows computes.
 
-    policy makes the KV policy for a pool (see kv_policy.make_policy); by default pages on demand.
+    policy makes the KV policy for a pool (see kv_policy.py); by default pages on demand.
 
     prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
     """
@@ -67,7 +67,7 @@ class Scheduler:
         *,
         static: bool = False,
         padded: bool = False,
-        policy: Callable[[PagePool], Policy] = Paged,
+        policy: Callable[[PagePool], Policy] = OnDemand,
         prefix_cache: bool = False,
     ):
         self.limits, self.make_policy = limits, policy

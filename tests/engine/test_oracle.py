@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jllm.batch import Rung
-from jllm.engine.length import Longest, Quantile
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
+from jllm.kv_policies.length import Longest, Quantile
 from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG, full_logits, tiny_model
 

@@ -10,9 +10,10 @@ from functools import partial
 
 import pytest
 
-from jllm.engine.kv_policy import Paged, make_policy
-from jllm.engine.length import Longest, Oracle, Quantile
+from jllm.engine.kv_policy import OnDemand
 from jllm.engine.scheduler import Limits, Scheduler
+from jllm.kv_policies.length import Longest, Oracle, Quantile
+from jllm.kv_policies.options import make_policy
 from tests.engine.scheduler_harness import Loop, output_of
 
 pytest.importorskip("hypothesis")
@@ -299,11 +300,11 @@ def play(scheduler, policy, runs: int) -> Counter[str]:
 def test_the_checks_catch(fault, message):
     """Of the same requests, which the right scheduler passes (see the next test)."""
     with pytest.raises(AssertionError, match=message):
-        play(fault, EXTENT if fault in MOVING else Paged, 100)
+        play(fault, EXTENT if fault in MOVING else OnDemand, 100)
 
 
 def test_what_the_faults_are_tried_on_does_happen():
-    paged, moving = play(Scheduler, Paged, 100), play(Scheduler, EXTENT, 100)
+    paged, moving = play(Scheduler, OnDemand, 100), play(Scheduler, EXTENT, 100)
     assert paged["preempted"] > 20
     assert min(moving["preempted"], moving["moved"]) > 10
     assert moving["copied_pages"] > moving["moved"]

@@ -21,7 +21,10 @@ from experiments.length_data import (
     read_texts,
 )
 from jllm.batch import Rung
-from jllm.engine.learned_length import (
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
+from jllm.kv_policies.learned_length import (
     ARRAYS,
     BAG,
     DENSE,
@@ -35,10 +38,7 @@ from jllm.engine.learned_length import (
     load_learned,
     save_learned,
 )
-from jllm.engine.length import Predictor
-from jllm.engine.loop import Engine
-from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
+from jllm.kv_policies.length import Predictor
 from pallas_kernels.one_writer import open_alone
 from tests.tiny import greedy, tiny_model
 

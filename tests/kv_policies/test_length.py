@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jllm.engine.length import Longest, Oracle, Predictor, Quantile
 from jllm.engine.request import SamplingParams
+from jllm.kv_policies.length import Longest, Oracle, Predictor, Quantile
 
 LONG = SamplingParams(max_new_tokens=100_000)
 

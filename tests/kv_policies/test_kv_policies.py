@@ -6,13 +6,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jllm.engine.kv_policy import Extent, OnDemand, Paged, Reserve, make_policy, peak_pages
-from jllm.engine.length import Longest, Oracle, Quantile
+from jllm.engine.kv_policy import OnDemand
 from jllm.engine.pages import PagePool
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
+from jllm.kv_policies.extent import Extent
+from jllm.kv_policies.length import Longest, Oracle, Quantile
+from jllm.kv_policies.options import make_policy
+from jllm.kv_policies.predicted import Predicted, peak_pages
+from jllm.kv_policies.reserve import Reserve
 from tests.engine.scheduler_harness import Loop
 
 P = 4
@@ -60,7 +64,7 @@ def test_reserve_takes_the_longest_up_front_and_never_again():
 
 def test_paged_keeps_a_watermark_but_not_from_a_sequence_alone():
     pool = PagePool(20, P)
-    policy = Paged(pool, watermark=0.25)
+    policy = OnDemand(pool, watermark=0.25)
     first = seq(79, 81)
     assert policy.admit(first, [])  # all 20 pages
     running = [seq(5, 30)]
@@ -71,7 +75,7 @@ def test_paged_keeps_a_watermark_but_not_from_a_sequence_alone():
 
 def test_paged_with_a_predictor_admits_what_it_can_hold_to_the_end():
     pool = PagePool(12, P)
-    policy = Paged(pool, predictor=Fixed(16))
+    policy = Predicted(pool, predictor=Fixed(16))
     a = seq(4, 100)
     assert policy.admit(a, [])
     policy.grow(a, 1, 0, 9)
@@ -90,7 +94,7 @@ def test_paged_with_a_predictor_admits_what_it_can_hold_to_the_end():
 def test_pages_that_were_found_are_not_counted_on_when_a_sequence_ends():
     """Two share 8 of 20 pages; a third is to grow by 9 pages, after the two have given back what is theirs alone."""
     pool = PagePool(20, P)
-    policy = Paged(pool, predictor=Fixed(36))
+    policy = Predicted(pool, predictor=Fixed(36))
     shared = pool.allocate(8)
     running = []
     for i in range(2):

@@ -189,12 +189,3 @@ def _check_shapes(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     for name, shape in want.items():
         if arrays[name].shape != shape or 0 in (W, B):
             raise LengthPredictorError(f"{path}: {name} is of shape {list(arrays[name].shape)}, not {list(shape)}")
-
-
-def with_learned(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
-    """Engine options whose length_predictor "learned:FILE" is the predictor in that file. Raises
-    LengthPredictorError."""
-    name = options.get("length_predictor")
-    if not isinstance(name, str) or not name.startswith(PREFIX):
-        return dict(options)
-    return {**options, "length_predictor": load_learned(name.removeprefix(PREFIX), model)}

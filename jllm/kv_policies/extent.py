@@ -1,0 +1,59 @@
+"""A KV policy that allocates a run of pages of the predicted length."""
+
+from collections.abc import Sequence as List
+
+from jllm.engine.pages import PagePool
+from jllm.engine.sequence import Sequence
+from jllm.kv_policies.length import Predictor
+from jllm.kv_policies.predicted import Predicted
+
+
+class Extent(Predicted):
+    """A run of pages in a row of the predicted length at admission. A sequence that outgrows it goes on in the pages
+    right behind, as many as it is now expected to need, if the first of these is free. Else, by `overflow`:
+
+        "move"      it moves to a longer run, if there is one, and goes on as with "scatter" if not
+        "scatter"   it goes on in another run, or a single page: the page table doesn't mind
+
+    Nothing is ever compacted: experiments.kv_choices says what that would be worth, and why "scatter" is the default.
+    """
+
+    def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, overflow: str = "scatter"):
+        super().__init__(pool, predictor=predictor, quantile=quantile)
+        self.overflow = overflow
+
+    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
+        pages = self._begins(seq, running) - len(seq.pages)
+        if running and pages + self._keep(running) > self.pool.num_available:
+            return False
+        run = self.pool.allocate_run(pages)
+        seq.pages += run or []
+        return run is not None
+
+    def _keep(self, running: List[Sequence]) -> int:
+        """Those that may need a page in the next step, after this one's decode."""
+        size = self.pool.page_size
+        return sum(len(s.pages) * size - s.computed <= 1 for s in running)
+
+    def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
+        return max(self.pool.pages_for(self._expect(seq, running)), super()._begins(seq, running))
+
+    def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
+        available = self.pool.num_available
+        want = max(pages, self.pool.pages_for(self._expect(seq)) - len(seq.pages))
+        want = min(want, max(pages, available - spare), available)
+        behind = self.pool.extend(seq.pages[-1], want) if seq.pages else []
+        if behind:
+            seq.pages += behind
+            missing = pages - len(behind)
+            return super().grow(seq, missing, spare, room) if missing > 0 else []
+        shared = seq.cached // self.pool.page_size  # these stay where they are
+        total = len(seq.pages) + want - shared
+        if self.overflow == "move" and total <= min(room, available - spare):
+            run = self.pool.allocate_run(total)
+            if run is not None:
+                copies = list(zip(seq.pages[shared:], run))
+                seq.pages = seq.pages[:shared] + run
+                return copies
+        seq.pages += self.pool.allocate_run(want) or self.pool.allocate(min(pages, available)) or []
+        return []

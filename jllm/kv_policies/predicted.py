@@ -1,0 +1,76 @@
+"""A KV policy that admits what the pool is expected to hold to the end."""
+
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from jllm.engine.kv_policy import OnDemand
+from jllm.engine.pages import PagePool
+from jllm.engine.sequence import Sequence
+from jllm.kv_policies.length import Predictor
+
+
+class Predicted(OnDemand):
+    """Pages as tokens come; but a sequence waits as long as all that run and it, each ending where it is expected to,
+    would at some time hold more pages than there are."""
+
+    ALIVE = 16  # requests that end before the predictor hears again of those that run
+
+    def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, watermark: float = 0.0):
+        super().__init__(pool, watermark=watermark)
+        self.predictor, self.quantile = predictor, quantile
+        self._ended = 0  # requests that have ended since the predictor was told who is alive
+
+    def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
+        return super().admit(seq, running) and (not running or self._holds(seq, running))
+
+    def cause(self, seq: Sequence) -> str:
+        outgrown = seq.prefill_end <= seq.computed and seq.expected <= seq.computed
+        return "outgrown" if outgrown else super().cause(seq)
+
+    def observe(self, seq: Sequence) -> None:
+        if seq.finish_reason != "error":
+            self.predictor.observe(seq.prompt, seq.params, len(seq.output), seq.finish_reason == "stop")
+            self._ended += 1
+
+    def _expect(self, seq: Sequence, running: List[Sequence] = ()) -> int:
+        """Tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late: its last
+        token is computed, too, unless max_length says before that it is the last."""
+        known = max(seq.length, seq.computed + 1)  # tokens that exist, those in flight included
+        if seq.expected < known:
+            if self._ended >= self.ALIVE and running:
+                self._ended = 0
+                self.predictor.alive(len(s.output) for s in running)
+            produced = known - len(seq.prompt)
+            output = self.predictor.predict(seq.prompt, seq.params, self.quantile, produced)
+            seq.expected = min(len(seq.prompt) + max(output, produced + 1), seq.max_length - 1)
+        return seq.expected
+
+    def _holds(self, seq: Sequence, running: List[Sequence]) -> bool:
+        """Asked often, hence written for speed. Pages that a sequence found (cached) count on neither side: others hold
+        them, so that its end may give back none of them."""
+        self._expect(seq, running)
+        now, end = [seq.length - seq.cached], [seq.expected - seq.cached]
+        pages, found = len(seq.pages), seq.cached
+        for s in running:
+            computed, prefill_end, cached = s.computed, s.prefill_end, s.cached
+            known = computed if computed >= prefill_end else prefill_end
+            if s.expected <= known:
+                self._expect(s, running)
+            now.append(known - cached)
+            end.append(s.expected - cached)
+            pages += len(s.pages)
+            found += cached
+        most = self.pool.num_available + pages - found // self.pool.page_size
+        return peak_pages(now, end, self.pool.page_size) <= most
+
+
+def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
+    """Most pages of page_size tokens that sequences hold at once if each has so many tokens now and in the end, gains
+    one a step and gives all back at its end; partial pages count as whole ones."""
+    tokens = np.array(now, np.int64)
+    left = np.array(end, np.int64) - tokens
+    order = np.argsort(-left)
+    # When one ends, those before it in this order are still there.
+    alive = np.arange(1, len(now) + 1)
+    return int((np.cumsum(tokens[order]) + alive * (left[order] + page_size - 1)).max()) // page_size
