@@ -28,7 +28,7 @@ from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.model import Packed, forward
-from jllm.params import Params, Weight
+from jllm.params import Params, Weight, with_matrices
 from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
@@ -83,7 +83,10 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
         return w * jnp.where(mask, 1 / (1 - rate), 0.0).astype(w.dtype)
 
     keys = jax.random.split(key, (len(params.layers), 2))
-    layers = [replace(p, o=keep(k[0], p.o), down=keep(k[1], p.down)) for p, k in zip(params.layers, keys)]
+    layers = [
+        with_matrices(layer, {"o": keep(k[0], layer.attention.o), "down": keep(k[1], layer.mlp.down)})
+        for layer, k in zip(params.layers, keys)
+    ]
     return replace(params, layers=tuple(layers))
 
 

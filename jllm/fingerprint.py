@@ -7,6 +7,7 @@ models apart; it is no protection against somebody who wants two to have the sam
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,15 @@ def of_params(params: Params) -> str:
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
-    found = [(jax.tree_util.keystr(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]
+    found = [(_name(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """A leaf's name in fingerprints. It stays as it was when a layer had no parts, since snapshots of caches keep
+    fingerprints of the weights that made them."""
+    name = jax.tree_util.keystr(path).replace(".attention.norm", ".attn_norm").replace(".mlp.norm", ".mlp_norm")
+    return name.replace(".attention.", ".").replace(".mlp.", ".")
 
 
 @jax.jit  # leaves of one shape share a program

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError, NoRoomError
 from jllm.memory import free_memory, gib
-from jllm.params import LayerParams, Params, WeightRow, layer_prefix, rows
+from jllm.params import AttentionParams, LayerParams, MLPParams, Params, WeightEntry, entries, layer_prefix
 from pallas_kernels.numerics import compute_dtype
 
 INITIAL = {"matrix": (0.0, 0.02), "norm": (1.0, 0.0), "bias": (0.0, 0.0)}  # mean and standard deviation
@@ -40,9 +40,19 @@ class LeafSpec:
 
 def param_specs(config: LlamaConfig) -> Params:
     """Params with a LeafSpec at every leaf: the table of weights (params.py) with a config's numbers in it."""
-    layers = tuple(LayerParams(**_leaf_specs(LayerParams, config, layer_prefix(i))) for i in range(config.num_layers))
-    top = _leaf_specs(Params, config)
-    return Params(**top | ({"head": None} if config.tie_embeddings else {}), layers=layers)
+
+    def layer(i: int) -> LayerParams:
+        attention, mlp = (part(**_leaf_specs(part, config, layer_prefix(i))) for part in layer_types(config, i))
+        return LayerParams(attention, mlp)
+
+    top = _leaf_specs(Params, config) | ({"head": None} if config.tie_embeddings else {})
+    return Params(**top, layers=tuple(map(layer, range(config.num_layers))))
+
+
+@singledispatch
+def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
+    """The types of a layer's attention and MLP params. A config class with other layers registers its own."""
+    return AttentionParams, MLPParams
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
@@ -58,17 +68,17 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
     def size(dimension: str) -> int:
         return math.prod(axes[axis] for axis in dimension.split())
 
-    def leaf(row: WeightRow) -> LeafSpec | None:
-        if row.switch is not None and not getattr(config, row.switch):
+    def leaf(entry: WeightEntry) -> LeafSpec | None:
+        if entry.switch is not None and not getattr(config, entry.switch):
             return None
-        parts = tuple((prefix + name, size(dimension)) for name, dimension in row.tensors)
-        mean, std = INITIAL[row.kind]
-        if row.residual:
+        parts = tuple((prefix + name, size(dimension)) for name, dimension in entry.tensors)
+        mean, std = INITIAL[entry.kind]
+        if entry.residual:
             std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
-        shape = (sum(count for _, count in parts), *((size(row.columns),) if row.columns else ()))
-        return LeafSpec(shape, parts, mean, std, None if row.name is None else prefix + row.name)
+        shape = (sum(count for _, count in parts), *((size(entry.columns),) if entry.columns else ()))
+        return LeafSpec(shape, parts, mean, std, None if entry.name is None else prefix + entry.name)
 
-    return {field: leaf(row) for field, row in rows(part).items()}
+    return {field: leaf(entry) for field, entry in entries(part).items()}
 
 
 def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:

@@ -1,8 +1,8 @@
 """The weights of a model as an explicit pytree, a tuple of per-layer dataclasses and never stacked arrays, and the one
 table of what they are made of.
 
-Each field that holds a weight has its row of the table, a WeightRow, in its metadata. Files, schemes, importers,
-initial values and memory estimates all read these rows. A matrix may be a plain array or a QuantizedWeight.
+Each field that holds a weight has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers,
+initial values and memory estimates all read these entries. A matrix may be a plain array or a QuantizedWeight.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Weight = jax.Array | QuantizedWeight
 
 
 @dataclass(frozen=True)
-class WeightRow:
+class WeightEntry:
     """What one weight is made of.
 
     A dimension is a product of axes, such as "heads head_dim"; LlamaConfig.axes has their sizes.
@@ -38,24 +38,24 @@ class WeightRow:
         return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
 
 
-def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **row: Any) -> dict[str, WeightRow]:
+def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **more: Any) -> dict[str, WeightEntry]:
     """Metadata of a field that holds a matrix. Merged modules need a name of their own."""
     (name,) = modules if name is None else (name,)
-    return {"weight": WeightRow("matrix", tuple(modules.items()), columns, name, **row)}
+    return {"weight": WeightEntry("matrix", tuple(modules.items()), columns, name, **more)}
 
 
-def norm(module: str, size: str, switch: str | None = None) -> dict[str, WeightRow]:
+def norm_weight(module: str, size: str, switch: str | None = None) -> dict[str, WeightEntry]:
     """Metadata of a field that holds the weight of an RMSNorm."""
-    return {"weight": WeightRow("norm", ((module, size),), switch=switch)}
+    return {"weight": WeightEntry("norm", ((module, size),), switch=switch)}
 
 
-def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightRow]:
+def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightEntry]:
     """Metadata of a field that holds the bias of a linear layer."""
-    return {"weight": WeightRow("bias", tuple(modules.items()), switch=switch)}
+    return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch)}
 
 
-def rows(part: Any) -> dict[str, WeightRow]:
-    """The rows of a dataclass (or of an instance), by field."""
+def entries(part: Any) -> dict[str, WeightEntry]:
+    """The entries of a dataclass (or of an instance), by field."""
     return {f.name: f.metadata["weight"] for f in fields(part) if "weight" in f.metadata}
 
 
@@ -72,18 +72,25 @@ DOWN = {"mlp.down_proj": "embed"}
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LayerParams:
-    """One decoder layer. Linear weights are [out, in]; horizontally merged ones are concatenated along out."""
+class AttentionParams:
+    """Rotary attention and the norm before it, for attention.attention_block."""
 
-    attn_norm: jax.Array = field(metadata=norm("input_layernorm", "embed"))  # [E]
+    norm: jax.Array = field(metadata=norm_weight("input_layernorm", "embed"))  # [E]
     # [(H + 2K) D, E]: query rows, key rows, value rows
     qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))
     qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))  # [(H + 2K) D]
-    q_norm: jax.Array | None = field(metadata=norm("self_attn.q_norm", "head_dim", "qk_norm"))  # [D]
-    k_norm: jax.Array | None = field(metadata=norm("self_attn.k_norm", "head_dim", "qk_norm"))  # [D]
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "head_dim", "qk_norm"))  # [D]
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "head_dim", "qk_norm"))  # [D]
     o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
     o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
-    mlp_norm: jax.Array = field(metadata=norm("post_attention_layernorm", "embed"))  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MLPParams:
+    """SwiGLU and the norm before it, for mlp.mlp_block."""
+
+    norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]
     # [2F, E]: gate rows, up rows
     gate_up: Weight = field(metadata=matrix(GATE_UP, "embed", "mlp.gate_up_proj", reads="mlp_norm"))
     gate_up_bias: jax.Array | None = field(metadata=bias(GATE_UP, "mlp_bias"))  # [2F]
@@ -93,12 +100,22 @@ class LayerParams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LayerParams:
+    """One decoder layer. The types of its two parts decide what it computes. Linear weights are [out, in]; merged ones
+    are concatenated along out."""
+
+    attention: Any  # AttentionParams, or another type that attention_block knows
+    mlp: Any  # MLPParams, or another type that mlp_block knows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Params:
     """A whole model."""
 
     embed: Weight = field(metadata=matrix({EMBED: "vocab"}, "embed"))  # [V, E]
     layers: tuple[LayerParams, ...]
-    norm: jax.Array = field(metadata=norm("model.norm", "embed"))  # [E]
+    norm: jax.Array = field(metadata=norm_weight("model.norm", "embed"))  # [E]
     head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
 
     @property
@@ -111,28 +128,44 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def matrix_rows(part: Any) -> dict[str, WeightRow]:
-    """The rows of a layer's (or Params') matrices, by field, in order of computation."""
-    return {name: row for name, row in rows(part).items() if row.kind == "matrix"}
+def matrix_entries(layer: LayerParams) -> dict[str, WeightEntry]:
+    """The entries of a layer's matrices by field, in order of computation."""
+    found = entries(layer.attention) | entries(layer.mlp)
+    return {name: entry for name, entry in found.items() if entry.kind == "matrix"}
+
+
+def matrices(layer: LayerParams) -> dict[str, Any]:
+    """A layer's matrices by field, in order of computation."""
+    found = vars(layer.attention) | vars(layer.mlp)
+    return {name: found[name] for name in matrix_entries(layer)}
+
+
+def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams:
+    """The layer with other matrices in some fields."""
+
+    def part(old: Any) -> Any:
+        return replace(old, **{name: leaf for name, leaf in changed.items() if name in entries(old)})
+
+    return LayerParams(part(layer.attention), part(layer.mlp))
 
 
 def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
     """Name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied models, too.
     `params` may have leaves of any type."""
-    linears = {
-        f"{layer_prefix(i)}{row.name}": tuple(layer_prefix(i) + module for module, _ in row.modules)
+    found = {
+        f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + module for module, _ in entry.modules)
         for i, layer in enumerate(params.layers)
-        for row in matrix_rows(layer).values()
+        for entry in matrix_entries(layer).values()
     }
-    return {EMBED: (EMBED,), **linears, HEAD: (HEAD,)}
+    return {EMBED: (EMBED,), **found, HEAD: (HEAD,)}
 
 
 def linears(params: Params) -> dict[str, Any]:
-    """The layers' matrices by name."""
+    """All layers' matrices by name."""
     return {
-        f"{layer_prefix(i)}{row.name}": getattr(layer, field)
+        f"{layer_prefix(i)}{entry.name}": leaf
         for i, layer in enumerate(params.layers)
-        for field, row in matrix_rows(layer).items()
+        for entry, leaf in zip(matrix_entries(layer).values(), matrices(layer).values())
     }
 
 
@@ -140,8 +173,7 @@ def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
     """`params` with f(name, leaf) in place of each layer's matrices, layer by layer."""
 
     def one(i: int, layer: LayerParams) -> LayerParams:
-        rows = matrix_rows(layer)
-        leaves = {field: f(f"{layer_prefix(i)}{row.name}", getattr(layer, field)) for field, row in rows.items()}
-        return replace(layer, **leaves)
+        names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}
+        return with_matrices(layer, {field: f(names[field], leaf) for field, leaf in matrices(layer).items()})
 
     return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))

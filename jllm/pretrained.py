@@ -1,6 +1,5 @@
 """A model as people hold it: config, weights and tokenizer together."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,12 @@ import jax.numpy as jnp
 from jllm.checkpoint import count_layers, find_model, load_params, stored_tensors
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
+from jllm.fit import tree_bytes
 from jllm.memory import Memory, free_memory
 from jllm.params import Params
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 BUNDLED = Path(__file__).parent / "assets" / "fairytale"
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -33,17 +34,17 @@ class Model:
         "linears"), "codes" and "scales" of those that are (with zero points and all else that decoding takes), "norms",
         "biases"."""
         sizes: Counter[str] = Counter()
-        for path, leaf in jax.tree_util.tree_flatten_with_path(self.params)[0]:
-            sizes[_kind(path)] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        leaves = jax.tree_util.tree_flatten_with_path(self.params, lambda leaf: isinstance(leaf, QuantizedWeight))[0]
+        for path, leaf in leaves:
+            if isinstance(leaf, QuantizedWeight):
+                sizes["codes"] += tree_bytes(leaf.values)
+                sizes["scales"] += tree_bytes(leaf) - tree_bytes(leaf.values)
+            else:
+                sizes[_kind(path[-1].name)] += tree_bytes(leaf)
         return {**sizes, "total": sum(sizes.values())}
 
 
-def _kind(path: tuple[jax.tree_util.GetAttrKey, ...]) -> str:
-    """Of a leaf of Params, by the fields that lead to it."""
-    fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    if len(fields) > 1 + (fields[0] == "layers"):  # within a QuantizedWeight
-        return "codes" if fields[-1] == "values" else "scales"
-    field = fields[-1]
+def _kind(field: str) -> str:
     if field.endswith(("norm", "bias")):
         return "norms" if field.endswith("norm") else "biases"
     return {"embed": "embedding", "head": "head"}.get(field, "linears")

@@ -5,9 +5,11 @@ reader of a value has quantized activations, it is the value before that roundin
 rows, then C prompt tokens; for the head's they are the rows that it runs on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from jllm.errors import EvaluationError
 
@@ -31,6 +33,22 @@ TOP = {
     "logits": "[rows, V]",
 }
 NEAR = 4  # names that an error suggests
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Collects the values of one layer that `names` ask for, while it is traced."""
+
+    names: tuple[str, ...]  # without the layer's prefix
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def wants(self, name: str) -> bool:
+        return name in self.names
+
+    def __call__(self, name: str, value: Callable[[], Any]) -> None:
+        """Computes and keeps a value if it is wanted; XLA merges it with what the step computes anyway."""
+        if self.wants(name):
+            self.found[name] = value()
 
 
 def tap_names(num_layers: int) -> list[str]:

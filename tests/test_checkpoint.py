@@ -82,11 +82,11 @@ def test_fused_leaves_stack_the_stored_tensors(saved):
     stored = safetensors.numpy.load_file(path / "one" / WEIGHTS)
     layer = load_params(path / "many", config).layers[1]
     for leaf, names in [
-        (layer.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
-        (layer.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
-        (layer.down, ["mlp.down_proj"]),
-        (layer.attn_norm, ["input_layernorm"]),
-        (layer.mlp_norm, ["post_attention_layernorm"]),
+        (layer.attention.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        (layer.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+        (layer.mlp.down, ["mlp.down_proj"]),
+        (layer.attention.norm, ["input_layernorm"]),
+        (layer.mlp.norm, ["post_attention_layernorm"]),
     ]:
         np.testing.assert_array_equal(leaf, np.concatenate([stored[f"model.layers.1.{name}.weight"] for name in names]))
 
@@ -160,9 +160,10 @@ def test_init_params():
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract_params(config, "float32"))
     params = jax.tree.map(np.asarray, params)
     for layer in params.layers:
-        assert all(np.all(leaf == 1) for leaf in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm))
-        assert np.all(layer.qkv_bias == 0)
-        for leaf, std in [(layer.qkv, 0.02), (layer.gate_up, 0.02), (layer.o, 0.005), (layer.down, 0.005)]:
+        attention, mlp = layer.attention, layer.mlp
+        assert all(np.all(leaf == 1) for leaf in (attention.norm, mlp.norm, attention.q_norm, attention.k_norm))
+        assert np.all(attention.qkv_bias == 0)
+        for leaf, std in [(attention.qkv, 0.02), (mlp.gate_up, 0.02), (attention.o, 0.005), (mlp.down, 0.005)]:
             assert np.std(leaf) == pytest.approx(std, rel=0.1)
             assert abs(np.mean(leaf)) < std / 10
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]

@@ -11,6 +11,7 @@ from experiments.accuracy.rows import weight_error
 from experiments.claims import __main__ as command
 from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge
+from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import WeightFormat, decode, encode
 from tests.test_quant_accuracy import Pieces
@@ -237,7 +238,7 @@ def test_c15_compares_at_equal_bits(pretended, monkeypatch):
 def test_error_of_weights_is_that_of_all_of_them():
     model = tiny_model(intermediate_size=64)
     fmt = WeightFormat("int8", 32)
-    leaves = [x for layer in model.params.layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    leaves = list(linears(model.params).values())
     noise = sum(float(jnp.sum((decode(jax.jit(encode, static_argnums=1)(w, fmt)) - w) ** 2)) for w in leaves)
     want = np.sqrt(noise / sum(float(jnp.sum(w * w)) for w in leaves))
     assert weight_error(model.params, fmt) == (pytest.approx(1 + 2 / 32), pytest.approx(want, rel=1e-5))

@@ -59,16 +59,16 @@ def numpy_logprobs(model, ids) -> np.ndarray:
 
     x = p.embed[ids]
     for layer in p.layers:
-        q, k, v = np.split(norm(x, layer.attn_norm) @ layer.qkv.T, [H * D, (H + K) * D], axis=1)
+        q, k, v = np.split(norm(x, layer.attention.norm) @ layer.attention.qkv.T, [H * D, (H + K) * D], axis=1)
         heads = []
         for h in range(H):
             own, group = slice(h * D, h * D + D), slice(h * K // H * D, h * K // H * D + D)
             scores = rotate(q[:, own]) @ rotate(k[:, group]).T / np.sqrt(D)
             scores[np.triu_indices(T, 1)] = -np.inf
             heads.append(np.exp(log_softmax(scores)) @ v[:, group])
-        x = x + np.concatenate(heads, axis=1) @ layer.o.T
-        gate, up = np.split(norm(x, layer.mlp_norm) @ layer.gate_up.T, 2, axis=1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
+        x = x + np.concatenate(heads, axis=1) @ layer.attention.o.T
+        gate, up = np.split(norm(x, layer.mlp.norm) @ layer.mlp.gate_up.T, 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.mlp.down.T
     return log_softmax(norm(x, p.norm) @ p.head.T)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jllm import fingerprint
 from jllm.checkpoint import load_params, save
+from jllm.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.safetensors_io import read_header
 from tests.tiny import tiny_model
@@ -60,7 +61,9 @@ def test_params_are_known_by_their_values(saved):
 def test_any_changed_value_makes_other_params():
     params = MODEL.params
     layer = params.layers[1]
-    swapped = replace(layer, down=layer.down.at[jnp.asarray([3, 4])].set(layer.down[jnp.asarray([4, 3])]))
+    swapped = with_matrices(
+        layer, {"down": layer.mlp.down.at[jnp.asarray([3, 4])].set(layer.mlp.down[jnp.asarray([4, 3])])}
+    )
     others = [
         replace(params, embed=params.embed.at[41, 7].multiply(-1)),
         replace(params, norm=params.norm.at[0].add(0.01)),

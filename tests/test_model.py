@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jllm.attention import rms_norm
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.model import Packed, Paged, forward, rms_norm
-from tests.tiny import tiny_model
+from jllm.model import Packed, Paged, forward
+from tests.tiny import tiny_model, with_fields
 
 forward_jit = partial(jax.jit, static_argnames="config")(forward)
 
@@ -128,10 +129,10 @@ def test_one_layer_against_numpy(qk_norm):
     model = tiny_model("float64", num_layers=1, norm_eps=0.3)
     if qk_norm:
         norms = {"q_norm": jnp.linspace(0.5, 2, 16), "k_norm": jnp.linspace(1.5, -1, 16)}
-        layers = (replace(model.params.layers[0], **norms),)
+        layers = (with_fields(model.params.layers[0], norms),)
         model = replace(model, params=replace(model.params, layers=layers))
     c, p = model.config, jax.tree.map(np.asarray, model.params)
-    layer, ids = p.layers[0], np.array([5, 6, 7, 8, 9])
+    attention, mlp, ids = p.layers[0].attention, p.layers[0].mlp, np.array([5, 6, 7, 8, 9])
     H, K, D, T = c.num_heads, c.num_kv_heads, c.head_dim, len(ids)
 
     def norm(x, w):
@@ -142,10 +143,10 @@ def test_one_layer_against_numpy(qk_norm):
         return np.concatenate([z.real, z.imag])
 
     x = p.embed[ids]
-    qkv = norm(x, layer.attn_norm) @ layer.qkv.T
+    qkv = norm(x, attention.norm) @ attention.qkv.T
     q, k, v = np.split(qkv, [H * D, (H + K) * D], axis=1)
     if qk_norm:
-        q, k = (norm(x.reshape(T, -1, D), w).reshape(T, -1) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
+        q, k = (norm(x.reshape(T, -1, D), w).reshape(T, -1) for x, w in ((q, attention.q_norm), (k, attention.k_norm)))
     attended = np.zeros((T, H, D))
     for h in range(H):
         g = h // (H // K)
@@ -154,9 +155,9 @@ def test_one_layer_against_numpy(qk_norm):
             scores = np.array([qi @ rotate(k[j, g * D : (g + 1) * D], j) for j in range(i + 1)]) / np.sqrt(D)
             weights = np.exp(scores - scores.max())
             attended[i, h] = weights / weights.sum() @ v[: i + 1, g * D : (g + 1) * D]
-    x = x + attended.reshape(T, H * D) @ layer.o.T
-    gate, up = np.split(norm(x, layer.mlp_norm) @ layer.gate_up.T, 2, axis=1)
-    x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
+    x = x + attended.reshape(T, H * D) @ attention.o.T
+    gate, up = np.split(norm(x, mlp.norm) @ mlp.gate_up.T, 2, axis=1)
+    x = x + (gate / (1 + np.exp(-gate)) * up) @ mlp.down.T
     want = norm(x, p.norm) @ p.head.T
     got = forward_jit(model.params, c, packed(ids.tolist()), None)[0]
     assert relative(got, want) < 1e-12

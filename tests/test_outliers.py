@@ -11,7 +11,7 @@ from jllm.analysis.activations import tap
 from jllm.analysis.outliers import plant
 from jllm.errors import QuantizationError
 from jllm.quant.quantize import quantize
-from tests.tiny import full_logits, tiny_model
+from tests.tiny import full_logits, tiny_model, with_fields
 
 IDS = [1, 14, 15, 92, 65, 35, 89, 79]
 
@@ -28,11 +28,13 @@ def model():
     with jax.enable_x64(True):
         m = tiny_model("float64", tie_embeddings=True, bos_id=1)
         rng = np.random.default_rng(0)
-        biases = {"qkv_bias": 128, "o_bias": 32, "gate_up_bias": 96, "down_bias": 32}
-        layers = tuple(
-            replace(layer, **{name: jnp.asarray(rng.normal(size=size)) for name, size in biases.items()})
-            for layer in m.params.layers
-        )
+
+        def biased(layer):
+            sizes = {"qkv_bias": 128, "o_bias": 32}, {"gate_up_bias": 96, "down_bias": 32}
+            parts = [{name: jnp.asarray(rng.normal(size=n)) for name, n in part.items()} for part in sizes]
+            return with_fields(layer, *parts)
+
+        layers = tuple(map(biased, m.params.layers))
         embed = m.params.embed.at[1].multiply(20)
         return replace(m, params=replace(m.params, layers=layers, embed=embed))
 

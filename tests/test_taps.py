@@ -58,15 +58,15 @@ def test_each_follows_from_the_one_before(model, everything):
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         want = {
-            "attn_norm": rms(t["input"], p.attn_norm, c.norm_eps),
-            "qkv": t["attn_norm"] @ p.qkv.T,
+            "attn_norm": rms(t["input"], p.attention.norm, c.norm_eps),
+            "qkv": t["attn_norm"] @ p.attention.qkv.T,
             "v": heads[:, H + K :],
             "attention": np.einsum("hqk,khd->qhd", weights, np.repeat(t["v"], H // K, axis=1)).reshape(T, -1),
-            "middle": t["input"] + t["attention"] @ p.o.T,
-            "mlp_norm": rms(t["middle"], p.mlp_norm, c.norm_eps),
-            "gate_up": t["mlp_norm"] @ p.gate_up.T,
+            "middle": t["input"] + t["attention"] @ p.attention.o.T,
+            "mlp_norm": rms(t["middle"], p.mlp.norm, c.norm_eps),
+            "gate_up": t["mlp_norm"] @ p.mlp.gate_up.T,
             "silu_mul": silu * t["gate_up"][:, F:],
-            "output": t["middle"] + t["silu_mul"] @ p.down.T,
+            "output": t["middle"] + t["silu_mul"] @ p.mlp.down.T,
         }
         for name, x in want.items():
             np.testing.assert_allclose(t[name], x, rtol=1e-10, atol=1e-12, err_msg=name)

@@ -208,11 +208,11 @@ def test_encode_marks_both_ends_and_repeats_under_a_seed(corpus):
 def test_dropped_units_are_columns_and_the_mean_stays():
     params = init_params(TINY, jax.random.key(0), jnp.float32)
     dropped = jax.jit(jax.vmap(lambda key: drop_units(params, key, 0.25)))(jax.random.split(jax.random.key(1), 500))
-    ratio = np.asarray(dropped.layers[1].down / params.layers[1].down[None])
+    ratio = np.asarray(dropped.layers[1].mlp.down / params.layers[1].mlp.down[None])
     assert np.allclose(ratio, ratio[:, :1])  # a unit is silent for all outputs
     assert np.allclose(np.sort(np.unique(np.round(ratio, 4))), [0, 1.3333])
     assert ratio[:, 0].mean() == pytest.approx(1, abs=0.02)
-    assert np.array_equal(dropped.layers[0].qkv[0], params.layers[0].qkv)
+    assert np.array_equal(dropped.layers[0].attention.qkv[0], params.layers[0].attention.qkv)
 
 
 def test_bundled_files_fit_together_and_are_small():

@@ -1,6 +1,7 @@
 """Small random models for tests: sharp enough that greedy tokens differ, quick to compile."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.model import Packed, forward
-from jllm.params import LayerParams, Params
+from jllm.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.pretrained import Model
 
 CONFIG = LlamaConfig(
@@ -38,24 +39,32 @@ def tiny_model(dtype="float32", seed: int = 0, tokenizer=None, **changes) -> Mod
         return jnp.asarray(mean + scale * rng.normal(size=shape), dtype)
 
     def layer() -> LayerParams:
-        return LayerParams(
-            attn_norm=normal(E, mean=1.0),
+        attention = AttentionParams(
+            norm=normal(E, mean=1.0),
             qkv=normal((H + 2 * K) * D, E),
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
             o=normal(E, H * D),
             o_bias=None,
-            mlp_norm=normal(E, mean=1.0),
+        )
+        mlp = MLPParams(
+            norm=normal(E, mean=1.0),
             gate_up=normal(2 * F, E),
             gate_up_bias=None,
             down=normal(E, F),
             down_bias=None,
         )
+        return LayerParams(attention, mlp)
 
     layers = tuple(layer() for _ in range(c.num_layers))
     head = None if c.tie_embeddings else normal(V, E, scale=0.4)
     return Model(c, Params(normal(V, E, scale=1.0), layers, normal(E, mean=1.0), head), tokenizer)
+
+
+def with_fields(layer: LayerParams, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None):
+    """The layer with other values in some fields of its parts."""
+    return LayerParams(replace(layer.attention, **attention or {}), replace(layer.mlp, **mlp or {}))
 
 
 def serve(model: Model, prompts, sampling, **options) -> list[Completion]:

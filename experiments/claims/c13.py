@@ -34,10 +34,10 @@ STATED = (0.70, 0.90)
 def products(params: Params, x: jax.Array, heads: jax.Array) -> jax.Array:
     """All products of a step on rows x [T, E], of which the head sees so many as `heads` has."""
     for layer in params.layers:
-        x = linear(x, layer.qkv)[:, : layer.o.shape[1]]
-        x = linear(x, layer.o)
-        x = linear(x, layer.gate_up)[:, : layer.down.shape[1]]
-        x = linear(x, layer.down)
+        x = linear(x, layer.attention.qkv)[:, : layer.attention.o.shape[1]]
+        x = linear(x, layer.attention.o)
+        x = linear(x, layer.mlp.gate_up)[:, : layer.mlp.down.shape[1]]
+        x = linear(x, layer.mlp.down)
     return linear(x[: heads.shape[0]], params.embed if params.head is None else params.head)
 
 

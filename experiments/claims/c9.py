@@ -18,6 +18,7 @@ from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
+from jllm.params import matrices
 from pallas_kernels.quantized_rows import KINDS, LARGEST
 
 TOKENS, TOY_TOKENS = 512, 32
@@ -56,7 +57,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def weights(judge: Judge) -> dict[str, list[jax.Array]]:
     """Rows are output channels."""
-    return {text: [getattr(layer, name) for layer in judge.model.params.layers] for name, text in WEIGHTS.items()}
+    return {text: [matrices(layer)[name] for layer in judge.model.params.layers] for name, text in WEIGHTS.items()}
 
 
 def activations(judge: Judge, count: int) -> dict[str, list[jax.Array]]:

@@ -52,11 +52,11 @@ class Split:
 
 
 def split(p: LayerParams, config: LlamaConfig) -> Split:
-    assert isinstance(p.qkv, jax.Array)
-    assert isinstance(p.gate_up, jax.Array)
+    assert isinstance(p.attention.qkv, jax.Array)
+    assert isinstance(p.mlp.gate_up, jax.Array)
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-    q, k, v = jnp.split(p.qkv, (H * D, (H + K) * D))
-    return Split(q, k, v, *jnp.split(p.gate_up, 2))
+    q, k, v = jnp.split(p.attention.qkv, (H * D, (H + K) * D))
+    return Split(q, k, v, *jnp.split(p.mlp.gate_up, 2))
 
 
 def layers(
@@ -92,22 +92,22 @@ def _layer(p, s, x, cos, sin, batch, pages, work, config, fusions):
     out = _attend(q, pages, batch, work, scale) if fusions.attention else _naive(q, pages, batch, scale)
     out = out.reshape(x.shape[0], -1)
     if fusions.norm:
-        x = linear(out, p.o, residual=x)
+        x = linear(out, p.attention.o, residual=x)
     else:
-        x = apart(x + apart(linear(out, p.o)))
+        x = apart(x + apart(linear(out, p.attention.o)))
     y = _activate(p, s, x, config, fusions)
     if fusions.norm:
-        return linear(y, p.down, residual=x), pages
-    return apart(x + apart(linear(y, p.down))), pages
+        return linear(y, p.mlp.down, residual=x), pages
+    return apart(x + apart(linear(y, p.mlp.down))), pages
 
 
 def _activate(p, s, x, config, fusions):
     """SiLU of the gate times up: one kernel in any case."""
     if fusions.projections and fusions.norm:
-        return silu_mul(norm_linear(x, p.mlp_norm, p.gate_up, eps=config.norm_eps), p.down)
-    rows = apart(_rms_norm(x, p.mlp_norm, config.norm_eps))
+        return silu_mul(norm_linear(x, p.mlp.norm, p.mlp.gate_up, eps=config.norm_eps), p.mlp.down)
+    rows = apart(_rms_norm(x, p.mlp.norm, config.norm_eps))
     if fusions.projections:
-        return apart(silu_mul(apart(linear(rows, p.gate_up)), p.down))
+        return apart(silu_mul(apart(linear(rows, p.mlp.gate_up)), p.mlp.down))
     gate, up = (y.astype(compute_dtype(x.dtype)) for y in apart((linear(rows, s.gate), linear(rows, s.up))))
     return apart((jax.nn.silu(gate) * up).astype(x.dtype))
 
@@ -117,12 +117,12 @@ def _project(p, s, x, config, fusions):
     D = config.head_dim
     if fusions.projections:
         if fusions.norm:
-            qkv = norm_linear(x, p.attn_norm, p.qkv, eps=config.norm_eps)
+            qkv = norm_linear(x, p.attention.norm, p.attention.qkv, eps=config.norm_eps)
         else:
-            qkv = apart(linear(apart(_rms_norm(x, p.attn_norm, config.norm_eps)), p.qkv))
+            qkv = apart(linear(apart(_rms_norm(x, p.attention.norm, config.norm_eps)), p.attention.qkv))
         at = (config.num_heads, config.num_heads + config.num_kv_heads)
         return *jnp.split(qkv.reshape(qkv.shape[0], -1, D), at, axis=1), qkv
-    rows = apart(_rms_norm(x, p.attn_norm, config.norm_eps))
+    rows = apart(_rms_norm(x, p.attention.norm, config.norm_eps))
     q, k, v = apart(tuple(linear(rows, w).reshape(x.shape[0], -1, D) for w in (s.q, s.k, s.v)))
     return q, k, v, None
 

@@ -16,7 +16,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
 from jllm.fit import tree_bytes
-from jllm.params import Params
+from jllm.params import Params, linears
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)
@@ -85,7 +85,7 @@ def make_floor(
 ) -> Floor:
     """The floor of these weights, whose shapes (jax.eval_shape) are enough, on an H200 or a device of other peaks
     (operations a second by activations, None for 16 bits; those that the weights need are enough)."""
-    layers = (matrix(w, peaks) for layer in params.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    layers = (matrix(w, peaks) for w in linears(params).values())
     head = matrix(params.embed if params.head is None else params.head, peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     return Floor(tuple(Counter(layers).items()), head, attention, bandwidth, attention_peak)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jllm.analysis.activations import residuals
 from jllm.errors import QuantizationError
-from jllm.params import LayerParams, Params
+from jllm.params import LayerParams, Params, matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.migration import migrate
 from jllm.quant.quantize import weight_formats
@@ -67,7 +67,7 @@ def check_strength(strength: float) -> None:
 def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
     """Inputs times strength, weights that read them by as much smaller."""
     for field, chosen in (("qkv", channels), ("gate_up", channels), ("down", gate)):
-        s = jnp.ones(getattr(layer, field).shape[1], compute_dtype(model.params.dtype))
+        s = jnp.ones(matrices(layer)[field].shape[1], compute_dtype(model.params.dtype))
         layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
     return layer
 
@@ -96,16 +96,21 @@ def _turn(model: Model, channel: int, first_token: int | None) -> Model:
 
     one = jnp.ones_like(p.norm)
     layers = tuple(
-        replace(
-            layer,
-            attn_norm=one,
-            qkv=reads(layer.qkv, layer.attn_norm),
-            o=writes(layer.o),
-            o_bias=writes(layer.o_bias),
-            mlp_norm=one,
-            gate_up=reads(layer.gate_up, layer.mlp_norm),
-            down=writes(layer.down),
-            down_bias=writes(layer.down_bias),
+        LayerParams(
+            replace(
+                layer.attention,
+                norm=one,
+                qkv=reads(layer.attention.qkv, layer.attention.norm),
+                o=writes(layer.attention.o),
+                o_bias=writes(layer.attention.o_bias),
+            ),
+            replace(
+                layer.mlp,
+                norm=one,
+                gate_up=reads(layer.mlp.gate_up, layer.mlp.norm),
+                down=writes(layer.mlp.down),
+                down_bias=writes(layer.mlp.down_bias),
+            ),
         )
         for layer in p.layers
     )

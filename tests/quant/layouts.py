@@ -18,11 +18,11 @@ import numpy as np
 import safetensors
 
 from jllm.config import to_hf
-from jllm.params import LayerParams, matrix_rows
+from jllm.params import AttentionParams, LayerParams, MLPParams, matrix_entries
 from jllm.pretrained import Model
 from tests.tiny import tiny_model
 
-LINEARS = matrix_rows(LayerParams)  # by field
+LINEARS = matrix_entries(LayerParams(AttentionParams, MLPParams))  # by field
 NF4_LEVELS = np.array(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
      -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -64,14 +64,14 @@ def split(model: Model) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     for i, layer in enumerate(p.layers):
         at = f"model.layers.{i}"
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        linears |= {f"{at}.{n}": w for n, w in zip(names, np.split(layer.qkv, [q, q + kv]), strict=True)}
-        linears |= {f"{at}.self_attn.o_proj": layer.o, f"{at}.mlp.down_proj": layer.down}
-        linears |= {f"{at}.mlp.gate_proj": layer.gate_up[:f], f"{at}.mlp.up_proj": layer.gate_up[f:]}
-        if layer.qkv_bias is not None:
-            biases = np.split(layer.qkv_bias, [q, q + kv])
+        linears |= {f"{at}.{n}": w for n, w in zip(names, np.split(layer.attention.qkv, [q, q + kv]), strict=True)}
+        linears |= {f"{at}.self_attn.o_proj": layer.attention.o, f"{at}.mlp.down_proj": layer.mlp.down}
+        linears |= {f"{at}.mlp.gate_proj": layer.mlp.gate_up[:f], f"{at}.mlp.up_proj": layer.mlp.gate_up[f:]}
+        if layer.attention.qkv_bias is not None:
+            biases = np.split(layer.attention.qkv_bias, [q, q + kv])
             others |= {f"{at}.{n}.bias": b for n, b in zip(names, biases, strict=True)}
-        others |= {f"{at}.input_layernorm.weight": layer.attn_norm}
-        others |= {f"{at}.post_attention_layernorm.weight": layer.mlp_norm}
+        others |= {f"{at}.input_layernorm.weight": layer.attention.norm}
+        others |= {f"{at}.post_attention_layernorm.weight": layer.mlp.norm}
     if p.head is not None:
         linears["lm_head"] = p.head
     return tuple({n: np.asarray(w, np.float32) for n, w in ws.items()} for ws in (linears, others))

@@ -12,6 +12,7 @@ import pytest
 
 import jllm
 from jllm.model import Packed, forward
+from jllm.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -110,7 +111,7 @@ def drop_zeros(w: QuantizedWeight) -> QuantizedWeight:
 def test_the_bounds_catch_faults(model, tokens, plain, name, fault):
     """Of one kind of weight, in every layer."""
     params = quantize(model.params, name)
-    layers = tuple(replace(layer, down=fault(layer.down)) for layer in params.layers)
+    layers = tuple(with_matrices(layer, {"down": fault(layer.mlp.down)}) for layer in params.layers)
     assert divergence(plain, logprobs(model, replace(params, layers=layers), tokens)) > 2 * BOUNDS[name]
 
 

@@ -13,7 +13,7 @@ import jllm
 from jllm.checkpoint import load_params, save
 from jllm.config import load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError, QuantizationError
-from jllm.params import matrix_modules
+from jllm.params import matrix_modules, with_matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS, Scheme
 from tests.checkpoint_cases import WEIGHTS, assert_same_bits, rewrite
@@ -71,7 +71,7 @@ def test_columns_in_another_order(tmp_path):
     params = quantize(model.params, "w4a16-g32")
     order = jnp.asarray(np.random.default_rng(0).permutation(64), jnp.int32)
     layer = params.layers[0]
-    layers = (replace(layer, qkv=replace(layer.qkv, columns=order)), params.layers[1])
+    layers = (with_matrices(layer, {"qkv": replace(layer.attention.qkv, columns=order)}), params.layers[1])
     params = replace(params, layers=layers)
     save(tmp_path, params, model.config)
     assert_same_bits(load_params(tmp_path, model.config), params)
@@ -159,8 +159,10 @@ def test_what_is_no_number_is_named(tmp_path, name, tensor):
     model = tiny_model(**WIDE | {"intermediate_size": 64})
     params = quantize(model.params, Scheme("x", (("down_proj", name),)))
     layer = params.layers[1]
-    array = getattr(layer.down, tensor)
-    broken = replace(layer, down=replace(layer.down, **{tensor: array.at[(-1,) * array.ndim].set(np.nan)}))
+    array = getattr(layer.mlp.down, tensor)
+    broken = with_matrices(
+        layer, {"down": replace(layer.mlp.down, **{tensor: array.at[(-1,) * array.ndim].set(np.nan)})}
+    )
     save(tmp_path, replace(params, layers=(params.layers[0], broken)), model.config)
     refuse(tmp_path, model, f"tensor {DOWN}.{tensor} holds NaN or infinity")
 
@@ -169,7 +171,7 @@ def test_a_scale_of_inputs_that_nothing_can_be_divided_by(tmp_path):
     model = tiny_model(**WIDE)
     params = quantize(model.params, "w8a8-all")
     layer = params.layers[1]
-    scaled = replace(layer, down=replace(layer.down, input_scale=jnp.zeros(1, jnp.float32)))
+    scaled = with_matrices(layer, {"down": replace(layer.mlp.down, input_scale=jnp.zeros(1, jnp.float32))})
     save(tmp_path, replace(params, layers=(params.layers[0], scaled)), model.config)
     refuse(tmp_path, model, f"tensor {DOWN}.input_scale holds 0, expected a positive number")
 

@@ -72,9 +72,9 @@ def test_whole_model_against_finite_differences():
 
     assert slope == pytest.approx((at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-6)
     # What is stored is float16: the same gradient, in that.
-    stored = gradient(quantized, model.config).layers[0].down.scales
-    assert stored.dtype == quantized.layers[0].down.scales.dtype
-    np.testing.assert_allclose(stored, grads.layers[0].down.scales, rtol=2e-3, atol=1e-6)
+    stored = gradient(quantized, model.config).layers[0].mlp.down.scales
+    assert stored.dtype == quantized.layers[0].mlp.down.scales.dtype
+    np.testing.assert_allclose(stored, grads.layers[0].mlp.down.scales, rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor"])
@@ -130,6 +130,6 @@ def test_eight_bits_everywhere_point_the_same_way():
     model = tiny_model("float64", num_layers=1)
     wide = gradient(model.params, model.config)
     got = gradient(quantize(model.params, "w8a8-all"), model.config)
-    for a, b in ((got.embed, wide.embed), (got.layers[0].attn_norm, wide.layers[0].attn_norm)):
+    for a, b in ((got.embed, wide.embed), (got.layers[0].attention.norm, wide.layers[0].attention.norm)):
         cosine = float((a * b).sum() / jnp.sqrt((a * a).sum() * (b * b).sum()))
         assert cosine > 0.97

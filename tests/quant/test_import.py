@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jllm
+from jllm.params import matrices
 from jllm.quant import codes
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -91,7 +92,9 @@ CASES = {
 def merged(model, weights, i=0):
     """The writer's weights as the leaves of one layer, and the head."""
     at = f"model.layers.{i}."
-    leaves = {field: np.concatenate([weights[at + part] for part, _ in row.modules]) for field, row in LINEARS.items()}
+    leaves = {
+        field: np.concatenate([weights[at + part] for part, _ in entry.modules]) for field, entry in LINEARS.items()
+    }
     return leaves | {"head": weights.get("lm_head")}
 
 
@@ -104,7 +107,7 @@ def furthest(name, path):
     model = layouts.small_model()
     written = layouts.write(path, model, CASES[name][0], shards=2 if "act" in name else 1)
     params = jllm.load(path).params
-    leaves = {field: getattr(params.layers[0], field) for field in LINEARS} | {"head": params.head}
+    leaves = matrices(params.layers[0]) | {"head": params.head}
     worst = 0.0
     for field, weight in merged(model, written.weights).items():
         nonzero = np.where(weight == 0, np.finfo(np.float32).tiny, np.abs(weight))

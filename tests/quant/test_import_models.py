@@ -11,11 +11,12 @@ import pytest
 import jllm
 from jllm.checkpoint import save
 from jllm.errors import CheckpointError, ConfigError
+from jllm.params import with_matrices
 from pallas_kernels.quantized_weights import QuantizedWeight, decode
 from tests.checkpoint_cases import assert_same_bits
 from tests.quant import layouts
 from tests.quant.layouts import awq, compressed, gptq, nf4
-from tests.tiny import full_logits
+from tests.tiny import full_logits, with_fields
 
 TOKENS = np.random.default_rng(3).integers(3, 96, 24)
 LAYOUTS = {
@@ -45,9 +46,9 @@ def plain(model, weights):
     for i, layer in enumerate(model.params.layers):
         at = f"model.layers.{i}."
         merged = {
-            f: np.concatenate([weights[at + part] for part, _ in row.modules]) for f, row in layouts.LINEARS.items()
+            f: np.concatenate([weights[at + part] for part, _ in entry.modules]) for f, entry in layouts.LINEARS.items()
         }
-        layers.append(replace(layer, **{f: jax.numpy.asarray(w) for f, w in merged.items()}))
+        layers.append(with_matrices(layer, {f: jax.numpy.asarray(w) for f, w in merged.items()}))
     head = None if model.params.head is None else jax.numpy.asarray(weights["lm_head"])
     return replace(model, params=replace(model.params, layers=tuple(layers), head=head))
 
@@ -78,7 +79,7 @@ def test_modules_of_the_same_inputs_get_the_largest_of_their_scales(tmp_path):
 
     layouts.write(tmp_path / "m", layouts.small_model(), layout)
     layer = jllm.load(tmp_path / "m").params.layers[0]
-    assert (layer.qkv.input_scale, layer.gate_up.input_scale) == (0.25, layouts.INPUT_SCALES["up_proj"])
+    assert (layer.attention.qkv.input_scale, layer.mlp.gate_up.input_scale) == (0.25, layouts.INPUT_SCALES["up_proj"])
 
 
 @pytest.mark.parametrize("changes", [{}, {"activations": False, "symmetric": False}])
@@ -166,7 +167,7 @@ def test_older_names_of_awq_fields(tmp_path):
 def test_biases_of_the_model_are_kept_and_zeros_of_autogptq_dropped(tmp_path):
     model = layouts.small_model(architecture="Qwen2ForCausalLM", qkv_bias=True)
     bias = jax.numpy.arange(128, dtype="float32")
-    layer = replace(model.params.layers[0], qkv_bias=bias)
+    layer = with_fields(model.params.layers[0], {"qkv_bias": bias})
     model = replace(model, params=replace(model.params, layers=(layer,)))
 
     def layout(weights):
@@ -177,8 +178,8 @@ def test_biases_of_the_model_are_kept_and_zeros_of_autogptq_dropped(tmp_path):
 
     layouts.write(tmp_path / "m", model, layout)
     loaded = jllm.load(tmp_path / "m").params.layers[0]
-    assert np.array_equal(loaded.qkv_bias, bias)
-    assert loaded.o_bias is None
+    assert np.array_equal(loaded.attention.qkv_bias, bias)
+    assert loaded.attention.o_bias is None
 
 
 def test_tied_head_stays_the_embedding(tmp_path):
@@ -199,8 +200,8 @@ def test_rules_of_gptqmodel_and_lists_of_modules(tmp_path):
 
     layouts.write(tmp_path / "rules", layouts.small_model(), layout)
     layer = jllm.load(tmp_path / "rules").params.layers[0]
-    assert (layer.qkv.format.name, layer.down.format.name) == ("w4a16-g32", "w8a16")
-    assert not isinstance(layer.o, QuantizedWeight)
+    assert (layer.attention.qkv.format.name, layer.mlp.down.format.name) == ("w4a16-g32", "w8a16")
+    assert not isinstance(layer.attention.o, QuantizedWeight)
 
     listed = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
     some = lambda weights: gptq(  # noqa: E731
@@ -225,7 +226,7 @@ def test_targets_that_name_win_over_patterns_and_classes(tmp_path):
 
     layouts.write(tmp_path / "m", layouts.small_model(), layout)
     layer = jllm.load(tmp_path / "m").params.layers[0]
-    assert (layer.qkv.format.name, layer.o.format.name) == ("w8a8", "fp8")
+    assert (layer.attention.qkv.format.name, layer.attention.o.format.name) == ("w8a8", "fp8")
 
 
 def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path):
@@ -234,7 +235,7 @@ def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path):
     written = layouts.write(tmp_path / "m", layouts.small_model(), positive)
     o = "model.layers.0.self_attn.o_proj"
     assert not (written.tensors[f"{o}.qzeros"].view(np.uint32) == 0xFFFFFFFF).all()
-    found = decode(jllm.load(tmp_path / "m").params.layers[0].o)
+    found = decode(jllm.load(tmp_path / "m").params.layers[0].attention.o)
     assert np.array_equal(found, written.weights[o])
 
 

@@ -13,6 +13,7 @@ from jllm.analysis.own_tokens import own_tokens
 from jllm.batch import Rung
 from jllm.checkpoint import load_params, save
 from jllm.errors import EvaluationError, QuantizationError
+from jllm.params import matrices
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration import scale_learning
 from jllm.quant.calibration.inputs import collect, layer_config
@@ -21,7 +22,7 @@ from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import parse_weight_format
-from tests.tiny import full_logits, tiny_model
+from tests.tiny import full_logits, tiny_model, with_fields
 
 TOKENS = np.random.default_rng(5).integers(0, 97, size=(4, 12)).astype(np.int32)
 encode = jax.jit(quantized_weights.encode, static_argnums=1)
@@ -42,9 +43,10 @@ def model():
         rng = np.random.default_rng(1)
 
         def uneven(layer):
-            norms = {name: jnp.asarray(np.exp(rng.normal(size=32))) for name in ("attn_norm", "mlp_norm")}
-            biases = {"qkv_bias": rng.normal(size=128), "gate_up_bias": rng.normal(size=128) / 4}
-            return replace(layer, **norms, **{name: jnp.asarray(b) for name, b in biases.items()})
+            norms = [jnp.asarray(np.exp(rng.normal(size=32))) for _ in range(2)]
+            biases = [jnp.asarray(rng.normal(size=128)), jnp.asarray(rng.normal(size=128) / 4)]
+            attention = {"norm": norms[0], "qkv_bias": biases[0]}
+            return with_fields(layer, attention, {"norm": norms[1], "gate_up_bias": biases[1]})
 
         return replace(m, params=replace(m.params, layers=tuple(uneven(layer) for layer in m.params.layers)))
 
@@ -76,11 +78,12 @@ def test_smoothing_keeps_the_function_and_balances(model, statistics):
     smoothed = replace(model, params=params)
     np.testing.assert_allclose(full_logits(smoothed, TOKENS[0]), full_logits(model, TOKENS[0]), rtol=1e-9, atol=1e-9)
     for layer, before, stats in zip(params.layers, model.params.layers, statistics, strict=True):
-        s = np.asarray(before.attn_norm / layer.attn_norm)
-        w = np.abs(np.asarray(before.qkv)).max(axis=0)
+        s = np.asarray(before.attention.norm / layer.attention.norm)
+        w = np.abs(np.asarray(before.attention.qkv)).max(axis=0)
         np.testing.assert_allclose(s, np.sqrt(np.asarray(stats["qkv"].absmax) / w), rtol=1e-10)
         np.testing.assert_allclose(stats["qkv"].absmax / s, w * s, rtol=1e-10)
-    np.testing.assert_array_equal(ptq.smooth(model, TOKENS, fields=["qkv"]).layers[0].down, model.params.layers[0].down)
+    partly = ptq.smooth(model, TOKENS, fields=["qkv"])
+    np.testing.assert_array_equal(partly.layers[0].mlp.down, model.params.layers[0].mlp.down)
 
 
 # GPTQ
@@ -109,7 +112,7 @@ def reference_gptq(w, gram, order, group, damping=0.01):
 @pytest.mark.parametrize("dead", [[], [3, 40, 41]])
 def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, dead):
     """Inputs that never come count as 1 in the Hessian's diagonal, as in the authors' code: here more than others."""
-    w, gram = model.params.layers[0].down, np.asarray(statistics[0]["down"].gram).copy()
+    w, gram = model.params.layers[0].mlp.down, np.asarray(statistics[0]["down"].gram).copy()
     gram *= 1e-3 if dead else 1
     gram[dead] = gram[:, dead] = 0
     got, finite = solve(w, gram, 0.01, fmt=parse_weight_format("w4a16-g32"), act_order=act_order)
@@ -138,7 +141,7 @@ def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, d
 )
 def test_outputs_move_less_than_by_rounding(model, statistics, name, options):
     """In every format that a weight can have; tokens fewer than columns, as for a short calibration."""
-    fmt, w, gram = parse_weight_format(name), model.params.layers[0].down, statistics[0]["down"].gram
+    fmt, w, gram = parse_weight_format(name), model.params.layers[0].mlp.down, statistics[0]["down"].gram
     got, finite = solve(w, gram, 0.01, fmt=fmt, **options)
     rounded = encode(w, fmt)
     assert finite
@@ -164,14 +167,14 @@ def test_gptq_goes_through_quantized_layers(model, tmp_path):
     params = ptq.gptq(model, "w4a16-g32", TOKENS, act_order=True)
     quantized = replace(model, params=params)
     stats = list(ptq.layer_statistics(quantized, TOKENS, ("qkv",)))
-    again, _ = solve(
-        model.params.layers[1].qkv, stats[1]["qkv"].gram, 0.01, fmt=params.layers[1].qkv.format, act_order=True
-    )
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params.layers[1].qkv), strict=True):
+    found, source = params.layers[1].attention.qkv, model.params.layers[1].attention.qkv
+    again, _ = solve(source, stats[1]["qkv"].gram, 0.01, fmt=found.format, act_order=True)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(a, b)
-    biases = {"qkv_bias": None, "gate_up_bias": None}
     narrow = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x, params)
-    narrow = replace(narrow, layers=tuple(replace(layer, **biases) for layer in narrow.layers))
+    narrow = replace(
+        narrow, layers=tuple(with_fields(layer, {"qkv_bias": None}, {"gate_up_bias": None}) for layer in narrow.layers)
+    )
     config = replace(model.config, dtype="float32")
     save(tmp_path, narrow, config)
     for a, b in zip(jax.tree.leaves(load_params(tmp_path, config)), jax.tree.leaves(narrow), strict=True):
@@ -185,7 +188,7 @@ def test_searched_scales_and_clips_move_outputs_less(model, statistics):
     fmt = parse_weight_format("w4a16-g32")
     layer, stats = model.params.layers[0], statistics[0]
     for field in ("qkv", "o"):
-        w, gram = getattr(layer, field), stats[field].gram
+        w, gram = matrices(layer)[field], stats[field].gram
         plain = output_error(decode(encode(w, fmt), jnp.float64) - w, gram)
         s = search_scales(layer, model.config, field, stats[field], fmt)
         scaled = decode(encode(w * s[None, :], fmt), jnp.float64) / s[None, :]
@@ -215,13 +218,13 @@ def test_awq_of_a_whole_model(model):
     """Better than rounding, where inputs are uneven; and it would be the same function, were nothing rounded."""
     awq = ptq.awq(model, "w4a16-g32", TOKENS)
     assert divergence(model, awq) < 0.7 * divergence(model, quantize(model.params, "w4a16-g32"))
-    ratio = np.asarray(awq.layers[0].attn_norm / model.params.layers[0].attn_norm)
-    wide = np.asarray(decode(awq.layers[0].qkv, jnp.float64))[:64] * ratio[None, :]
-    want = np.asarray(model.params.layers[0].qkv)[:64]
+    ratio = np.asarray(awq.layers[0].attention.norm / model.params.layers[0].attention.norm)
+    wide = np.asarray(decode(awq.layers[0].attention.qkv, jnp.float64))[:64] * ratio[None, :]
+    want = np.asarray(model.params.layers[0].attention.qkv)[:64]
     assert np.linalg.norm(wide - want) < 0.15 * np.linalg.norm(want)
     plain = ptq.awq(model, "w4a16-g32", TOKENS, clip=False)
     for a, b in zip(awq.layers, plain.layers, strict=True):  # ranges of values are clipped, of queries and keys not
-        alike = np.asarray(decode(a.qkv, jnp.float64) == decode(b.qkv, jnp.float64))
+        alike = np.asarray(decode(a.attention.qkv, jnp.float64) == decode(b.attention.qkv, jnp.float64))
         assert alike[: 64 + 32].all()
         assert not alike[64 + 32 :].all()
 
@@ -271,8 +274,8 @@ def test_learning_helps_and_nothing_learned_is_rounding(model):
     assert errors[0] < 0.8 * errors[1]
     tuned = ptq.tune_scales(one, plain, TOKENS, steps=40, rate=3e-3)
     assert divergence(one, tuned) < 0.8 * divergence(one, plain)
-    np.testing.assert_array_equal(tuned.layers[0].qkv.values, plain.layers[0].qkv.values)
-    assert tuned.layers[0].qkv.scales.dtype == jnp.float16
+    np.testing.assert_array_equal(tuned.layers[0].attention.qkv.values, plain.layers[0].attention.qkv.values)
+    assert tuned.layers[0].attention.qkv.scales.dtype == jnp.float16
 
 
 # Bad input

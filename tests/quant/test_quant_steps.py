@@ -10,6 +10,7 @@ from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_o
 from experiments.steps.floors import Work, make_floor
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
+from jllm.params import linears
 from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG
 
@@ -39,7 +40,7 @@ def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
     config = replace(CONFIG, hidden_size=64, intermediate_size=64)
     shapes = abstract_params(config, "bfloat16")
     many, no_rows, fast = 10**6, 0, 1e20  # bound by operations, in the layers alone
-    sizes = [w.size for layer in shapes.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    sizes = [w.size for w in linears(shapes).values()]
     seconds = {
         scheme: make_floor(quantize(shapes, scheme), config, bandwidth=fast).seconds(many, no_rows)
         for scheme in ("bf16", "w8a8-all", "w4a16-g32")

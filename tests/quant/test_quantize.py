@@ -16,7 +16,7 @@ import jllm
 from jllm.checkpoint import abstract_params, save
 from jllm.config import load_config
 from jllm.errors import ConfigError, QuantizationError
-from jllm.params import EMBED, HEAD, linears, matrix_modules
+from jllm.params import EMBED, HEAD, linears, matrix_modules, with_matrices
 from jllm.pretrained import Model
 from jllm.quant import quantize as module
 from jllm.quant.quantize import quantize, weight_formats
@@ -48,7 +48,7 @@ def test_named_weights_are_encoded_and_others_are_the_same_arrays(model, name):
             assert_same_bits(leaf, jax.jit(encode, static_argnums=1)(before[weight], fmt))
         else:
             assert leaf is before[weight]
-    assert params.layers[1].mlp_norm is model.params.layers[1].mlp_norm
+    assert params.layers[1].mlp.norm is model.params.layers[1].mlp.norm
 
 
 @pytest.mark.parametrize("name", ["w8a8-talk", "w4a16-g64-zp", "nf4-dq", "fp8"])
@@ -113,12 +113,12 @@ def weights_bytes(params) -> int:
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_donated_model_takes_its_own_size_and_a_weight(live, donate):
     model = tiny_model(num_layers=6, **WIDE)
-    size, largest = weights_bytes(model.params), model.params.layers[0].gate_up.nbytes
+    size, largest = weights_bytes(model.params), model.params.layers[0].mlp.gate_up.nbytes
     others = sum(x.nbytes for x in jax.live_arrays()) - size
     params = quantize(model.params, "w8a16", donate=donate)
     most = max(live) - others
     assert (most <= size + largest) == donate, (most, size, largest)  # without, the bound must be seen to break
-    assert model.params.layers[5].down.is_deleted() == donate
+    assert model.params.layers[5].mlp.down.is_deleted() == donate
     assert not model.params.norm.is_deleted()
     assert not params.embed.is_deleted()
 
@@ -126,7 +126,7 @@ def test_a_donated_model_takes_its_own_size_and_a_weight(live, donate):
 def test_the_wide_model_never_exists_whole_while_loading(live, tmp_path):
     model = tiny_model(num_layers=6, **WIDE)
     save(tmp_path, model.params, model.config)
-    size, largest = weights_bytes(model.params), model.params.layers[0].gate_up.nbytes
+    size, largest = weights_bytes(model.params), model.params.layers[0].mlp.gate_up.nbytes
     want = quantize(model.params, "w4a16-g64")
     live.clear()
     others = sum(x.nbytes for x in jax.live_arrays())
@@ -161,7 +161,7 @@ def test_progress_bar_shows_on_a_terminal_alone(model, monkeypatch, terminal):
 @pytest.mark.parametrize("name", ["w8a8-all", "nf4", "fp8", "w4a16-g32-zp"])
 def test_what_is_no_number_is_named(model, value, name):
     layer = model.params.layers[1]
-    broken = replace(layer, down=layer.down.at[3, 5].set(value))
+    broken = with_matrices(layer, {"down": layer.mlp.down.at[3, 5].set(value)})
     params = replace(model.params, layers=(model.params.layers[0], broken))
     with pytest.raises(QuantizationError, match=r"^model\.layers\.1\.mlp\.down_proj holds NaN or infinity"):
         quantize(params, name)
@@ -170,9 +170,10 @@ def test_what_is_no_number_is_named(model, value, name):
 @pytest.mark.parametrize("name", ["w8a8", "fp8", "uint8-zp", "w4a16-g32-zp", "nf4", "nf4-dq"])
 def test_channels_of_zeros_give_zeros(model, name):
     one, other = model.params.layers
-    layers = (replace(one, o=one.o.at[3].set(0)), replace(other, o=jnp.zeros_like(other.o)))
+    zeroed = (one.attention.o.at[3].set(0), jnp.zeros_like(other.attention.o))
+    layers = tuple(with_matrices(layer, {"o": o}) for layer, o in zip((one, other), zeroed))
     params = quantize(replace(model.params, layers=layers), Scheme("x", (("o_proj", name),)))
-    got, nothing = (np.asarray(decode(layer.o)) for layer in params.layers)
+    got, nothing = (np.asarray(decode(layer.attention.o)) for layer in params.layers)
     assert np.isfinite(got).all()
     assert np.abs(got[3]).max() <= (0.002 if name == "nf4-dq" else 0)  # whose scales are near those of their block
     assert got[2].any()
@@ -206,7 +207,7 @@ def test_the_preset_bf16_is_a_dtype_and_a_file_of_that_name_is_not(model, tmp_pa
     (tmp_path / "bf16.toml").write_text('rules = [["down_proj", "w8a16"]]')
     params = jllm.load(tmp_path, quantize=tmp_path / "bf16.toml", dtype="f32").params
     assert params.dtype == jnp.float32
-    assert params.layers[0].down.format.name == "w8a16"
+    assert params.layers[0].mlp.down.format.name == "w8a16"
 
 
 def test_quantizing_twice_is_refused(model):

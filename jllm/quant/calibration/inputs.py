@@ -13,7 +13,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.linear import embed
 from jllm.model import Packed, tapped_backbone
-from jllm.params import LayerParams, Params, Weight, layer_prefix, matrix_modules, matrix_rows
+from jllm.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries, matrix_modules
 from jllm.pretrained import Model
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
@@ -63,9 +63,10 @@ def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
 
 def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) -> dict[str, WeightFormat]:
     """Field -> the format that it gets, of those that get one, in order of computation."""
-    names = {field: f"{layer_prefix(i)}{row.name}" for field, row in matrix_rows(layer).items()}
+    names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}
+    weights = matrices(layer)
     return {
-        field: choose_format(name, getattr(layer, field).shape, formats[name])
+        field: choose_format(name, weights[field].shape, formats[name])
         for field, name in names.items()
         if formats.get(name)
     }
@@ -115,7 +116,7 @@ def collect(
         return {field: _add(stats[field], found[taps[field]]) for field in fields}, y
 
     dtype = compute_dtype(x.dtype)
-    empty = {field: _empty(getattr(layer, field).shape[1], dtype, gram) for field in fields}
+    empty = {field: _empty(matrices(layer)[field].shape[1], dtype, gram) for field in fields}
     stats, out = jax.lax.scan(one, empty, x)
     count = x.shape[0] * x.shape[1]
     return out, {field: replace(s, mean_abs=s.mean_abs / count) for field, s in stats.items()}
@@ -123,10 +124,10 @@ def collect(
 
 def _taps(layer: LayerParams, fields: Sequence[str]) -> dict[str, str]:
     """Field -> the tap that is its input. Raises QuantizationError where the layer's blocks have none for it."""
-    rows = matrix_rows(layer)
-    if unread := [field for field in fields if rows[field].reads is None]:
-        raise QuantizationError(f"{rows[unread[0]].name}: its inputs have no tap, so that they cannot calibrate it")
-    return {field: row.reads for field, row in rows.items() if field in fields and row.reads is not None}
+    entries = matrix_entries(layer)
+    if unread := [field for field in fields if entries[field].reads is None]:
+        raise QuantizationError(f"{entries[unread[0]].name}: its inputs have no tap, so that they cannot calibrate it")
+    return {field: entry.reads for field, entry in entries.items() if field in fields and entry.reads is not None}
 
 
 def layer_statistics(
@@ -136,7 +137,7 @@ def layer_statistics(
     `tokens` are i32[B, T]."""
     x = embed_tokens(model, check_tokens(model, tokens))
     for i, layer in enumerate(model.params.layers):
-        chosen = tuple(matrix_rows(layer) if fields is None else fields)
+        chosen = tuple(matrix_entries(layer) if fields is None else fields)
         x, stats = collect(layer, x, layer_config(model.config, i), chosen, gram=gram)
         yield stats
 

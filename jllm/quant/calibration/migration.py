@@ -1,12 +1,14 @@
 """Moving a scale from the columns of a weight to what makes its input: the layer's function stays as it is."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.params import LayerParams
+from jllm.errors import QuantizationError
+from jllm.params import AttentionParams, LayerParams, MLPParams
 
 FIELDS = ("qkv", "o", "gate_up", "down")  # whose inputs can take a scale
 
@@ -16,17 +18,21 @@ def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -
     weight before qkv and gate_up, the value rows before o, the up rows before down.
 
     Exact but for rounding; for powers of two to the last bit. For o, all query heads that share a KV head must have
-    the same scales (see tie_heads).
+    the same scales (see tie_heads). Raises QuantizationError for other kinds of layers.
     """
-    w = getattr(layer, field)
-    columns = (w * s[None, :].astype(w.dtype)).astype(w.dtype)
+    name = "attention" if field in ("qkv", "o") else "mlp"
+    part = getattr(layer, name)
+    if not isinstance(part, AttentionParams | MLPParams) or field not in FIELDS:
+        raise QuantizationError(f"{type(part).__name__}: no scale can move out of {field!r} of this kind of layer")
+    w = getattr(part, field)
+    part = replace(part, **{field: (w * s[None, :].astype(w.dtype)).astype(w.dtype)})
     if field in ("qkv", "gate_up"):
-        source = {"qkv": "attn_norm", "gate_up": "mlp_norm"}[field]
-        return replace(layer, **{field: columns, source: getattr(layer, source) / s.astype(w.dtype)})
-    if field == "o":
-        one_a_head = s.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
-        return _divide_last_rows(replace(layer, o=columns), "qkv", one_a_head)
-    return _divide_last_rows(replace(layer, down=columns), "gate_up", s)
+        part = replace(part, norm=part.norm / s.astype(w.dtype))
+    elif field == "o":
+        part = _divide_last_rows(part, "qkv", s.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1))
+    else:
+        part = _divide_last_rows(part, "gate_up", s)
+    return replace(layer, **{name: part})
 
 
 def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:
@@ -35,9 +41,9 @@ def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:
     return jnp.broadcast_to(groups.max(axis=1, keepdims=True), groups.shape).reshape(-1)
 
 
-def _divide_last_rows(layer: LayerParams, field: str, s: jax.Array) -> LayerParams:
+def _divide_last_rows(part: Any, field: str, s: jax.Array) -> Any:
     """The last rows of a weight and its bias divided by s: those of values or up projections."""
-    w, bias = getattr(layer, field), getattr(layer, f"{field}_bias")
+    w, bias = getattr(part, field), getattr(part, f"{field}_bias")
     s = s.astype(w.dtype)
-    layer = replace(layer, **{field: w.at[-s.shape[0] :].divide(s[:, None])})
-    return layer if bias is None else replace(layer, **{f"{field}_bias": bias.at[-s.shape[0] :].divide(s)})
+    part = replace(part, **{field: w.at[-s.shape[0] :].divide(s[:, None])})
+    return part if bias is None else replace(part, **{f"{field}_bias": bias.at[-s.shape[0] :].divide(s)})

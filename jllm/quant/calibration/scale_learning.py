@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.model import Packed, forward
-from jllm.params import LayerParams, Params
+from jllm.params import LayerParams, Params, matrices, with_matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
@@ -74,7 +74,7 @@ def learned(
         wanted = collect(layer, wanted, config, ())[0]
         rows = jnp.asarray(rng.integers(len(ids), size=(steps, min(batch, len(ids)))), jnp.int32)
         fixed = {"config": config, "chosen": tuple(chosen.items()), "rate": rate}
-        layer = replace(layer, **_quantized(layer, chosen, _train_layer(layer, x, wanted, rows, **fixed)))
+        layer = with_matrices(layer, _quantized(layer, chosen, _train_layer(layer, x, wanted, rows, **fixed)))
         x = collect(layer, x, config, ())[0]
         layers.append(layer)
     return round_rest(replace(model.params, layers=tuple(layers)), formats)
@@ -92,14 +92,13 @@ def _train_layer(
     rate: float,
 ) -> Thetas:
     """The thetas after steps on rows i32[steps, batch] of x and wanted [B, T, E]."""
-    scales = {field: fit_scales(grouped(getattr(layer, field), fmt), fmt) for field, fmt in chosen}
+    weights = matrices(layer)
+    scales = {field: fit_scales(grouped(weights[field], fmt), fmt) for field, fmt in chosen}
     size = jnp.mean(jnp.square(wanted))
 
     def loss(thetas: Thetas, chosen_rows: jax.Array) -> jax.Array:
-        fields = {
-            field: fake_quantize(getattr(layer, field), scales[field], thetas[field], fmt) for field, fmt in chosen
-        }
-        run = partial(run_layer, replace(layer, **fields), config=config)
+        fields = {field: fake_quantize(weights[field], scales[field], thetas[field], fmt) for field, fmt in chosen}
+        run = partial(run_layer, with_matrices(layer, fields), config=config)
         got = jax.vmap(lambda row: run(row)[0])(x[chosen_rows])
         return jnp.mean(jnp.square(got - wanted[chosen_rows])) / size
 
@@ -147,7 +146,8 @@ def _encode_scaled(w: jax.Array, theta: jax.Array, fmt: WeightFormat) -> Quantiz
 
 
 def _quantized(layer: LayerParams, chosen: dict[str, WeightFormat], thetas: Thetas) -> dict[str, QuantizedWeight]:
-    return {field: _encode_scaled(getattr(layer, field), thetas[field], fmt) for field, fmt in chosen.items()}
+    weights = matrices(layer)
+    return {field: _encode_scaled(weights[field], thetas[field], fmt) for field, fmt in chosen.items()}
 
 
 def tune_scales(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
-from jllm.params import LayerParams, Params
+from jllm.params import LayerParams, Params, matrices, with_matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
@@ -59,10 +59,10 @@ def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -
             layer, stats[field] = migrate(layer, model.config, field, s), stats[field].scaled(s)
         weights: dict[str, QuantizedWeight] = {}
         for field in fields:
-            gram, w = stats[field].gram, getattr(layer, field)
+            gram, w = stats[field].gram, matrices(layer)[field]
             exempt = model.config.head_dim * (model.config.num_heads + model.config.num_kv_heads) * (field == "qkv")
             weights[field] = round_clipped(w, gram, chosen[field], exempt) if clip else _encode(w, chosen[field])
-        layers.append(replace(layer, **weights))
+        layers.append(with_matrices(layer, weights))
     return round_rest(replace(model.params, layers=tuple(layers)), formats)
 
 
@@ -72,7 +72,7 @@ def search_scales(
     """[K]: mean|x|^p with the exponent p of the grid that moves the outputs of `field` least."""
     mean = tie_heads(stats.mean_abs, config) if field == "o" else stats.mean_abs
     scales = jnp.stack([_powers(mean, p / GRID) for p in range(GRID)])
-    errors = _errors(getattr(layer, field), stats.gram, scales, fmt)
+    errors = _errors(matrices(layer)[field], stats.gram, scales, fmt)
     return scales[jnp.argmin(errors)]
 
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.params import LayerParams, Params
+from jllm.params import LayerParams, Params, matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import DELAY, InputStats, layer_statistics, plan
 from jllm.quant.calibration.migration import FIELDS, migrate, tie_heads
@@ -52,7 +52,7 @@ def smoothquant(
 
 def smoothing_scales(layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, alpha: float) -> jax.Array:
     """[K], what the inputs of `field` are divided by; 1 where inputs or weights are zero throughout."""
-    x, w = stats.absmax, jnp.abs(getattr(layer, field)).max(axis=0).astype(stats.absmax.dtype)
+    x, w = stats.absmax, jnp.abs(matrices(layer)[field]).max(axis=0).astype(stats.absmax.dtype)
     if field == "o":
         x, w = tie_heads(x, config), tie_heads(w, config)
     s = x**alpha / w ** (1 - alpha)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
-from jllm.params import Params, layer_prefix, matrix_rows
+from jllm.params import Params, layer_prefix, matrices, matrix_entries, with_matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
@@ -65,11 +65,11 @@ def gptq(
         for field, fmt in chosen.items():
             gram = collect(layer, x, config, (field,))[1][field].gram
             order = {"act_order": act_order, "static_groups": static_groups}
-            w, finite = solve(getattr(layer, field), gram, damping, fmt=fmt, **order)
+            w, finite = solve(matrices(layer)[field], gram, damping, fmt=fmt, **order)
             if not finite:
-                name = f"{layer_prefix(i)}{matrix_rows(layer)[field].name}"
+                name = f"{layer_prefix(i)}{matrix_entries(layer)[field].name}"
                 raise QuantizationError(f"{name}: its Hessian is not positive definite; damping above {damping} may do")
-            layer = replace(layer, **{field: w})
+            layer = with_matrices(layer, {field: w})
         x, _ = collect(layer, x, config, ())
         layers.append(layer)
     return round_rest(replace(model.params, layers=tuple(layers)), formats)
