@@ -5,8 +5,8 @@ import re
 import pytest
 
 from experiments.report.commands import module_of
+from experiments.report.documents import RESULTS, read_result
 from experiments.report.judged import bars_of, judged
-from experiments.results_page import RESULTS, read_result
 from pallas_kernels.bench.bars import bar
 
 # "unit name" of the bars that ask for little, and of those that ask for much.

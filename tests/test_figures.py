@@ -12,7 +12,7 @@ import pytest
 
 from experiments import train_card
 from experiments.accuracy import report as accuracy_report
-from experiments.results_page import RESULTS, read_result
+from experiments.report.documents import RESULTS, read_result
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 
 ROOT = RESULTS.parents[1]

@@ -9,8 +9,8 @@ import pytest
 
 import experiments.result_file
 import pallas_kernels
+from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
-from experiments.results_page import RESULTS
 from jllm.errors import OutputError
 from pallas_kernels.bench.command import interruptible, make_parser
 from pallas_kernels.bench.result_file import ResultFile, portable

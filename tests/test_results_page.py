@@ -1,4 +1,4 @@
-"""The results page: what the committed files say, all of it and nothing else."""
+"""The pages of results: what the committed files say, all of it and nothing else."""
 
 import json
 import re
@@ -7,8 +7,12 @@ import pytest
 
 from experiments import results_page
 from experiments.claims import c23
-from experiments.report.commands import name_of
-from experiments.results_page import PAGE, RESULTS, is_flat, label_of, page, problems, read_all, read_result, slug
+from experiments.report import details, figures, overview, pictures
+from experiments.report.commands import name_of, parses
+from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
+from experiments.report.figures import Results
+from experiments.report.markdown import slug
+from experiments.results_page import PAGE, texts
 from jllm.errors import InputFileError
 
 GOOD = {
@@ -21,8 +25,40 @@ def write(directory, name: str, **changes) -> None:
     (directory / f"{name}.json").write_text(json.dumps(GOOD | changes))
 
 
-def test_the_committed_page_is_what_the_results_say():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m experiments.results_page"
+def page(directory, name: str = "steps") -> str:
+    """One page of details."""
+    return details.pages(read_all(directory))[name]
+
+
+def short(directory) -> str:
+    return overview.overview(Results(read_all(directory)))
+
+
+def test_the_committed_pages_are_what_the_results_say():
+    for path, text in texts().items():
+        assert path.read_text(encoding="utf-8") == text, "run python -m experiments.results_page"
+    assert PAGE.read_text(encoding="utf-8").count("\n") <= 150, "the page in short is read in five minutes"
+
+
+def test_the_committed_pictures_are_what_the_results_say(tmp_path):
+    pytest.importorskip("matplotlib")
+    for path in pictures.draw_all(Results(read_all()), tmp_path):
+        assert path.read_text() == (RESULTS / path.name).read_text(), "run python -m experiments.results_page"
+
+
+def test_every_link_of_the_pages_leads_somewhere():
+    headings = {
+        path: {slug(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)} for path, text in texts().items()
+    }
+    for path, text in texts().items():
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), f"{path.name}: {target}"
+            assert not anchor or anchor in headings[file], f"{path.name}: #{anchor}"
+
+
+def test_of_each_name_and_device_the_newest_file_alone_stays():
+    assert not list(superseded()), "delete it; what it taught is a line in LOG.md"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -63,19 +99,19 @@ def test_values_are_plain_or_lists_of_plain():
     assert list(problems([])) == ["not an object"]
 
 
-def test_the_newest_of_each_device_is_shown_and_older_ones_are_linked(tmp_path):
+def test_the_newest_of_each_device_is_shown(tmp_path):
     rows = [{"peer": "mosaic", "R": 1, "length": 8, "H": 2, "K": 2, "kv": "bf16", "us": 7.25}]
     write(tmp_path, "decode_attention-20261120-h200", rows=[{**rows[0], "us": 9.75}])
     write(tmp_path, "decode_attention-20261122-h200", rows=rows, date="2026-11-22", complete=False)
     write(tmp_path, "decode_attention-20261119-cpu", rows=[{**rows[0], "us": 1234.0}], device="cpu", date="2026-11-19")
-    text = page(tmp_path)
+    assert [path.name for path in superseded(tmp_path)] == ["decode_attention-20261120-h200.json"]
+    text = page(tmp_path, "kernels")
     assert "7.25" in text
     assert "1234" in text
     assert "9.75" not in text
-    assert "earlier [2026-11-20](results/decode_attention-20261120-h200.json)" in text
     assert "2026-11-22, incomplete |" in text
-    assert "### Decode attention against FlashInfer and cuDNN (H200)\n" in text
-    assert "### Decode attention against FlashInfer and cuDNN (CPU)\n" in text
+    assert "## Decode attention against FlashInfer and cuDNN (H200)\n" in text
+    assert "## Decode attention against FlashInfer and cuDNN (CPU)\n" in text
 
 
 def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
@@ -93,7 +129,7 @@ def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     rows += [{"peer": "xla", "R": 1, "error": "out of memory"}] * 2
     write(tmp_path, "decode_attention-20261120-h200", rows=rows, bars=bars)
     (tmp_path / "decode_attention-20261120-h200.svg").write_text("<svg/>")
-    text = page(tmp_path)
+    text = page(tmp_path, "kernels")
     title = "Decode attention against FlashInfer and cuDNN"
     short = "1 of 2 cells at FlashInfer's time in another run or under it: 0.90 to 1.20 times it"
     assert f"| [{title}](#{slug(title)}) | {short} | 3 of 5 | H200 | 2026-11-20 |" in text
@@ -101,9 +137,9 @@ def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     assert "| R | length | H | K | kv | mosaic | cudnn, contiguous |" in text
     assert "| 1 | 1024 | 32 | 32 | bf16 | 9 | 8 |" in text
     assert "2 not measured: out of memory" in text
-    assert f"![{title}](results/decode_attention-20261120-h200.svg)" in text
+    assert f"![{title}](decode_attention-20261120-h200.svg)" in text
     assert "5 bars, 2 missed" in text
-    assert text.count("✗") == 3  # the legend's, and two
+    assert text.count("✗") == 2
 
 
 def test_what_a_command_calls_its_experiment():
@@ -136,13 +172,13 @@ def test_a_file_is_shown_by_what_its_command_says_and_by_its_own_name_beside_ano
     command = "python -m pallas_kernels.matmul.bench"
     write(tmp_path, "matmul-other-20261120-h200", experiment="matmul-other", command=command)
     write(tmp_path, "matmul-many-20261120-h200", experiment="matmul-many", command=f"{command} --label many")
-    text = page(tmp_path)
-    assert "### 16-bit products of few rows against XLA: matmul\n" in text
-    assert "### 16-bit products of few rows against XLA: matmul-many\n" in text
+    text = page(tmp_path, "kernels")
+    assert "## 16-bit products of few rows against XLA: matmul\n" in text
+    assert "## 16-bit products of few rows against XLA: matmul-many\n" in text
     write(tmp_path, "matmul-20261121-h200", experiment="matmul", command=command, date="2026-11-21")
-    text = page(tmp_path)
-    assert "### 16-bit products of few rows against XLA: matmul\n" in text
-    assert "### 16-bit products of few rows against XLA: matmul-other\n" in text
+    text = page(tmp_path, "kernels")
+    assert "## 16-bit products of few rows against XLA: matmul\n" in text
+    assert "## 16-bit products of few rows against XLA: matmul-other\n" in text
 
 
 def test_a_figure_in_short_is_our_own_and_of_what_it_says(tmp_path):
@@ -182,27 +218,94 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
         {"stated": "in time", "measured": "up to 32 requests a second", "verdict": "yes"},
     ]
     write(tmp_path, "x", experiment=experiment, rows=rows)
-    text = page(tmp_path)
-    assert "### Claim C23: service quality" in text
+    text = page(tmp_path, "claims")
+    assert "## Claim C23: service quality" in text
     assert "up to 32 requests a second" not in text
     assert "yes: 99% of requests are in time in a burst of 12 s of up to 32 arrivals a second, no steady state" in text
     assert "the verdict is that of its rows by the rule of today" in text
     again = rows[:-1] + [rows[-1] | {"measured": c23.judge(rows[:-1]).measured}]
     write(tmp_path, "x", experiment=experiment, rows=again)
-    assert "the rule of today" not in page(tmp_path)
+    assert "the rule of today" not in page(tmp_path, "claims")
 
 
 def test_an_experiment_that_nobody_described_is_shown_whole(tmp_path):
     write(tmp_path, "new-20261120-h200", experiment="new", rows=[{"a": 1, "b": [2, 2]}, {"c": "x|y"}])
     text = page(tmp_path)
-    assert "### new, H200" in text
+    assert "## new, H200" in text
     assert "| 1 | 2 x 2 |" in text
     assert "| x\\|y |" in text
 
 
 def test_the_command_checks_and_writes(tmp_path, monkeypatch, capsys):
+    write(tmp_path, "new-20261120-h200", experiment="new")
     monkeypatch.setattr(results_page, "PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     assert results_page.main(["--check"]) == 1
-    assert "stale" in capsys.readouterr().out
+    assert "stale: RESULTS.md, " in capsys.readouterr().out
     assert results_page.main([]) == 0
     assert results_page.main(["--check"]) == 0
+
+
+# The page in short
+
+
+def test_steps_stand_beside_their_floor_and_peers_of_as_many_bits(tmp_path):
+    row = {"batch": 32, "input": 8, "decode_ms": 4.0, "decode_floor_ms": 3.2, "h800_decode_ms": 7.0}
+    for name in ("bf16_kv-bf16", "bf16_kv-int8-g8", "w8a8_kv-int8-g8"):
+        rows = [row, row | {"input": 1024, "decode_ms": 9.0}]
+        rows += [{"peer": "torch", "batch": 32, "decode_ms": 5.0}] if name == "bf16_kv-bf16" else []
+        write(tmp_path, f"throughput_llama-2-7b_{name}-20261120-h200", experiment=name, rows=rows)
+    text = short(tmp_path)
+    assert "**jllm bf16**: 1.25 to 1.25 times its floor; PyTorch takes 1.25 to 1.25 times as long; vLLM*" in text
+    scaled = 7.0 * 3350 / 4800
+    assert f"| 32 | 3.20 | 4.00 | 5.00 | 5.76 | 3.20 | 4.00 | {scaled:.2f} | 3.20 | 4.00 | 5.09 |" in text
+
+
+def test_requests_a_second_have_their_interval_and_peers_say_that_they_ran_elsewhere(tmp_path):
+    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
+    rows = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((30.0, 32.0))]
+    mean = row | {"repeat": "mean", "qps": 31.0, "qps_ci": 2.5, "floor_fraction": 0.8}
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h200", rows=[*rows, mean, {"peer": "other", "qps": 99.0}])
+    text = short(tmp_path)
+    assert "| jllm bf16, KV bf16 | 31.0 | ± 2.5 | 80% | [2 runs](results/qps_llama-2-7b_bfloat16" in text
+    assert re.search(r"\| vLLM\* bf16, KV bf16 \| 30\.1 \|  \|  \| \[another run\]", text)
+    assert "99.0" not in text
+
+
+def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):
+    def row(peer: str, k: int, us: float) -> dict:
+        return {"kernel": "matmul", "peer": peer, "M": 128, "K": k, "N": 8, "us": us, "gb_s": int(us)}
+
+    rows = [row("mosaic", 1, 10.0), row("xla", 1, 12.0), row("mosaic", 2, 10.0), row("xla", 2, 9.0)]
+    write(tmp_path, "matmul-many-20261120-h200", experiment="matmul", rows=[*rows, row("xla", 3, 5.0)])
+    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    assert (strip.kernel, strip.peer, strip.cells) == ("bf16 product, by rows", "XLA", {"128": [1.2, 0.9]})
+    red, white, green = (pictures.cell_color(times) for times in (0.5, 1.0, 2.0))
+    assert (red[0] > red[1], white, green[1] > green[0]) == (True, (1, 1, 1), True)
+
+
+def test_missed_bars_show_the_farthest_and_stale_files_say_why(tmp_path):
+    bars = [
+        {"name": "near", "value": 9.0, "unit": "us", "bar": 8.9, "met": False},
+        {"name": "far", "value": 0.4, "unit": "1", "bar": 0.8, "met": False},
+        {"name": "met", "value": 1.0, "unit": "us", "bar": 9.0, "met": True},
+    ]
+    write(tmp_path, "sample-20261122-h200", date="2026-11-22", bars=bars, experiment="sample", command="a sweep")
+    write(tmp_path, "qps_x-20261120-h200", experiment="qps_x", command="python -m experiments.qps --gone 1")
+    write(tmp_path, "gone-20261122-h200", date="2026-11-22", experiment="gone", command="python -m experiments.gone")
+    text = short(tmp_path)
+    assert "| 2 of 3 | far: 0.4, asked for 0.8 |" in text
+    assert "| no command: a sweep while the kernel was built | [sample](results/kernels.md#" in text
+    assert "| its command is refused today; 2 days older than the newest | [qps_x](results/steps.md#" in text
+    assert "| experiments.gone is gone | [gone]" in text
+
+
+def test_options_of_peers_count_for_no_refusal():
+    assert parses("python -m experiments.throughput --scheme bf16 --peers ../gone --peer-seconds 110")
+    assert not parses("python -m experiments.throughput --gone")
+    assert parses("python -m experiments.claims C1 C3")
+
+
+def test_long_figures_of_a_claim_end_at_a_part():
+    assert overview.shortened("short; whole") == "short; whole"
+    assert overview.shortened("first; " + "x, " * 100) == "first; " + ", ".join("x" * 47) + " …"

@@ -46,6 +46,22 @@ def load(module: str) -> ModuleType | None:
         return None
 
 
+def parses(command: str) -> bool:
+    """Whether the module of a command still takes its options; what it is asked of, but for options with a folder of
+    peers, which may be gone."""
+    module, options = module_of(command), command.split()[3:]
+    parse = getattr(load(module), "parse_args", None) if module else None
+    if parse is None:
+        return True
+    kept = [word for i, word in enumerate(options) if "--peers" not in (word, options[i - 1] if i else "")]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            parse(kept)
+    except (SystemExit, JllmError):
+        return False
+    return True
+
+
 def _name(module: str, options: list[str]) -> str | None:
     """The module's own, or what it makes of its options. None for options that it has no longer and files that are
     gone."""

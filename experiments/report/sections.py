@@ -1,4 +1,4 @@
-"""What the results page says about each experiment, and which columns of its rows it shows, in the page's order."""
+"""What the pages of details say about each experiment, and which columns of its rows they show, in their order."""
 
 import re
 from collections.abc import Callable
@@ -194,6 +194,8 @@ STEPS = (
         ),
     ),
     Section("simulate.*|.*simulation.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
+    Section("kv_choices.*", "KV policy, slots and page size by simulation"),
+    Section("train_length_predictor", "Training of the output length predictor"),
 )  # fmt: skip
 
 ATTENTION = ("R", "length", "H", "K", "kv")
@@ -356,15 +358,12 @@ LIBRARY = (
         starts,
     ),
     Section("load_memory", "Memory while a checkpoint loads"),
-    Section("devices.*", "What a model costs by device"),
 )  # fmt: skip
 
 CLAIMS = (Section(r"claims-(C\d+)(?:-.*)?", "Claim {}", tables=CLAIM_TABLES, answer=verdict),)
-FALLBACK = Section(".*", "")
-GROUPS = (
-    ("Whole steps and requests", STEPS),
-    ("Kernels", KERNELS),
-    ("Accuracy", ACCURACY),
-    ("Claims of the original system", CLAIMS),
-    ("The library itself", LIBRARY),
-)
+PAGES = {  # file in results/ -> title and sections; the last takes what no section describes
+    "kernels": ("Kernels", KERNELS),
+    "accuracy": ("Accuracy", ACCURACY),
+    "claims": ("Claims of the original system", CLAIMS),
+    "steps": ("Whole steps, requests and the library itself", (*STEPS, *LIBRARY, Section(".*", ""))),
+}

@@ -1,0 +1,147 @@
+"""The pages of details, one a kind of experiment: what was asked, the bars, the rows, and how they came.
+
+Of each experiment, as its command calls it, and device a page shows the newest file. Pictures that lie beside a file
+under its name are shown with it. What is said about an experiment, and which columns of its rows are shown, is in
+sections.py.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.claims.registry import TITLES
+from experiments.report.documents import Document, Entry, Row, short
+from experiments.report.markdown import escape, folded, markdown, show, shown_bar, slug
+from experiments.report.sections import PAGES, Section, Table
+
+INCOMPLETE = "not all that it asks for was measured; bars are of what was"
+Placed = list[tuple[Section, str, Entry]]  # an entry under its section, with its heading
+Places = dict[Path, str]  # file -> its chapter
+
+
+def pages(entries: list[Entry]) -> dict[str, str]:
+    """Text of each page, by its name; a page without entries says so."""
+    return {name: page(PAGES[name][0], found) for name, found in placed(entries).items()}
+
+
+def places_of(entries: list[Entry]) -> Places:
+    """Where RESULTS.md finds the chapter of each file."""
+    every = placed(entries)
+    return {e.path: f"results/{name}.md#{slug(title)}" for name, found in every.items() for _, title, e in found}
+
+
+def placed(entries: list[Entry]) -> dict[str, Placed]:
+    """Each page's chapters, in order."""
+    left, found = list(entries), dict[str, Placed]()
+    for name, (_, sections) in PAGES.items():
+        found[name] = []
+        for section in sections:
+            of_section = [entry for entry in left if re.fullmatch(section.pattern, entry.name)]
+            left = [entry for entry in left if entry not in of_section]
+            of_section.sort(key=_natural)
+            found[name] += [(section, heading(section, entry, of_section), entry) for entry in of_section]
+    return found
+
+
+def page(title: str, found: Placed) -> str:
+    parts = [
+        f"# {title}",
+        "Written by `python -m experiments.results_page` from the files in this folder, never by hand; "
+        "[RESULTS.md](../RESULTS.md) has the whole in short.",
+        index(found) if found else "No results.",
+    ]
+    parts += [part for section, title, entry in found for part in chapter(section, title, entry)]
+    return "\n\n".join(parts) + "\n"
+
+
+def heading(section: Section, entry: Entry, entries: Sequence[Entry]) -> str:
+    """The section's title, with what sets this one apart from others of the section: the name that its command gives
+    it, or the file's where several have the same."""
+    match = re.fullmatch(section.pattern, entry.name)
+    assert match is not None
+    title = section.title.format(*match.groups()) if section.title else f"{entry.name}, {short(entry.device)}"
+    if entry.name.startswith("claims-"):
+        title += f": {TITLES.get(match.group(1), entry.name)}"
+    same = [other for other in entries if other is not entry and _groups(section, other.name) == match.groups()]
+    if not section.title:
+        return title
+    if any((other.name, other.device) == (entry.name, entry.device) for other in same):
+        title += f": {entry.label}"
+    elif any(other.name != entry.name for other in same):
+        title += f": {entry.name}"
+    return f"{title} ({short(entry.device)})" if any(other.device != entry.device for other in same) else title
+
+
+def _natural(entry: Entry) -> tuple[list[str | int], str]:
+    """C2 before C10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", entry.label)], entry.device
+
+
+def _groups(section: Section, name: str) -> Sequence[str]:
+    match = re.fullmatch(section.pattern, name)
+    return () if match is None else match.groups()
+
+
+def index(found: Placed) -> str:
+    lines = []
+    for section, title, entry in found:
+        document, bars = entry.document, entry.document["bars"]
+        met = f"{len(bars) - len(entry.missed)} of {len(bars)}" if bars else ""
+        when = document["date"] + ("" if document["complete"] else ", incomplete")
+        lines.append([f"[{title}](#{slug(title)})", section.answer(document), met, short(document["device"]), when])
+    return markdown(["what", "in short", "bars met", "device", "date"], lines)
+
+
+def chapter(section: Section, title: str, entry: Entry) -> list[str]:
+    path, document = entry.path, entry.document
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    about = [
+        f"{document['device']}, {document['date']}, {versions}"
+        + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
+        + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
+        f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
+        f"[{path.name}]({path.name})",
+    ]
+    if (tables := path.with_suffix(".md")).exists():
+        about.append(f"[tables and pictures]({tables.name})")
+    parts = [f"## {title}", section.intro, "\n".join(f"- {line}" for line in about)]
+    for picture in sorted([*path.parent.glob(f"{path.stem}*.svg"), *path.parent.glob(f"{path.stem}*.png")]):
+        parts.append(f"![{title}]({picture.name})")
+    if document["bars"]:
+        parts.append(bars_table(document["bars"]))
+    parts += rows_tables(section, document["rows"])
+    return [part for part in parts if part]
+
+
+def bars_table(bars: list[Document]) -> str:
+    cells = [[*shown_bar(bar), "✓" if bar["met"] else "✗"] for bar in bars]
+    caption = f"{len(bars)} bars, {sum(not bar['met'] for bar in bars)} missed"
+    return folded(markdown(["bar", "measured", "asked for", ""], cells), caption, len(bars))
+
+
+def rows_tables(section: Section, rows: list[Row]) -> list[str]:
+    parts, left = [], [row for row in rows if "error" not in row]
+    for table in (*section.tables, Table(())):
+        chosen = [row for row in left if table.where(row)]
+        left = [row for row in left if not table.where(row)]
+        for keys in [table.columns] if table.columns else list(dict.fromkeys(tuple(row) for row in chosen)):
+            some = [row for row in chosen if table.columns or tuple(row) == keys]
+            if some and not table.hidden:
+                parts.append(rows_table(table, keys, some))
+    reasons = [str(row["error"]) for row in rows if "error" in row]
+    parts += [f"{reasons.count(reason)} not measured: {escape(reason)}" for reason in dict.fromkeys(reasons)]
+    return parts
+
+
+def rows_table(table: Table, keys: Sequence[str], rows: list[Row]) -> str:
+    columns = [key for key in keys if any(key in row for row in rows)]
+    if table.pivot is None:
+        cells = [[show(row.get(key)) if key in row else "" for key in columns] for row in rows]
+        return folded(markdown(columns, cells), table.caption, len(cells))
+    across, value = table.pivot
+    heads = list(dict.fromkeys(str(row[across]) for row in rows))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(tuple(show(row.get(key)) for key in columns), {})[str(row[across])] = show(row.get(value))
+    cells = [[*key, *(by.get(head, "") for head in heads)] for key, by in found.items()]
+    return folded(markdown([*columns, *heads], cells), table.caption, len(cells))

@@ -1,0 +1,194 @@
+"""RESULTS.md: everything in short, on a page that is read in five minutes."""
+
+from collections.abc import Iterator
+
+from experiments.accuracy.measured_speed import measured_speeds
+from experiments.accuracy.pictures import speed_key
+from experiments.claims.registry import TITLES
+from experiments.report.details import Places, places_of
+from experiments.report.documents import Entry, short
+from experiments.report.figures import (
+    PEERS,
+    Results,
+    Series,
+    claim_rows,
+    decode_series,
+    requests_rows,
+    stale,
+    strips,
+    worst,
+)
+from experiments.report.markdown import markdown, shown_bar
+from experiments.report.sections import PAGES
+
+BATCHES = (1, 8, 32, 64, 128, 256, 512)
+SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
+FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
+SHORT = {  # which parts of a claim's figures are shown, where the first alone says too little
+    "C6": (0, 4, 5), "C7": (1, 2), "C10": (0, 8), "C11": (1, 3), "C14": (0,), "C22": (0, 2), "C9": (0, 1),
+}  # fmt: skip
+LONGEST = 150  # characters of a claim's figures
+
+
+def overview(results: Results) -> str:
+    """The page's text."""
+    places = places_of(results.entries)
+    sections = [
+        ("Decode steps", _steps(results)),
+        ("Requests a second", _requests(results)),
+        ("Kernels against peers", _kernels(results)),
+        ("Accuracy against bytes", _accuracy(results)),
+        ("Claims of the original system", _claims(results, places)),
+        ("Bars missed", _missed(results, places)),
+        ("What is stale", _stale(results, places)),
+    ]
+    links = ", ".join(f"[{title.lower()}](results/{name}.md)" for name, (title, _) in PAGES.items())
+    parts = [
+        "# Results",
+        "Written by `python -m experiments.results_page` from [the files of results](results), never by hand. "
+        f"Details: {links}. What was expected and learned: [LOG.md](LOG.md).",
+    ]
+    for title, section in sections:
+        if found := list(section):
+            parts += [f"## {title}", *found]
+    return "\n\n".join(parts) + "\n"
+
+
+def _steps(results: Results) -> Iterator[str]:
+    every = {bits: [each for each in series if each.ms] for bits, series in decode_series(results).items()}
+    columns = [each for series in every.values() if any(s.kind == "jllm" for s in series) for each in series]
+    if not columns:
+        return
+    yield (
+        "LLaMA-2-7B on one H200, 8 tokens in and 256 out. The floor is what bytes at 4.41 TB/s and operations at the "
+        "measured peaks take at least."
+    )
+    yield "\n".join(f"- {line}" for series in every.values() for line in _ratios(series))
+    yield "![Decode steps and requests a second against peers](results/summary-steps.svg)"
+    cells = [[str(batch), *(_ms(each, batch) for each in columns)] for batch in BATCHES]
+    yield markdown(["ms at batch", *(each.name for each in columns)], cells)
+    yield (
+        f"\\* of another run, not side by side: [{PEERS.name}](workloads/{PEERS.name}) says which; PPL.LLM's are its "
+        "published steps on an H800 times the ratio of the two bandwidths."
+    )
+
+
+def _ratios(series: list[Series]) -> Iterator[str]:
+    """A line on what jllm's step is over its floor, and what peers' are over jllm's."""
+    for ours in [each for each in series if each.kind == "jllm"]:
+        parts = [f"{_over(ours, each)} times its floor" for each in series if each.kind == "floor"]
+        parts += [f"{each.name} takes {_over(each, ours)} times as long" for each in series if each.kind == "peer"]
+        yield f"**{ours.name}**: {'; '.join(parts)}"
+
+
+def _over(a: Series, b: Series) -> str:
+    ratios = [a.ms[batch] / b.ms[batch] for batch in a.ms if batch in b.ms]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _ms(series: Series, batch: int) -> str:
+    return f"{series.ms[batch]:.2f}" if batch in series.ms else ""
+
+
+def _requests(results: Results) -> Iterator[str]:
+    rows = sorted(requests_rows(results), key=lambda row: -row["qps"])
+    if any("file" in row for row in rows):
+        cells = []
+        for row in rows:
+            interval = f"± {row['ci']:.1f}" if row.get("ci") else ""
+            share = f"{row['share']:.0%}" if row.get("share") else ""
+            runs = f"{row['repeats']} run{'s' * (row['repeats'] > 1)}" if "file" in row else ""
+            source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PEERS.name})"
+            cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
+        yield "The QPS workload, 1,024 conversations at once; intervals are Student's t at 95 % over the repeats."
+        yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
+
+
+def _kernels(results: Results) -> Iterator[str]:
+    if strips(results):
+        yield (
+            "How many times as fast as a peer, case by case: green is faster, red slower; two figures are the range "
+            "over shapes. \\* marks peers whose times are constants of another run."
+        )
+        yield "![Kernels against peers](results/summary-kernels.svg)"
+
+
+def _accuracy(results: Results) -> Iterator[str]:
+    entry = results.entry("quant_accuracy", "cpu")
+    if entry is None:
+        return
+    speeds = measured_speeds(entry.path.parent)
+    rows = [row for row in entry.rows if row.get("part", "scheme") == "scheme"]
+    yield f"![Divergence by bytes](results/{entry.path.stem}-bytes.svg)"
+    cells = []
+    for row in rows:
+        weights, kv = (
+            row["scheme"] in SCHEMES and row["kv"] == "model",
+            row["scheme"] == "bf16" and row["kv"] in FORMATS,
+        )
+        if weights or kv:
+            name = f"weights {row['scheme']}" if weights else f"KV {row['kv']}"
+            size = row["bytes_per_weight"] if weights else row["bytes_per_kv"]
+            low, high = (100 * x for x in row["added_95"])
+            speed = speeds.get(speed_key(row))
+            added = f"{100 * row['added']:+.2f} [{low:+.2f}, {high:+.2f}]"
+            cells.append([name, f"{size:.3f}", f"{row['kl']:.2g}", added, f"{speed.times:.2f}" if speed else ""])
+    head = [
+        "what is quantized",
+        "bytes a value",
+        "KL, nats a token",
+        "perplexity, % [95 %]",
+        "step at batch 64, times as fast",
+    ]
+    yield markdown(head, cells)
+
+
+def _claims(results: Results, places: Places) -> Iterator[str]:
+    cells = []
+    for name, entry in claim_rows(results):
+        row = entry.document["rows"][-1]
+        parts = row["measured"].split("; ")
+        chosen = "; ".join(parts[i] for i in SHORT.get(name, (0,)) if i < len(parts))
+        cells.append(
+            [
+                f"[{name}]({places[entry.path]}) {TITLES[name]}",
+                row["stated"],
+                shortened(chosen),
+                f"**{row['verdict']}**",
+            ]
+        )
+    if cells:
+        yield markdown(["claim", "stated", "measured, in short", "answer"], cells)
+
+
+def shortened(text: str) -> str:
+    """The first parts of an enumeration, if it is long."""
+    if len(text) <= LONGEST:
+        return text
+    cut = text[:LONGEST]
+    return cut[: max(cut.rfind(", "), cut.rfind("; "))] + " …"
+
+
+def _missed(results: Results, places: Places) -> Iterator[str]:
+    cells = []
+    for entry in sorted(results.entries, key=lambda entry: -len(entry.missed)):
+        if entry.missed:
+            name, value, bar = shown_bar(worst(entry))
+            count = f"{len(entry.missed)} of {len(entry.document['bars'])}"
+            cells.append([_link(entry, places), count, f"{name}: {value}, asked for {bar}"])
+    if cells:
+        yield markdown(["result", "missed", "the farthest"], cells)
+
+
+def _stale(results: Results, places: Places) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for entry, reasons in stale(results):
+        found.setdefault("; ".join(reasons), []).append(_link(entry, places))
+    if found:
+        yield "As far as the files tell; results hold no commit, so what changed since is in git's log."
+        yield markdown(["why", "which"], [[why, ", ".join(links)] for why, links in sorted(found.items())])
+
+
+def _link(entry: Entry, places: Places) -> str:
+    device = "" if entry.device == "NVIDIA H200" else f", {short(entry.device)}"
+    return f"[{entry.label}{device}]({places[entry.path]})"

@@ -1,0 +1,147 @@
+"""The pictures of RESULTS.md, as SVG: the same bytes for the same results."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.report.figures import Results, Series, Strip, decode_series, requests_rows, strips
+
+OPTIONS: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "summary", "font.size": 9, "axes.spines.top": False,
+    "axes.spines.right": False,
+}  # fmt: skip
+OURS = "#0b62c4"
+KINDS = {"jllm": (OURS, "o-"), "floor": ("#555555", ":")}
+PEERS = {"PyTorch": "#d1495b", "PPL.LLM": "#8d6a9f", "vLLM": "#e08e1b", "transformers": "#999999"}
+TITLES = {
+    "16 bits": "bf16 weights and KV",
+    "int8-g8 KV": "16-bit weights, int8-g8 KV",
+    "8 bits": "8-bit weights and KV",
+}
+BATCHES = (1, 8, 32, 128, 512)
+RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from its inverse down
+
+
+def draw_all(results: Results, directory: Path) -> list[Path]:
+    """Writes each picture that has something to show. Raises ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drawn: list[tuple[str, Callable[[Any, Results], None], tuple[float, float]]] = [
+        ("summary-steps", draw_steps, (11, 3.9)),
+        ("summary-kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 0.9)),
+    ]
+    made = []
+    with matplotlib.rc_context(OPTIONS):
+        for name, draw, size in drawn:
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure, results)
+            made.append(directory / f"{name}.svg")
+            figure.savefig(made[-1], format="svg", metadata={"Date": None, "Creator": None})
+    return made
+
+
+def draw_steps(figure: Any, results: Results) -> None:
+    """Decode steps by batch in three panels, requests a second in a fourth."""
+    *panels, bars = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.15])
+    for axes, (bits, series) in zip(panels, decode_series(results).items()):
+        _step_panel(axes, [each for each in series if each.ms])
+        axes.set_title(TITLES[bits], fontsize=9)
+    panels[0].set_ylabel("ms a decode step, LLaMA-2-7B")
+    panels[1].set_yticklabels([])
+    panels[2].set_yticklabels([])
+    _request_panel(bars, results)
+
+
+def _step_panel(axes: Any, series: list[Series]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ours = next((each.ms for each in series if each.kind == "jllm"), {})
+    floor = next((each.ms for each in series if each.kind == "floor"), {})
+    axes.fill_between(list(floor), 1, list(floor.values()), color="#eeeeee", linewidth=0)
+    for each in series:
+        color, style = KINDS.get(each.kind) or (_peer_color(each.name), "s--")
+        width, label = 2.2 if each.kind == "jllm" else 1.2, "floor" if each.kind == "floor" else each.name
+        axes.plot(list(each.ms), list(each.ms.values()), style, color=color, markersize=3, lw=width, label=label)
+        for batch in [batch for batch in each.ms if each.kind == "peer" and batch in BATCHES and batch in ours]:
+            below = each.name == "PyTorch" and batch > 1  # vLLM's are above it
+            note = axes.annotate(
+                f"{each.ms[batch] / ours[batch]:.2f}x",
+                (batch, each.ms[batch]),
+                (2, -3 if below else 3),
+                textcoords="offset points",
+                va="top" if below else "bottom",
+                ha="left" if below or batch == 1 else "right",
+            )
+            note.set(fontsize=7, color=color)
+    axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([2, 3, 4, 6, 10, 20, 30], ["2", "3", "4", "6", "10", "20", "30"])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(1.4, 40)
+    axes.set_xlabel("batch")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, loc="upper left", frameon=False)
+
+
+def _peer_color(name: str) -> str:
+    return next((color for start, color in PEERS.items() if name.startswith(start)), "#999999")
+
+
+def _request_panel(axes: Any, results: Results) -> None:
+    """Bars, the fastest on top, with 95 % intervals where there are repeats. Of one name the run of most repeats."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in sorted(requests_rows(results), key=lambda row: row.get("repeats", 0)):
+        best[row["name"]] = row
+    rows = sorted(best.values(), key=lambda row: row["qps"])
+    colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
+    axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
+    for i, row in enumerate(rows):
+        if row.get("ci"):
+            axes.errorbar(row["qps"], i, xerr=row["ci"], color="black", capsize=3, linewidth=1)
+        axes.text(1, i, f"{row['qps']:.1f}", va="center", fontsize=8, color="white", fontweight="bold")
+    axes.set_yticks(range(len(rows)), [row["name"].replace(", KV", "\nKV") for row in rows], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("requests a second")
+    axes.set_title("1,024 conversations at once", fontsize=9)
+
+
+def draw_kernels(figure: Any, results: Results) -> None:
+    """A row of cells a kernel and peer."""
+    axes = figure.subplots()
+    found = strips(results)
+    most = max((len(strip.cells) for strip in found), default=1)
+    for y, strip in enumerate(found):
+        _strip(axes, y, strip)
+    names = [f"{strip.kernel}\nover {strip.peer}{'*' * strip.elsewhere}" for strip in found]
+    axes.set_yticks([y + 0.5 for y in range(len(found))], names, fontsize=8)
+    axes.set_xlim(0, most)
+    axes.set_ylim(len(found), 0)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _strip(axes: Any, y: int, strip: Strip) -> None:
+    from matplotlib.patches import Rectangle
+
+    for x, (case, times) in enumerate(strip.cells.items()):
+        axes.add_patch(
+            Rectangle((x + 0.02, y + 0.05), 0.96, 0.9, fc=cell_color(statistics.geometric_mean(times)), ec="#dddddd")
+        )
+        low, high = f"{min(times):.2f}", f"{max(times):.2f}"
+        text = low if low == high else f"{low} to {high}"
+        axes.text(x + 0.5, y + 0.38, text, ha="center", va="center", fontsize=8)
+        axes.text(x + 0.5, y + 0.74, case, ha="center", va="center", fontsize=6, color="#333333")
+
+
+def cell_color(times: float) -> tuple[float, float, float]:
+    """White where both take as long, green where ours is faster, red where it is slower."""
+    from math import log
+
+    share = max(-1.0, min(1.0, log(times) / log(RANGE)))
+    full = (0.30, 0.69, 0.42) if share > 0 else (0.86, 0.33, 0.31)
+    red, green, blue = (1 - abs(share) * (1 - part) for part in full)
+    return red, green, blue
