@@ -53,11 +53,10 @@ def pieces(vectors: int) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one warpgroup handles of a row: part `index` of equal ones, in pieces, of which `first` are left out."""
+    """What one warpgroup handles of a row: part `index` of equal ones, in pieces."""
 
     index: jax.Array
     cut: tuple[Piece, ...]
-    first: int = 0
 
     @property
     def base(self) -> jax.Array:
@@ -66,11 +65,11 @@ class Part:
 
     def load(self, ref: Any) -> list[jax.Array]:
         """Its pieces of a row [E / 8, 8] in memory, each [n, 8] in registers."""
-        return [load_piece(ref, self.base + piece.start, piece.size) for piece in self.cut[self.first :]]
+        return [load_piece(ref, self.base + piece.start, piece.size) for piece in self.cut]
 
     def store(self, ref: Any, values: Sequence[jax.Array]) -> None:
         """`load`'s inverse; also for one number a vector [n] and a row [E / 8]."""
-        for piece, value in zip(self.cut[self.first :], values, strict=True):
+        for piece, value in zip(self.cut, values, strict=True):
             ref[pl.ds(self.base + piece.start, piece.size)] = value
 
     def sum(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
@@ -105,11 +104,6 @@ def load_piece(ref: Any, start: jax.Array | int, size: int) -> jax.Array:
     return plgpu.load(ref.at[pl.ds(start, size)], layout=_piece_layout(size), optimized=False)
 
 
-def zero_piece(size: int, dtype: Any) -> jax.Array:
-    """A piece of zeros, laid out as loaded ones are."""
-    return plgpu.layout_cast(jnp.zeros((size, VECTOR), dtype), _piece_layout(size))
-
-
 def num_peaks(cut: Sequence[Piece]) -> int:
     """How many values Part.peak puts into scratch for each part."""
     sizes = [piece.size for piece in cut]
@@ -119,15 +113,6 @@ def num_peaks(cut: Sequence[Piece]) -> int:
 def widen(x: jax.Array) -> jax.Array:
     """float32 of 16-bit values."""
     return x.astype(jnp.float32)
-
-
-def widen_by_bits(x: jax.Array) -> jax.Array:
-    """The same; bf16 by its bits. Conversions keep the compiler from rounding results to bf16 two at a time, and the
-    instruction that rounds one takes a slot of the special function unit."""
-    if x.dtype != jnp.bfloat16:
-        return widen(x)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
-        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive] [--join-pages]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive]
         [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
@@ -258,16 +258,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
     parser.add_argument("--per-sm", type=int, help="workers that share a multiprocessor (these three: as configured)")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
-    parser.add_argument(
-        "--join-pages",
-        action="store_true",
-        help="one copy for several pages of consecutive numbers: of K and V in 16 bits",
-    )
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     args = parser.parse_args(argv)
     changes = {
-        "by_warps": not args.by_warpgroups, "join_pages": args.join_pages, "stages": args.stages,
-        "consecutive": args.consecutive,
+        "by_warps": not args.by_warpgroups, "stages": args.stages, "consecutive": args.consecutive,
     }  # fmt: skip
     tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
     changes |= {name: value for name, value in tuned.items() if value is not None}

@@ -23,7 +23,6 @@ class Config:
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
     by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
-    join_pages: bool = False  # one TMA copy brings several pages that have consecutive numbers; by warps lanes copy
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:

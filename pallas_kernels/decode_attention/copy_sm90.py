@@ -1,6 +1,5 @@
 """The warps of decode_attention that copy: they fill a ring of tiles, on and on across work items."""
 
-from functools import reduce
 from typing import Any
 
 import jax
@@ -83,7 +82,7 @@ def copy_item(
         heads = heads + item.enters.astype(jnp.int32)
     first_page, last_page = page_of(item.low), page_of(item.high - 1)
     first_tile, end_tile = tile_range(item)
-    numbers, joined = sorted({i % each for i, _ in parts}), shape.k.joined
+    numbers = sorted({i % each for i, _ in parts})
 
     def entries(j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
@@ -99,8 +98,8 @@ def copy_item(
         def _wait() -> None:
             plgpu.barrier_wait(free.at[slot])
 
-        def copy(name: str, page: Any, i: int, offset: Any, count: int = 1) -> None:
-            """Part i and what follows, of `count` pages."""
+        def copy(name: str, page: Any, i: int, offset: Any) -> None:
+            """Part i."""
             stored = shape.k if name.startswith("k") else shape.v
             warpgroup, part = divmod(i, each)
             source: Any
@@ -109,10 +108,8 @@ def copy_item(
                 source, target = stored.value_slice(kv_heads[warpgroup], offset), stored.value_part(part)
             else:
                 source, target = stored.scale_slice(kv_heads[warpgroup], offset)[0], part
-            into = targets[name]
-            if count > 1:
-                page, target, into = pl.ds(page, count), pl.ds(part, count), targets.get(f"{name}_pages", into)
-            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into.at[slot, warpgroup, target], full.at[slot])
+            into = targets[name].at[slot, warpgroup, target]
+            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into, full.at[slot])
 
         def place(part: int) -> tuple[jax.Array, Any]:
             """Whether a part has tokens to read, and where in its page they begin."""
@@ -152,22 +149,8 @@ def copy_item(
         if shape.by_lanes:
             by_lanes()
             arrive_with_copies(full.at[slot])
-            return coming
-        if joined == 1:
+        else:
             one_by_one()
-            return coming
-        # Also says that all are there: of pages that aren't, `entries` repeats a neighbour.
-        consecutive = reduce(jnp.logical_and, [page == pages[0] + i for i, page in enumerate(pages)][1:])
-
-        @pl.when(consecutive)
-        def _together() -> None:
-            for name in sorted({name for _, name in parts}):
-                own = sorted(i for i, other in parts if other == name)
-                copy(name, pages[0], own[0], 0, joined)
-                for _ in own[1:]:  # as many arrivals as copies one by one
-                    plgpu.barrier_arrive(full.at[slot])
-
-        pl.when(jnp.logical_not(consecutive))(one_by_one)
         return coming
 
     lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))

@@ -200,9 +200,6 @@ def _attend_kernel(
     **scratch: Any,
 ) -> None:
     sources, (out_ref, part_ref) = dict(zip(names, refs)), refs[len(names) :]
-    for name, stored in (("k", shape.k), ("v", shape.v)):
-        if stored.joined > 1:
-            scratch[name], scratch[f"{name}_pages"] = scratch[name]
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
     computing, items = shape.config.computing, items_ref[worker]
 

@@ -38,7 +38,6 @@ class Storage:
     computing: int  # warpgroups
     through_registers: bool  # to wgmma, if it can
     by_warps: bool  # or to mma, each warp its own tokens
-    joined: int  # parts that one copy brings where their pages have consecutive numbers
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
     @property
@@ -150,9 +149,6 @@ class Storage:
         """The shared memory of one of both, by name."""
         every = (stages, self.computing)
         buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
-        if self.joined > 1:  # the same bytes, as several pages are copied
-            pages = swizzled((*every, self.parts, self.tokens, self.row), self.format.storage_dtype)
-            buffers[name] = plgpu.RefUnion(buffers[name], pages)
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token and not self.by_lanes:
@@ -221,8 +217,6 @@ def storage(
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
-    shared = 2 // config.computing  # warps share the copies of a warpgroup's K, or V
-    joined = max(1, ROWS // page_size // shared) if config.join_pages and not by_warps else 1
     return Storage(
         format=pages.format,
         dtype=jnp.dtype(dtype),
@@ -232,7 +226,6 @@ def storage(
         computing=config.computing,
         through_registers=through_registers,
         by_warps=by_warps,
-        joined=joined,
         repeat=config.dequantize,
     )
 

@@ -16,23 +16,16 @@ FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 class Config:
     """How the kernel cuts its work.
 
-    block_kv: keys a step, aligned to absolute positions: it decides the order of sums. stages: K and V blocks in
-    flight.  warpgroups: computing warpgroups, 64 rows each. heads: query heads of one
-    KV head that a tile holds; the rows of a tile are 64 * warpgroups / heads. alternate: whether two warpgroups take
-    turns at the tensor cores, one's softmax under the other's products. ctas: persistent CTAs. converters: warpgroups
-    that convert pages of another format: one for K and V in turn, or 2, one each, with 128 columns at a time and
-    integers by way of mantissas; not timed yet, and right on a device for int8 alone, so no default.
-    pack: whether several short sequences share a warpgroup's rows and keys.
+    The rows of a tile are 64 * warpgroups / heads.
     """
 
-    block_kv: int = 128
-    stages: int = 2
-    warpgroups: int = 2
-    heads: int = 1
-    alternate: bool = True
-    ctas: int = SMS
-    converters: int = 1
-    pack: bool = True
+    block_kv: int = 128  # keys a step, aligned to absolute positions: it decides the order of sums
+    stages: int = 2  # K and V blocks in flight
+    warpgroups: int = 2  # that compute, 64 rows each
+    heads: int = 1  # query heads of one KV head that a tile holds
+    alternate: bool = True  # two warpgroups take turns at the tensor cores, one's softmax under the other's products
+    ctas: int = SMS  # persistent CTAs
+    pack: bool = True  # several short sequences share a warpgroup's rows and keys
 
     def __post_init__(self) -> None:
         if self.block_kv < 64 or self.block_kv % 64:
@@ -41,8 +34,6 @@ class Config:
             raise ValueError(f"{self.warpgroups} warpgroups cannot share {self.heads} heads: expected a divisor")
         if self.alternate and self.warpgroups != 2:
             raise ValueError(f"alternate needs 2 warpgroups, got {self.warpgroups}")
-        if self.converters not in (1, 2):
-            raise ValueError(f"converters is {self.converters}, expected 1 or 2")
         if self.stages < 1 or self.ctas < 1:
             raise ValueError(f"stages={self.stages} and ctas={self.ctas} must be positive")
 

@@ -3,7 +3,7 @@
 Persistent CTAs walk the work list. One warpgroup fetches query tiles and KV blocks, a TMA copy per page and head, and
 runs ahead across tiles; pages of another format are converted by one or two of their own. Each computing warpgroup
 holds 64 query rows of one head; it issues the next block's Q K^T, then this block's P V, and does the next block's
-softmax while P V runs. Two of them take turns at the tensor cores. Short chunks share a warpgroup (mosaic_pack.py).
+softmax while P V runs. Two of them take turns at the tensor cores. Short chunks share a warpgroup (pack_sm90.py).
 """
 
 from functools import partial
@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVFormat, KVPages
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention.compute_sm90 import compute
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, check_supported
-from pallas_kernels.prefill_attention.mosaic_attend import compute
-from pallas_kernels.prefill_attention.mosaic_fetch import convert, fetch
-from pallas_kernels.prefill_attention.mosaic_plan import REGISTERS, Plan, Pool, Refs, flat_scales
+from pallas_kernels.prefill_attention.copy_sm90 import convert, fetch
+from pallas_kernels.prefill_attention.plan_sm90 import REGISTERS, Plan, Pool, Refs, flat_scales
 from pallas_kernels.prefill_attention.work import Work, make_work
 
 
@@ -95,11 +95,10 @@ def _kernel(plan: Plan, q: Any, table: Any, tiles: Any, count: Any, *arrays: Any
 
     pools = [(refs.k, plan.k_format), (refs.v, plan.v_format)]
     pools = [(pool, fmt) for pool, fmt in pools if pool.raw is not None]
-    for i in range(plan.warpgroups - computing - 1):
-        share = pools if plan.config.converters == 1 else [pools[i]]
+    if pools:
 
-        @pl.when(warpgroup == computing + 1 + i)
-        def _(share: list[tuple[Pool, KVFormat]] = share) -> None:
+        @pl.when(warpgroup == computing + 1)
+        def _() -> None:
             if registers is not None:
                 plgpu.set_max_registers(registers[1], action="decrease")
-            convert(plan, refs, share)
+            convert(plan, refs, pools)

@@ -11,19 +11,15 @@ from typing import Any
 
 from pallas_kernels.bench import rows as row_bench
 from pallas_kernels.bench.command import make_parser, record
-from pallas_kernels.silu_mul_quant import mosaic_sm90
 from pallas_kernels.silu_mul_quant.api import silu_mul_quant
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, Case
-from pallas_kernels.silu_mul_quant.config import stream_config
 
-PEERS = ("mosaic", "stream", "xla")  # the default, Config.stream, and the plain formula
+PEERS = ("mosaic", "xla")  # the kernel, and the plain formula
 SINGLE = {11008: 3.0}  # F: most microseconds of one row
 
 
 def ready(case: Case, peer: str) -> Callable[[], float]:
     def run(gate_up: Any) -> Any:
-        if peer == "stream":
-            return mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, config=stream_config(case.width))
         return silu_mul_quant(gate_up, kind=case.kind, backend=peer)
 
     return row_bench.prepare(case, [(case.rows, 2 * case.width)], run)

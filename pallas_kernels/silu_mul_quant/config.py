@@ -27,10 +27,9 @@ def check_faster(kind: str | None, dtype: str, rows: int, width: int) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is cut, and when its parts are loaded."""
+    """How a row is cut."""
 
     warpgroups: int = 1  # that share a row; a power of two
-    stream: bool = False  # piece after piece, results kept in shared memory; else all at once, in registers
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
@@ -40,8 +39,6 @@ class Config:
         """Raises ValueError for a row of `width` values that cannot be cut so."""
         if width % (8 * self.warpgroups):
             raise ValueError(f"F={width} cannot be split among {self.warpgroups} warpgroups in whole vectors of 8")
-        if self.stream and width < 1024 * self.warpgroups:
-            raise ValueError(f"F={width} has no full piece of 1024 for each of {self.warpgroups} warpgroups to stream")
 
 
 def choose_config(rows: int, width: int) -> Config:
@@ -49,8 +46,3 @@ def choose_config(rows: int, width: int) -> Config:
     if rows >= 256:
         return Config()
     return Config(warpgroups=4 if width > 16384 else 2)
-
-
-def stream_config(width: int) -> Config:
-    """The streamed configuration for many rows. It did not run on a device yet, so nobody gets it unasked."""
-    return Config(warpgroups=4 if width > 16384 else 1, stream=True)

@@ -2,7 +2,6 @@
 
 A row is loaded at once, computed, and quantized in registers. Bound by memory when rows are many, but not well: a block
 computes nothing while it loads, and as all blocks of an SM do so at the same time, memory idles while they compute.
-stream_sm90.py is the way out.
 """
 
 from functools import partial
@@ -15,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_pieces_sm90 as row_pieces
 from pallas_kernels.quantized_rows import KINDS, QuantizedRows
 from pallas_kernels.row_pieces_sm90 import VECTOR, Part, Piece
-from pallas_kernels.silu_mul_quant import stream_sm90, xla
+from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import Config, check_supported, choose_config
 
 
@@ -50,10 +49,8 @@ def _silu_mul_quant(
             plgpu.SMEM((warpgroups * row_pieces.num_peaks(cut),), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ]
-        if config.stream:
-            scratch.append(stream_sm90.stage(cut, warpgroups, gate_up.dtype))
     values, *scales = plgpu.kernel(
-        partial(stream_sm90.body if config.stream else _body, kind=kind, cut=cut),
+        partial(_body, kind=kind, cut=cut),
         out_type=out,
         grid=(rows,),
         grid_names=("row",),

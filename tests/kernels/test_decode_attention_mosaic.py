@@ -32,9 +32,7 @@ SMALL = Case(
     v_format="bf16",
     dtype="bfloat16",
 )
-TINY = Config(
-    split=64, most_splits=8, per_sm=1, sms=2, stages=2, join_pages=True
-)  # threads are what race detection takes long for
+TINY = Config(split=64, most_splits=8, per_sm=1, sms=2, stages=2)  # threads are what race detection takes long for
 NARROW = dataclasses.replace(TINY, computing=1)
 
 
@@ -323,20 +321,6 @@ def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lower(case)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
-def test_lowers_with_copies_of_several_pages(page_size):
-    """Where a warpgroup's part of a tile has several pages: with more kinds of copies, twice of K and of V."""
-    case = small(lengths=(300,), page_size=page_size, head_dim=128, heads=(4, 4))
-
-    def kinds(join: bool) -> int:
-        config = dataclasses.replace(choose_config(128, 1, 4), join_pages=join)
-        f = jax.jit(lambda *a: mosaic_sm90.decode_attention(*a, case.scale, None, config=config))
-        return str(f.trace(*shapes(case)).jaxpr).count("copy_gmem_to_smem")
-
-    assert (kinds(True) > kinds(False)) == (page_size < 64)
-    assert "mosaic_gpu" in lower(case)
-
-
 @pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g64", "int4-g32"])
 @pytest.mark.parametrize(("page_size", "head_dim"), [(8, 64), (16, 128), (128, 256)])
 def test_lanes_copy_narrow_formats(kv, page_size, head_dim):
@@ -451,30 +435,6 @@ def test_on_the_device(case):
     tolerance = 7e-4 if both_narrow else TOLERANCE[case.dtype]
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < tolerance
     assert same_bits(out, run(*arguments))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("k_format", "v_format", "head_dim", "heads"),
-    [
-        ("bf16", "bf16", 128, (4, 2)),
-        ("bf16", "f16", 64, (2, 2)),
-        ("bf16", "bf16", 256, (4, 1)),
-    ],
-)
-@pytest.mark.parametrize("page_size", [8, 16, 32])
-def test_pages_with_consecutive_numbers_on_the_device(page_size, k_format, v_format, head_dim, heads):
-    formats = {"k_format": k_format, "v_format": v_format}
-    lengths = (8 * page_size + 3, 5 * page_size - 2)
-    case = small(lengths=lengths, heads=heads, head_dim=head_dim, page_size=page_size, **formats)
-    config = choose_config(head_dim, heads[0] // heads[1], heads[1])
-
-    def run(arguments, config):
-        return mosaic_sm90.decode_attention(*arguments, case.scale, None, config=config)
-
-    apart = partial(run, config=config)
-    joined = dataclasses.replace(config, join_pages=True)
-    check_runs(case, partial(run, config=joined), apart)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from pallas_kernels.kv_pages import allocate, parse_format
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
-from pallas_kernels.prefill_attention.mosaic_plan import Plan
+from pallas_kernels.prefill_attention.plan_sm90 import Plan
 from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.interpreter import FIND_RACES
@@ -72,7 +72,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(FEW, block_kv=64, heads=2, converters=2, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, heads=2, ctas=1),
         ),
         (
             dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
@@ -80,7 +80,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=128, k_format="int4-g64", v_format="f16", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False, converters=2),
+            dataclasses.replace(FEW, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False),
         ),
         (  # few scales a page and head: copied with those of the next KV heads
             dataclasses.replace(SMALL, heads=(4, 4), page_size=16, k_format="int8-g32", v_format="int4-g64", **SHORT),
@@ -197,15 +197,6 @@ def test_every_kind_of_case_lowers_for_cuda():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("case", MOSAIC_CASES[7:10], ids=str)
-def test_two_converters_lower_for_cuda(case):
-    assert case.k_format in ("int4-g32", "int8-g64", "fp8")
-    config = dataclasses.replace(choose_config(*shapes(case)[:2]), converters=2)
-    attend = partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, config=config)
-    text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_supported_call_fits_shared_memory(head_dim):
     groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
@@ -215,12 +206,11 @@ def test_every_supported_call_fits_shared_memory(head_dim):
             case = dataclasses.replace(SMALL, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype,
                                        k_format=k_format, v_format=v_format)  # fmt: skip
             q, pages, *_ = shapes(case)
-            for converters in (1, 2):
-                config = dataclasses.replace(choose_config(q, pages), converters=converters)
-                formats_of = pages.k.format, pages.v.format
-                plan = Plan(*heads, head_dim, page_size, q.dtype, *formats_of, case.scale, None, config)
-                assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
-                assert (config.warpgroups, plan.warpgroups) in mosaic_sm90.REGISTERS
+            config = choose_config(q, pages)
+            formats_of = pages.k.format, pages.v.format
+            plan = Plan(*heads, head_dim, page_size, q.dtype, *formats_of, case.scale, None, config)
+            assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
+            assert (config.warpgroups, plan.warpgroups) in mosaic_sm90.REGISTERS
 
 
 def test_registers_that_are_asked_for_are_there():
@@ -263,7 +253,6 @@ def test_what_is_not_supported_says_what_is():
         ({"heads": 3}, "2 warpgroups cannot share 3 heads"),
         ({"warpgroups": 3}, "alternate needs 2 warpgroups, got 3"),
         ({"stages": 0}, "stages=0 and ctas=132 must be positive"),
-        ({"converters": 3}, "converters is 3, expected 1 or 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)

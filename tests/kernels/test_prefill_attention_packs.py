@@ -44,7 +44,7 @@ MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3,
         ),
         (
             dataclasses.replace(MIXED, heads=(4, 2), page_size=8, k_format="fp8", v_format="bf16"),
-            dataclasses.replace(FEW, block_kv=64, converters=2),
+            dataclasses.replace(FEW, block_kv=64),
         ),
     ],
     ids=str,

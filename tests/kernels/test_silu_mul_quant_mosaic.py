@@ -12,7 +12,7 @@ from pallas_kernels import row_pieces_sm90
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.silu_mul_quant import mosaic_sm90, reference, silu_mul_quant, xla
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.silu_mul_quant.config import Config, choose_config, stream_config
+from pallas_kernels.silu_mul_quant.config import Config, choose_config
 from tests.kernels.helpers import error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.row_helpers import units_apart
@@ -21,12 +21,12 @@ from tests.kernels.test_silu_mul_quant import numbers, tolerance
 SUPPORTED = [case for case in CASES if case.dtype != "float32"]
 INTERPRETED = [  # parts of vectors of fewer lanes and warps, one and more full pieces
     (Case(3, 128, "bfloat16", None), Config()),
-    (Case(1, 3456, "bfloat16", None), Config(stream=True)),
+    (Case(1, 3456, "bfloat16", None), Config()),
     (Case(2, 1408, "bfloat16", "int8"), Config()),
-    (Case(2, 2048, "float16", "fp8"), Config(stream=True)),
-    (Case(1, 3200, "bfloat16", "int8"), Config(stream=True)),
+    (Case(2, 2048, "float16", "fp8"), Config()),
+    (Case(1, 3200, "bfloat16", "int8"), Config()),
     (Case(1, 2560, "bfloat16", "fp8"), Config(warpgroups=2)),
-    (Case(1, 2816, "bfloat16", "int8"), Config(warpgroups=2, stream=True)),
+    (Case(1, 2816, "bfloat16", "int8"), Config(warpgroups=2)),
     (Case(1, 1408, "float16", "int8"), Config(warpgroups=8)),
 ]
 FEW = {"bfloat16": 1e-3, "float16": 5e-3}  # the share of values that may be rounded the other way
@@ -92,7 +92,7 @@ def test_every_kind_of_case_lowers_for_cuda():
     large = [
         (replace(case, rows=8), config)
         for case in (BENCH_CASES[1], BENCH_CASES[5])  # 11008 to int8, 28672 to fp8
-        for config in (choose_config(1, case.width), choose_config(2048, case.width), stream_config(case.width))
+        for config in (choose_config(1, case.width), choose_config(2048, case.width))
     ]
     small = [(case, choose_config(case.rows, case.width)) for case in SUPPORTED[::4]]
     for case, config in (*small, *large, *INTERPRETED):
@@ -117,8 +117,6 @@ def test_unrolled_layers_share_one_lowering():
 def test_configurations_are_checked():
     with pytest.raises(ValueError, match="warpgroups is 3, expected 1, 2, 4 or 8"):
         Config(warpgroups=3)
-    with pytest.raises(ValueError, match="F=1408 has no full piece of 1024 for each of 2 warpgroups to stream"):
-        Config(2, stream=True).check(1408)
     with pytest.raises(ValueError, match="F=36 cannot be split among 1 warpgroups in whole vectors of 8"):
         Config().check(36)
     for case in BENCH_CASES:
@@ -145,16 +143,6 @@ def test_gpu_matches_the_definition(case):
     assert case.kind is None or same_bits(rows, jax.jit(partial(quantize_rows, kind=case.kind))(plain))
     for config in CONFIGS:
         assert same_bits(mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, config=config), rows)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(300, 11008, "bfloat16", "int8"), Case(33, 28672, "float16", "fp8")], ids=str)
-def test_gpu_streamed_rows_are_the_same(case):
-    gate_up = case.inputs()
-    for kind in (case.kind, None):
-        rows = mosaic_sm90.silu_mul_quant(gate_up, kind=kind)
-        for config in (Config(stream=True), Config(4, stream=True)):
-            assert same_bits(mosaic_sm90.silu_mul_quant(gate_up, kind=kind, config=config), rows)
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.mosaic_plan import Pack, Plan, Refs
-from pallas_kernels.prefill_attention.mosaic_rows import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
+from pallas_kernels.prefill_attention.plan_sm90 import Pack, Plan, Refs
+from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
 from pallas_kernels.prefill_attention.work import POSITION, ROW, ROWS
 
 SIDE = 64  # tokens and columns of V that are in registers at once

@@ -154,9 +154,9 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """The computing ones, the one that fetches, and those that convert."""
-        converted = self.converts(self.k_format) + self.converts(self.v_format)
-        return self.config.warpgroups + 1 + min(converted, self.config.converters)
+        """The computing ones, the one that fetches, and the one that converts."""
+        converted = self.converts(self.k_format) or self.converts(self.v_format)
+        return self.config.warpgroups + 1 + converted
 
     def copied_scales(self, fmt: KVFormat) -> int:
         """Scales that come with each copy of values: its own, and where those are few, some neighbours'."""

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.mosaic_pack import attend_pack
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs, Tile, for_each_tile, quotient
-from pallas_kernels.prefill_attention.mosaic_rows import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
+from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
+from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, quotient
+from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:

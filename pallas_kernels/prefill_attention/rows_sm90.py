@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.mosaic_plan import Plan, Refs
+from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs
 
 LOWEST = -1e30  # finite: a row that has seen no key yet keeps its sum without NaN
 

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_pages import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.mosaic_convert import SIDE, layout_of, load_converted, width
-from pallas_kernels.prefill_attention.mosaic_plan import (
+from pallas_kernels.prefill_attention.convert_sm90 import SIDE, layout_of, load_converted
+from pallas_kernels.prefill_attention.plan_sm90 import (
     BOX,
     Pack,
     Plan,
@@ -64,10 +64,10 @@ def _wait_until_free(plan: Plan, n: jax.Array, barrier: Any) -> None:
     pl.when(n >= plan.config.stages)(lambda: plgpu.barrier_wait(barrier.at[plan.slot(n)]))
 
 
-def _seen(tile: Tile, begin: jax.Array, first: int, columns: int, layout: Any) -> jax.Array:
-    """bool [SIDE, columns]: whether tokens from begin + first on, one a row, are among those that the tile's chunk
+def _seen(tile: Tile, begin: jax.Array, first: int, layout: Any) -> jax.Array:
+    """bool [SIDE, SIDE]: whether tokens from begin + first on, one a row, are among those that the tile's chunk
     sees."""
-    token = begin + first + plgpu.broadcasted_iota(jnp.int32, (SIDE, columns), 0, layout=layout)
+    token = begin + first + plgpu.broadcasted_iota(jnp.int32, (SIDE, SIDE), 0, layout=layout)
     return (token >= tile.low) & (token < tile.keys)
 
 
@@ -158,7 +158,7 @@ def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.
     copy(pool.blocks.at[slot], refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
     for row in range(0, block, SIDE):
-        seen = _seen(tile, j * block, row, SIDE, plgpu.Layout.WGMMA)
+        seen = _seen(tile, j * block, row, plgpu.Layout.WGMMA)
         for column in range(0, plan.head_dim, SIDE):
             part = pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)]
             part[...] = jnp.where(seen, plgpu.load(part, layout=plgpu.Layout.WGMMA), jnp.zeros((), plan.dtype))
@@ -195,9 +195,9 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
 def _convert_block(
     plan: Plan, head: jax.Array, pool: Pool, fmt: KVFormat, n: jax.Array, seen: Callable[..., jax.Array] | None
 ) -> None:
-    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, columns, layout] that nobody
+    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, layout] that nobody
     sees becomes zero."""
-    slot, columns = plan.slot(n), width(plan)
+    slot = plan.slot(n)
     plgpu.barrier_wait(pool.raw_ready.at[slot])
     _wait_until_free(plan, n, pool.free)
     scales = None
@@ -205,12 +205,12 @@ def _convert_block(
         _, shift = plan.scale_start(fmt, head, 0)
         scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.groups(plan.head_dim))]
     for row in range(0, plan.config.block_kv, SIDE):
-        kept = None if seen is None else seen(row, columns, layout_of(plan))
-        for column in range(0, plan.head_dim, columns):
+        kept = None if seen is None else seen(row, layout_of(plan))
+        for column in range(0, plan.head_dim, SIDE):
             x = load_converted(pool.raw.at[slot], scales, fmt, plan, row, column)
             if kept is not None:
                 x = jnp.where(kept, x, jnp.zeros((), x.dtype))
-            pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, columns)][...] = x.astype(plan.dtype)
+            pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)][...] = x.astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(pool.ready.at[slot])
     plgpu.barrier_arrive(pool.raw_free.at[slot])
