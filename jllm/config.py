@@ -222,6 +222,8 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     Written in the older layout, which every version of transformers reads. Raises ConfigError for a config that its
     architecture cannot express (say, a Mistral with biases).
     """
+    if type(config) is not LlamaConfig:
+        raise ConfigError(f"config.json cannot say what a {type(config).__name__} is; it can for a LlamaConfig")
     if config.architecture not in FAMILIES:
         raise ConfigError(f"architecture {config.architecture!r} is not one of {', '.join(FAMILIES)}")
     raw: dict[str, Any] = {

@@ -13,6 +13,7 @@ from jllm.attention import AttentionInputs, attention_block, attention_inputs
 from jllm.batch import Packed, Paged
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
 from jllm.linear import embed, norm_linear
 from jllm.mlp import mlp_block
 from jllm.params import LayerParams, Params
@@ -54,7 +55,7 @@ def tapped_backbone(
     backend: str | None = None,
 ) -> tuple[jax.Array, Cache | None, Taps]:
     """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
-    names that the model doesn't have."""
+    names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
     backend = _backend(backend, cache)
     x = embed(params.embed, batch.tokens, params.dtype)
@@ -68,7 +69,10 @@ def tapped_backbone(
     for i, layer in enumerate(params.layers):
         window = config.window(i)
         pages = None if cache is None else cache[i]
-        x, pages, inside = _layer(layer, x, inputs[window], pages, window=window, taps=of_layer(taps, i), **options)
+        wanted = of_layer(taps, i)
+        x, pages, inside = _layer(layer, x, inputs[window], pages, window=window, taps=wanted, **options)
+        if missing := [name for name in wanted if name not in inside]:
+            raise EvaluationError(f"tap layers.{i}.{missing[0]}: this kind of layer has no such value")
         found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
         pools.append(pages)
     return x, None if cache is None else tuple(pools), found
