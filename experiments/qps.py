@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
+from experiments.baselines import BASELINES, engine_with
 from experiments.result_file import ResultFile, bar, rounded
 from experiments.steps import peers
 from experiments.steps.floors import HBM, make_floor, workload_seconds
@@ -43,7 +44,6 @@ from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
-from jllm.engine.options import POLICIES
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError, InputFileError, JllmError
@@ -225,16 +225,16 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
 
 
 def make_engine(model: Model, args: argparse.Namespace) -> Engine:
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *POLICIES)
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *BASELINES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
     if not args.host_only:
-        return Engine(model, **options)
+        return engine_with(model, **options)
     if options["num_pages"] is None:  # those that an H200 has room for
         free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
         options["num_pages"] = max(args.slots, int(free / (args.page_size * token_bytes(model, args.kv_cache))))
-    return Engine(model, device=HostOnly, **options)
+    return engine_with(model, device=HostOnly, **options)
 
 
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
@@ -245,7 +245,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     about = {
         "model": Path(args.model or args.config).stem, "scheme": scheme_name(args.quantize or args.dtype),
         "kv": args.kv_cache or str(model.params.dtype), "slots": args.slots, "rate": args.rate,
-        **{name: getattr(args, name) for name in POLICIES},
+        **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
@@ -294,7 +294,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     """Of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
     row = [row for row in rows if "peer" not in row][-1]
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
-    merged = all(row.get(name, choices[0]) == choices[0] for name, choices in POLICIES.items())
+    merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
     if not (whole and merged) or any(row.get(name) for name in SETTINGS):
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
@@ -338,7 +338,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
-    for name, choices in POLICIES.items():
+    for name, choices in BASELINES.items():
         parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
@@ -359,7 +359,7 @@ def name_of(args: argparse.Namespace) -> str:
     """Of the result: what the run was about, policies that are not the default included."""
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
-    parts += [getattr(args, name) for name, choices in POLICIES.items() if getattr(args, name) != choices[0]]
+    parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
     parts += ["" if args.rate is None else f"rate{args.rate:g}"]

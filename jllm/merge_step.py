@@ -25,7 +25,6 @@ from jllm.sampling import (
     count_tokens,
     neutral_sampling,
     penalize,
-    sample_reference,
     token_logprobs,
     token_ranks,
     top_logprobs,
@@ -47,7 +46,6 @@ class Variant:
     penalties: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    sort: bool = False  # sample by sorting, as a baseline
     taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
 
     def __or__(self, other: "Variant") -> "Variant":
@@ -195,7 +193,6 @@ def sample(
     """Draws a token for each row that is due, and moves its sequence on. `draw` takes logits [rows, V], Sampling and
     token indices [rows] as sampling.sample does, and returns tokens and which rows are finite."""
     raw, rows = logits.values, logits.rows
-    draw = _draw_by_sorting if variant.sort else draw
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     counts = state.counts
     if variant.penalties:
@@ -325,10 +322,6 @@ def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) 
     slot = jnp.where(chunk < batch.chunk_slot.shape[0], jnp.take(batch.chunk_slot, chunk, mode="clip"), S)
     is_output = position >= jnp.take(batch.prompt_len, chunk, mode="clip")
     return count_tokens(counts, slot, batch.tokens, is_output)
-
-
-def _draw_by_sorting(logits: jax.Array, params: Sampling, position: jax.Array, *, backend: str | None):
-    return sample_reference(logits, params, position), jnp.isfinite(logits).all(axis=1)
 
 
 def _top(logits: jax.Array, variant: Variant) -> dict[str, jax.Array | None]:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.baselines import BASELINES
 from experiments.claims import __main__ as command
 from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, serving, shapes, unfused
 from experiments.claims.unfused import NAMES, Fusions
 from experiments.qps import Request
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.engine.options import POLICIES
 from jllm.model import backbone
 from jllm.pretrained import Model, load
 from tests.tiny import CONFIG, tiny_model
@@ -55,8 +55,8 @@ def test_the_workload_runs_under_both_policies(monkeypatch, tiny, claim, policie
     monkeypatch.setattr(c4, "alone", lambda rows, vocabulary: {"rows": rows, "times": 2.0})
     monkeypatch.setattr(c11, "step_us", lambda model, lengths, rows: float(rows))
     rows = [row for row in claim.measure(True) if "policy" in row]
-    plain = {name: choices[0] for name, choices in POLICIES.items()}
-    assert [{name: getattr(args, name) for name in POLICIES} for args in seen] == [plain | each for each in policies]
+    plain = {name: choices[0] for name, choices in BASELINES.items()}
+    assert [{name: getattr(args, name) for name in BASELINES} for args in seen] == [plain | each for each in policies]
     assert [row["qps"] for row in rows] == [4.0, 5.0]
     assert all("slots" not in row for row in rows)
     if claim is c4:

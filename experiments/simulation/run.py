@@ -92,7 +92,6 @@ class Simulation:
             self.sizes.limits,
             self.sizes.prompt_sizes,
             self.sizes.decode_sizes,
-            static=options.batching == "static",
             policy=options.make_policy(),
         )
         self.tally = Tally()
@@ -142,8 +141,7 @@ class Simulation:
     def seconds(self, plan: Plan) -> float:
         """What the device takes for a plan, in the compiled size that holds it."""
         work = work_of(plan)
-        decodes = max(work.decodes, plan.decode_rows)
-        rung = choose_rung(self.sizes.ladder, decodes, work.tokens, len(plan.chunks))
+        rung = choose_rung(self.sizes.ladder, *plan.size)
         self.tally.rows += rung.size
         self.tally.tokens += work.decodes + work.tokens
         copied = len(plan.copies) * self.sizes.limits.page_size * self.cost.token_bytes

@@ -19,17 +19,17 @@ PATIENCE = 0.05  # seconds that a step waits for the compiler where there is not
 
 
 class Gate:
-    """Stands before one scheduler. sort: whether steps sample by sorting."""
+    """Stands before one scheduler."""
 
-    def __init__(self, programs: Programs, scheduler: Scheduler, *, sort: bool):
-        self._programs, self._scheduler, self._sort = programs, scheduler, sort
+    def __init__(self, programs: Programs, scheduler: Scheduler):
+        self._programs, self._scheduler = programs, scheduler
         self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
         self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
 
     @property
     def inside(self) -> Variant:
         """What steps of the sequences inside may have to do."""
-        return reduce(or_, self._inside, Variant(sort=self._sort))
+        return reduce(or_, self._inside, Variant())
 
     def add(self, seq: Sequence) -> None:
         """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
@@ -88,4 +88,4 @@ class Gate:
         self._scheduler.add(seq)
 
     def _wants(self, seq: Sequence) -> Variant:
-        return variant_for([seq.params], sort=self._sort)
+        return variant_for([seq.params])

@@ -58,13 +58,12 @@ class Samples:
     unfinished: int = 0
 
 
-def variant_for(samplings: Collection[SamplingParams], *, sort: bool) -> Variant:
+def variant_for(samplings: Collection[SamplingParams]) -> Variant:
     """The step that serves all of these at once, their prompts included."""
     return Variant(
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),
-        sort=sort,
     )
 
 

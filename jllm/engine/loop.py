@@ -44,28 +44,32 @@ class Engine:
 
     submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
     nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
-    runs the steps: another than Device measures the host alone.
+    runs the steps, and `scheduler` what plans them: experiments put others in their place.
 
     Threads: one thread steps, with step() or run(); a second one inside step() gets EngineBusy. All other methods may
     be called from any thread, while a step runs too: they wait for its end, in the order of the calls.
     """
 
-    def __init__(self, model: "Model", *, device: Callable[..., Device] = Device, **options: Any):
+    def __init__(
+        self,
+        model: "Model",
+        *,
+        device: Callable[..., Device] = Device,
+        scheduler: Callable[..., Scheduler] = Scheduler,
+        **options: Any,
+    ):
         self._config, self._tokenizer = model.config, model.tokenizer
         self._options = make_options(with_learned(options, model))
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler(
             sizes.limits,
             sizes.prompt_sizes,
             sizes.decode_sizes,
-            static=self._options.batching == "static",
-            padded=self._options.prefill == "padded",
             policy=self._options.make_policy(),
             prefix_cache=self._options.prefix_cache,
         )
-        self._sort = self._options.sampling == "sort"
-        self._gate = Gate(self._device.programs, self._scheduler, sort=self._sort)
+        self._gate = Gate(self._device.programs, self._scheduler)
         self._trace = None
         if self._options.trace is not None:
             about = self._options.memory
@@ -114,7 +118,7 @@ class Engine:
         the persistent cache.
         """
         self._check_open()
-        variant = variant_for(list(samplings), sort=self._sort)
+        variant = variant_for(list(samplings))
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)
@@ -233,25 +237,26 @@ class Engine:
 
     def _advance(self) -> None:
         try:
-            if self._trace:
-                self._trace.planning()
-            for seq, error in self._gate.open():
-                self._refuse(seq, error)
-            plan = self._scheduler.schedule()
-            before, self._in_flight = self._in_flight, None
-            if plan is not None:
-                self._in_flight = self._dispatch(plan)
-            if before is not None:
-                self._read(before)
-            elif plan is None:
-                self._gate.wait()
-            if self._in_flight is not None and self._options.host == "wait":
-                before, self._in_flight = self._in_flight, None
-                self._read(before)
+            self._turn()
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
         if self._trace and not self._live:
             self._trace.flush()
+
+    def _turn(self) -> None:
+        """Plans and dispatches a step, then reads the one before it."""
+        if self._trace:
+            self._trace.planning()
+        for seq, error in self._gate.open():
+            self._refuse(seq, error)
+        plan = self._scheduler.schedule()
+        before, self._in_flight = self._in_flight, None
+        if plan is not None:
+            self._in_flight = self._dispatch(plan)
+        if before is not None:
+            self._read(before)
+        elif plan is None:
+            self._gate.wait()
 
     def run(self):
         """Steps until nothing is left; yields events as they come."""
@@ -333,12 +338,9 @@ class Engine:
             penalties=self._gate.inside.penalties,
             logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
-            sort=self._sort,
         )
-        tokens, pool = sum(len(c.tokens) for c in plan.chunks), self._scheduler.pool
-        decodes = max(len(plan.decodes), plan.decode_rows)
-        rows = max(tokens, plan.prompt_rows)
-        rung, variant = self._device.programs.choose(need, decodes, rows, len(plan.chunks))
+        tokens, pool = plan.prompt_tokens, self._scheduler.pool
+        rung, variant = self._device.programs.choose(need, *plan.size)
         layout = self._device.layout(rung, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:

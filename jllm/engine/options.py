@@ -19,10 +19,6 @@ from jllm.kv_policies.options import check_policy, policy_of
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 BACKENDS = ("xla", "mosaic")
-POLICIES = {
-    "batching": ("merge", "static"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
-    "host": ("late", "wait"),
-}  # fmt: skip
 MAX_SLOTS = 16  # by default
 
 
@@ -50,11 +46,6 @@ class EngineOptions:
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
     )
-    # What an engine would do without one of its ideas, for experiments that measure what the idea is worth:
-    batching: str = "merge"  # or "static": nobody joins before the longest of a batch has ended
-    prefill: str = "ragged"  # or "padded": a step computes as many rows for each of its prompts as the longest has
-    sampling: str = "threshold"  # or "sort": each row's logits sorted
-    host: str = "late"  # or "wait": a step's tokens are read before the next step is planned
 
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):
@@ -72,9 +63,6 @@ class EngineOptions:
             raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
-        for name, choices in POLICIES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if not isinstance(self.executables, str | os.PathLike | None):

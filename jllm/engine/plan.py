@@ -57,11 +57,18 @@ class Plan:
     decodes: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
-    decode_rows: int = 0  # compute at least so many, though fewer decode
-    prompt_rows: int = 0  # likewise, though the chunks have fewer tokens
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
     loads: tuple[Sequence, ...] = ()  # whose snapshot goes to their first pages before all copies
     preempted: tuple[Sequence, ...] = ()  # since the plan before
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum([len(chunk.tokens) for chunk in self.chunks])
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Decodes, prompt tokens and chunks that a compiled size must have room for."""
+        return len(self.decodes), self.prompt_tokens, len(self.chunks)
 
 
 @dataclass
@@ -76,19 +83,6 @@ class Draft:
     @property
     def empty(self) -> bool:
         return not (self.chunks or self.deltas or self.copies or self.loads)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest chunk."""
-        return max((len(chunk.tokens) for chunk in self.chunks), default=0)
-
-    def room(self, tokens: int, budget: int) -> int:
-        """How many of `tokens` one more chunk may have if all chunks count as the longest does, where `budget` is left
-        beside those that there are: all of them or none, but for the first chunk."""
-        if not self.chunks:
-            return min(tokens, budget)
-        whole = budget + sum(len(chunk.tokens) for chunk in self.chunks)
-        return tokens if (len(self.chunks) + 1) * max(tokens, self.longest) <= whole else 0
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Pages to copy (from, to). Copies happen all at once: what is itself to be copied is still where it was."""

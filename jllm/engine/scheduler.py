@@ -45,12 +45,6 @@ class Scheduler:
     decode_sizes are numbers of rows that a step without prompts can compute. Where a few decodes too many would take it
     to the next, at most one in EXCESS, these sit out the step, in turn: fewer rows for nothing are worth the delay.
 
-    static: sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has
-    members until the last of them has ended, and only then comes the next. That is what continuous batching replaced.
-
-    padded: the chunks of a step count as if each were as long as the longest, and none but the first is cut to fit.
-    That is what a step without ragged rows computes.
-
     policy makes the KV policy for a pool (see kv_policy.py); by default pages on demand.
 
     prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
@@ -65,18 +59,13 @@ class Scheduler:
         prompt_sizes: tuple[int, ...] = (),
         decode_sizes: tuple[int, ...] = (),
         *,
-        static: bool = False,
-        padded: bool = False,
         policy: Callable[[PagePool], Policy] = OnDemand,
         prefix_cache: bool = False,
     ):
         self.limits, self.make_policy = limits, policy
-        self.prompt_sizes, self.decode_sizes = () if padded else prompt_sizes, decode_sizes
-        self.static, self.padded = static, padded
+        self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
         self.turn = 0  # where among the decodes the next to sit out begin
         self.held = 0  # steps since prompts first waited for others to fill a step with
-        self.joining = 0  # static: members of the batch that are still to be admitted
-        self.members = 0  # static: of the batch
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of arrival, as are those that wait
@@ -138,8 +127,6 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
-        if self.static:
-            self._form_batch()
         room = self._make_room()
         if room is None:
             self.counts.drains += 1
@@ -152,13 +139,14 @@ class Scheduler:
         if not draft.chunks:
             decodes = self._trim(decodes)
         if not decodes and draft.empty:
-            if self.joining and not self.unread:  # pages are too few for the rest of the batch: it goes without
-                self.joining = 0
-                return self.schedule()
-            if self.running and not self.unread:
-                raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
-            return None
+            return self._nothing()
         return self._plan(decodes, draft)
+
+    def _nothing(self) -> Plan | None:
+        """There is nothing to dispatch now: a read or a request must come first."""
+        if self.running and not self.unread:
+            raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
+        return None
 
     def _plan(self, decodes: list[Sequence], draft: Draft) -> Plan:
         """The draft as a plan, which counts as dispatched."""
@@ -176,23 +164,15 @@ class Scheduler:
         preempted, self.preempted = self.preempted, []
         self.counts.planned(self.pool, len(self.running), len(draft.copies), self.empty)
         copies = tuple((source, target) for target, source in draft.copies.items())
-        rows = self.members if self.static and decodes else 0
         return Plan(
             self.dispatched,
             tuple(decodes),
             tuple(draft.chunks),
             tuple(draft.deltas),
-            rows,
-            len(draft.chunks) * draft.longest if self.padded else 0,
             copies,
             tuple(draft.loads),
             tuple(preempted),
         )
-
-    def _form_batch(self) -> None:
-        if not self.running and not self.draining:
-            self.members = self.joining = min(len(self.waiting), len(self.free_slots))
-        self.joining = min(self.joining, len(self.waiting))
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
         """(decodes, short, prefills): the sequences that decode now, those that prefill, and those among the decodes
@@ -202,10 +182,7 @@ class Scheduler:
         size = self.pool.page_size
         while True:
             prefills = [s for s in self.running if s.computed < s.prefill_end]
-            # A decode whose sampled tokens already reach max_length waits for its read.
-            decodes = [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
-            if self.static and (prefills or self.joining):
-                decodes = []
+            decodes = self._decoding(prefills)
             short = [s for s in decodes if s.computed == s.mapped * size]
             short += [s for s in prefills[:1] if s.computed >= s.mapped * size]
             lacking = [s for s in short if s.computed == len(s.pages) * size]
@@ -216,6 +193,10 @@ class Scheduler:
                 return None
             self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
             self._preempt(self.policy.victim(self.running, missing))
+
+    def _decoding(self, prefills: list[Sequence]) -> list[Sequence]:
+        """Who decodes beside these. A sequence whose sampled tokens already reach max_length waits for its read."""
+        return [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
 
     def _map(self, short: list[Sequence], draft: Draft) -> None:
         """A page for the next token of each, of those as well that may sit out this step."""
@@ -242,7 +223,7 @@ class Scheduler:
         """The decodes without those few that would make the step a size larger."""
         fits = max((size for size in self.decode_sizes if size <= len(decodes)), default=0)
         excess = len(decodes) - fits
-        if self.static or not 0 < excess <= fits // self.EXCESS:
+        if not 0 < excess <= fits // self.EXCESS:
             return decodes
         self.turn = (self.turn + excess) % len(decodes)
         turned = decodes[self.turn :] + decodes[: self.turn]
@@ -253,10 +234,6 @@ class Scheduler:
         for seq in running:
             budget -= self._chunk(seq, budget, draft)
         while self.waiting and self.free_slots and budget and len(draft.chunks) < self.limits.max_chunks:
-            if self.static and not self.joining:
-                break
-            if self.padded and not draft.room(self.waiting[0].length, budget):
-                break
             if len(draft.deltas) == self.limits.max_deltas or not self._admit(self.waiting[0], draft):
                 break
             budget -= self._chunk(self.waiting.popleft(), budget, draft)
@@ -291,14 +268,13 @@ class Scheduler:
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed
         insort(self.running, seq, key=attrgetter("arrival"))
         self.counts.admitted += 1
-        self.joining -= self.static
 
     def _chunk(self, seq: Sequence, budget: int, draft: Draft) -> int:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
         if not budget or len(draft.chunks) == self.limits.max_chunks:
             return 0
         want = seq.prefill_end - seq.computed
-        n = self._grow(seq, min(draft.room(want, budget) if self.padded else budget, want), draft)
+        n = self._grow(seq, min(budget, want), draft)
         if n:
             stop = seq.computed + n
             draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))

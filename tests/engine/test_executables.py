@@ -108,7 +108,7 @@ def test_other_options_have_other_files(model, tmp_path):
     paths = set()
     for changes in ({}, {"page_size": 16}, {"num_pages": 7}, {"kv_cache": "int8-g8"}, {"backend": "xla"}):
         programs = Engine(model, **OPTIONS | {"executables": tmp_path} | changes)._device.programs
-        for variant in (Variant(), Variant(sort=True)):
+        for variant in (Variant(), Variant(logprobs=True)):
             paths |= {programs.path(rung, variant) for rung in LADDER}
     assert len(paths) == 5 * 2 * 2
 

@@ -1,4 +1,4 @@
-"""What the engine counts, and the policies that experiments switch."""
+"""What the engine counts, and how steps are filled."""
 
 import json
 from typing import Any
@@ -6,18 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.qps import HostOnly
 from jllm.batch import Rung
-from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.errors import ConfigError
-from jllm.merge_step import Variant
-from tests.engine.scheduler_harness import Loop
-from tests.tiny import CONFIG, greedy, tiny_model
+from tests.tiny import greedy, tiny_model
 
 OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "ladder": (Rung(2, 0, 0), Rung(2, 16, 2))}
 PROMPTS = [[5, 6, 7], [8] * 10, [9, 10]]
@@ -121,136 +116,6 @@ def test_what_is_left_in_the_prefix_cache_is_no_fragmentation(model):
     assert m["fragmentation"] == 0
 
 
-@pytest.mark.parametrize(
-    "policy", [{"host": "wait"}, {"sampling": "sort"}, {"batching": "static"}, {"prefill": "padded"}]
-)
-def test_a_policy_changes_no_token(model, policy):
-    sampling = [SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=i, max_new_tokens=6) for i in range(3)]
-
-    def tokens(**options):
-        engine = Engine(model, **{**OPTIONS, **options})
-        ids = [engine.submit(p, s) for p, s in zip(PROMPTS, sampling)]
-        done = {e.id: e.completion.token_ids for e in engine.run() if e.completion}
-        return [done[i] for i in ids]
-
-    assert tokens(**policy) == tokens()
-
-
-def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, monkeypatch):
-    order = []
-    dispatch, read = Engine._dispatch, Engine._read
-    monkeypatch.setattr(Engine, "_dispatch", lambda self, plan: order.append(plan.step) or dispatch(self, plan))
-    monkeypatch.setattr(Engine, "_read", lambda self, step: order.append(-step.plan.step) or read(self, step))
-    engine = Engine(model, **OPTIONS, host="wait")
-    engine.submit(PROMPTS[0], greedy(4))
-    list(engine.run())
-    assert order == [0, 0, 1, -1, 2, -2, 3, -3]
-
-
-def test_sorting_sorts_and_thresholds_do_not(model):
-    engine = Engine(model, **OPTIONS)
-    layout = engine._device.layout(OPTIONS["ladder"][0], Variant())
-    for sort in (False, True):
-        text = packed_step.lower(
-            model.params, engine._device._state, np.zeros(layout.size, np.int32), config=CONFIG, layout=layout,
-            variant=Variant(sort=sort),
-        ).as_text()  # fmt: skip
-        assert ("stablehlo.sort" in text) == sort
-
-
-def test_padded_prompts_count_as_long_as_the_longest_and_are_not_cut_to_fit():
-    loop = Loop(Limits(4, 20, 16, 4, 4, 64, 20), scheduler=lambda limits: Scheduler(limits, (16,), padded=True))
-    lengths = [3, 6, 2, 1, 30, 5, 5, 5]
-    for n in lengths:
-        loop.add(n, 3)
-    seen = []
-    while not loop.scheduler.idle:
-        plan = loop.scheduler.schedule()
-        if plan is not None:
-            chunks = [len(c.tokens) for c in plan.chunks]
-            assert plan.prompt_rows == len(chunks) * max(chunks, default=0) <= 16
-            assert all(c.start == 0 and c.final for c in plan.chunks[1:])
-            seen += [chunks] if chunks else []
-            loop.unread.append((plan, loop.device.run(plan), []))
-        while loop.unread and (plan is None or len(loop.unread) > 1):
-            loop.read()
-        assert loop.scheduler.dispatched < 200, "no progress"
-    loop.check_end()
-    assert seen[0] == [3, 6]  # a third would make it 18
-    assert sum(map(sum, seen)) == sum(lengths)
-
-
-def test_a_padded_step_computes_the_rows_of_the_longest(model):
-    ladder = (Rung(3, 0, 0), Rung(3, 8, 3), Rung(3, 12, 3), Rung(3, 24, 3))
-    rows = {}
-    for prefill in ("ragged", "padded"):
-        options = {"max_slots": 3, "num_pages": 12, "ladder": ladder, "max_step_tokens": 24, "prefill": prefill}
-        engine = Engine(model, **{**OPTIONS, **options}, device=HostOnly)
-        for n in (8, 1, 2):
-            engine.submit([5] * n, greedy(1))
-        list(engine.run())
-        m = engine.metrics()
-        rows[prefill] = m["slack"], m["prefill_tokens"]
-    assert rows["ragged"] == (pytest.approx(1 - 11 / 15), 11)
-    assert rows["padded"] == (pytest.approx(1 - 11 / 27), 11)
-
-
-def static_loop(pages: int = 64) -> Loop:
-    return Loop(Limits(3, 12, 12, 3, 4, pages, 16), scheduler=lambda limits: Scheduler(limits, static=True))
-
-
-def test_a_static_batch_waits_for_its_longest_member():
-    loop = static_loop()
-    seqs = [loop.add(9, n) for n in (2, 12, 3, 4, 4)]
-    first, second, began = set(seqs[:3]), set(seqs[3:]), False
-    while not loop.scheduler.idle:
-        plan = loop.scheduler.schedule()
-        if plan is not None:
-            loop.unread.append((plan, loop.device.run(plan), []))
-            members = {*plan.decodes, *(c.seq for c in plan.chunks)}
-            began |= bool(members & second)
-            assert members <= (second if began else first)
-            assert not began or all(seq.finished for seq in first)
-            assert not (plan.decodes and plan.chunks), "a batch prefills before it decodes"
-            assert plan.decode_rows == (len(second if began else first) if plan.decodes else 0)
-        while loop.unread and (plan is None or len(loop.unread) > 1):
-            loop.read()
-    loop.check_end()
-    assert began
-
-
-def test_a_static_batch_waits_for_slots_that_an_unread_step_uses():
-    loop, rows = static_loop(), []
-    seqs = [loop.add(3, n) for n in (1, 9, 9, 4, 4, 4)]
-    while not loop.scheduler.idle:
-        plan = loop.scheduler.schedule()
-        if plan is not None:
-            loop.unread.append((plan, loop.device.run(plan), []))
-            rows.append(plan.decode_rows)
-        if len(rows) == 3 and plan is not None:  # the first has ended, and the others take part in a step in flight
-            assert seqs[0].finished
-            loop.abort(seqs[1])
-            loop.abort(seqs[2])
-        while loop.unread and (plan is None or len(loop.unread) > 1):
-            loop.read()
-    loop.check_end()
-    assert rows == [0, 3, 3, 0, 3, 3, 3], "three began together, twice"
-
-
-def test_a_static_batch_that_the_pool_cannot_hold_still_ends():
-    loop = static_loop(pages=7)
-    for n in (9, 12, 10, 3):
-        loop.add(9, n)
-    while not loop.scheduler.idle:
-        plan = loop.scheduler.schedule()
-        if plan is not None:
-            loop.unread.append((plan, loop.device.run(plan), []))
-        while loop.unread and (plan is None or len(loop.unread) > 1):
-            loop.read()
-        assert loop.scheduler.dispatched < 200, "no progress"
-    loop.check_end()
-
-
 def fill(scheduler: Scheduler, prompts, tokens: int = 40) -> None:
     for i, n in enumerate(prompts):
         scheduler.add(Sequence(i, 0, (1,) * n, SamplingParams(), 0, n + tokens))
@@ -328,9 +193,3 @@ def test_who_pages_do_not_admit_keeps_no_decodes_in_a_larger_step(pages, rows):
     plan = scheduler.schedule()
     assert plan is not None
     assert (len(plan.decodes), len(plan.chunks)) == (rows, int(rows > 16))
-
-
-@pytest.mark.parametrize("name", ["batching", "sampling", "host"])
-def test_an_unknown_policy_is_named(model, name):
-    with pytest.raises(ConfigError, match=f"{name} must be .* or .*, not 'none'"):
-        Engine(model, **{**OPTIONS, name: "none"})

@@ -73,7 +73,7 @@ def test_what_differs_has_another_content_and_what_is_equal_has_not():
     values = [
         None, False, 0, 0.0, -0.0, "", b"", "0", (), (0,), ((0,),), (0, 0), [0], {}, {"a": 0}, frozenset(),
         frozenset("ab"), "('tuple', ())", KVFormat("int8", 8), KVFormat("int8", 16), layout, replace(layout, bias=1),
-        Variant(), Variant(sort=True), CONFIG, replace(CONFIG, rope_scaling=RopeScaling("linear", 2.0)),
+        Variant(), Variant(logprobs=True), CONFIG, replace(CONFIG, rope_scaling=RopeScaling("linear", 2.0)),
         *map(jnp.dtype, ("int8", "uint8", "bfloat16", "float8_e4m3fn", "float8_e5m2")),
     ]  # fmt: skip
     found = [repr(content(value, SOURCES)) for value in values]

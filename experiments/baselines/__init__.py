@@ -1,0 +1,45 @@
+"""What an engine would do without one of its ideas, to measure what the idea is worth. Each is a part that Engine takes
+in place of its own:
+
+    batching   merge, or static: a batch is admitted, and the next one when its longest member has ended
+    prefill    ragged, or padded: a step computes as many rows for each of its prompts as the longest has
+    sampling   threshold, or sort: each row's logits are sorted
+    host       late, or wait: a step's tokens are read before the next step is planned
+"""
+
+from typing import Any
+
+from experiments.baselines.schedulers import PaddedPrefill, StaticBatches, StaticPadded
+from experiments.baselines.sorting import SortingDevice
+from experiments.baselines.waiting import WaitingEngine
+from jllm.engine.device import Device
+from jllm.engine.loop import Engine
+from jllm.engine.scheduler import Scheduler
+from jllm.pretrained import Model
+
+BASELINES = {
+    "batching": ("merge", "static"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
+    "host": ("late", "wait"),
+}  # fmt: skip
+SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
+    ("merge", "ragged"): Scheduler,
+    ("static", "ragged"): StaticBatches,
+    ("merge", "padded"): PaddedPrefill,
+    ("static", "padded"): StaticPadded,
+}
+
+
+def engine_with(
+    model: Model,
+    *,
+    batching: str = "merge",
+    prefill: str = "ragged",
+    sampling: str = "threshold",
+    host: str = "late",
+    device: type[Device] | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the sampler's."""
+    kind = WaitingEngine if host == "wait" else Engine
+    device = device or (SortingDevice if sampling == "sort" else Device)
+    return kind(model, device=device, scheduler=SCHEDULERS[batching, prefill], **options)

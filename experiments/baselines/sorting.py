@@ -1,0 +1,25 @@
+"""A device whose steps sample by sorting each row's logits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.batch import Rung
+from jllm.engine.device import Device
+from jllm.merge_step import Variant
+from jllm.sampling import Sampling, sample_reference
+
+
+def draw_by_sorting(
+    logits: jax.Array, params: Sampling, position: jax.Array, *, backend: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """As sampling.sample: a token for each row of logits f[rows, V], and which rows are finite."""
+    return sample_reference(logits, params, position), jnp.isfinite(logits).all(axis=1)
+
+
+class SortingDevice(Device):
+    """Gives its steps another sampler."""
+
+    def _static(self, rung: Rung, variant: Variant) -> dict[str, Any]:
+        return super()._static(rung, variant) | {"draw": draw_by_sorting}
