@@ -1,0 +1,91 @@
+"""Imports point one way: experiments -> jllm -> pallas_kernels, and inside jllm from what serves to what is pure."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PURE = {
+    "errors", "hf_fields", "config", "memory", "params", "param_specs", "linear", "rope", "taps", "sampling", "batch",
+    "cache", "attention", "mlp", "model", "merge_step",
+}  # fmt: skip
+FILES = {
+    "chat", "tokenizer", "safetensors_io", "checkpoint", "fingerprint", "fit", "pretrained", "compile_cache",
+    "run_identity", "snapshot",
+}  # fmt: skip
+BELOW_ENGINE = PURE | FILES | {"quant"}
+MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
+    **dict.fromkeys(PURE, PURE),
+    **dict.fromkeys(FILES | {"quant"}, BELOW_ENGINE),
+    "engine": BELOW_ENGINE,
+    "kv_policies": BELOW_ENGINE | {"engine"},
+    "api": BELOW_ENGINE | {"engine"},
+    "analysis": BELOW_ENGINE | {"engine", "api"},
+    "cli": BELOW_ENGINE | {"engine", "api"},
+    "generate": {"cli", "api"},
+}
+# The engine's options name policies; nothing else of the engine knows them.
+BY_NAME = {("engine/options.py", "kv_policies"), ("engine/loop.py", "kv_policies")}
+OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
+
+
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Modules, or names in modules, those inside of functions too, but not what type checkers alone import."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported(node.orelse)
+        else:
+            yield from imported(ast.iter_child_nodes(node))
+
+
+def imports_of(folder: str) -> Iterator[tuple[Path, str]]:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for name in imported(ast.parse(path.read_text(encoding="utf-8")).body):
+            yield path.relative_to(ROOT), name
+
+
+def test_packages_point_one_way():
+    above = {
+        "pallas_kernels": ("jllm", "experiments", "tests"),
+        "jllm": ("experiments", "tests"),
+        "experiments": ("tests",),
+    }
+    for folder, others in above.items():
+        for path, name in imports_of(folder):
+            assert name.partition(".")[0] not in others, f"{path} imports {name}"
+
+
+def test_rooms_of_jllm_point_one_way():
+    rooms = {path.stem for path in (ROOT / "jllm").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - {"__init__"} == MAY_IMPORT.keys()
+    for path, name in imports_of("jllm"):
+        parts, room = name.split("."), Path(path.parts[1]).stem
+        if parts[0] != "jllm" or room == "__init__":
+            continue
+        target = parts[1]
+        if target in rooms:
+            allowed = MAY_IMPORT[room] | {room} | {to for of, to in BY_NAME if path.match(of)}
+            assert target in allowed, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_does_not_need_its_benchmark(operation):
+    """And its cases, which benchmarks and tests share, not its kernels."""
+    for path, name in imports_of(f"pallas_kernels/{operation}"):
+        if path.name not in ("bench.py", "cases.py"):
+            assert ".bench" not in name, f"{path} imports {name}"
+            assert not name.endswith(".cases"), f"{path} imports {name}"
+
+
+def test_a_kernels_reference_shares_nothing_with_it():
+    for operation in OPERATIONS:
+        path = ROOT / "pallas_kernels" / operation / "reference.py"
+        if path.exists():
+            names = list(imported(ast.parse(path.read_text(encoding="utf-8")).body))
+            assert not [name for name in names if "sm90" in name or ".xla" in name or ".api" in name], path
