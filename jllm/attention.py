@@ -31,8 +31,8 @@ from pallas_kernels.rotary import rotate
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads beside the residual stream and its pages. It depends on positions and lengths alone, so all
-    layers of one window share it."""
+    """The inputs of attention beside the residual stream and its pages. They depend on positions and lengths alone, so
+    that all layers of one window share them."""
 
     cos: jax.Array  # [T, D / 2]
     sin: jax.Array  # [T, D / 2]

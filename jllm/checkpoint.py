@@ -88,7 +88,7 @@ def load_params(
     there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
     they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
     superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit, and NoRoomError for weights
-    that take more than `free` bytes (None: nobody knows).
+    that take more than `free` bytes (None: not known).
     """
     path, dtype = Path(path), param_dtype(config, dtype)
     stored = stored_tensors(path)
@@ -208,7 +208,7 @@ def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor
 
 
 def count_layers(stored: Iterable[str]) -> int:
-    """How many layers these tensors are of, by their names."""
+    """Counts the layers that these tensors are of, by their names."""
     found = [int(match[1]) for match in map(LAYER.match, stored) if match]
     return 1 + max(found, default=-1)
 
@@ -351,7 +351,7 @@ class _Tensor:
 
 
 def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor], np.dtype]:
-    """What to write, and the dtype of what is not quantized."""
+    """Lists the tensors to write, and the dtype of what is not quantized."""
     apart = params.head is not None and not weight_formats(params).keys().isdisjoint((EMBED, HEAD))
     wanted = _specs(config, head=not config.tie_embeddings or apart)
     specs = dict(jax.tree_util.tree_flatten_with_path(wanted)[0])

@@ -1,4 +1,4 @@
-"""Whether a device has room for a model, reckoned from shapes before anything is allocated, and what would fit."""
+"""Estimates from shapes, before anything is allocated, whether a device has room for a model, and what would fit."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ LEAST = Rung(1, 256, 1)  # with weights that leave no room for such a step, noth
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of a pytree of arrays or jax.ShapeDtypeStruct."""
+    """Counts the bytes of a pytree of arrays or jax.ShapeDtypeStruct."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -33,8 +33,8 @@ def would_fit(found: list[str], otherwise: str) -> str:
 
 
 def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
-    """About how much a step needs beside weights, cache and slots: the widest activations of a layer and the residual
-    stream, and of every row that samples, three float32 copies of its logits (raw, masked, sampling's scratch)."""
+    """Estimates the bytes that a step needs beside weights, cache and slots: the widest activations of a layer, the
+    residual stream, and three float32 copies of the logits of every row that samples (raw, masked, scratch)."""
     E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
     qkv = (config.num_heads + 2 * config.num_kv_heads) * D
     widest = max(3 * F, 2 * qkv + config.num_heads * D)
@@ -43,14 +43,14 @@ def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
 
 
 def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:
-    """Of one KV page in all layers. Raises ConfigError for a format that nobody knows."""
+    """Counts the bytes of one KV page in all layers. Raises ConfigError for an unknown format."""
     formats, one = parse_kv_cache(kv_cache, config, dtype), replace(config, num_layers=1, windows=config.windows[:1])
     return config.num_layers * cache_bytes(jax.eval_shape(lambda: make_cache(one, 1, page_size, formats)))
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """What loading takes."""
+    """Bytes that loading takes."""
 
     total: int
     passing: int = 0  # besides, for a while: the largest weight that is quantized, as it was
@@ -61,8 +61,8 @@ class WeightBytes:
 
 
 def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = None) -> WeightBytes:
-    """Of a model's weights in a dtype, those that a scheme names quantized. Raises QuantizationError for one that does
-    not fit the model."""
+    """Counts the bytes of a model's weights in a dtype, with those quantized that a scheme names. Raises
+    QuantizationError for a scheme that does not fit the model."""
     plain = abstract_params(config, dtype)
     if scheme is None:
         return WeightBytes(tree_bytes(plain))

@@ -1,4 +1,4 @@
-"""What Params of a config consist of, leaf by leaf, and Params of random weights."""
+"""The table of weights with a config's numbers in it, leaf by leaf, and Params of random weights."""
 
 import math
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ Weight = jax.Array | QuantizedWeight
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """What one weight is made of.
+    """One weight of a model: its shape, its parts, its names and its initial values.
 
     A dimension is a product of axes, such as "heads head_dim"; LlamaConfig.axes has their sizes.
     """
@@ -33,7 +33,7 @@ class WeightEntry:
 
     @property
     def tensors(self) -> tuple[tuple[str, str], ...]:
-        """What a Hugging Face file calls each module's tensor, and the tensor's first dimension."""
+        """The name of each module's tensor in Hugging Face files, and the tensor's first dimension."""
         suffix = "bias" if self.kind == "bias" else "weight"
         return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
 

@@ -197,7 +197,7 @@ def load(path: str | Path) -> Snapshot:
 
 
 def _arrays(snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """What a file holds, by name."""
+    """The arrays that a file holds, by name."""
     arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
     for i, layer in enumerate(snapshot.cache):
         for side, pages in (("k", layer.k), ("v", layer.v)):

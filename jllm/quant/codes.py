@@ -18,7 +18,7 @@ _SPLIT = (128, 64, 32)  # groups that one scale of a whole row is repeated for
 
 
 def groups_of(module: str, columns: int, group: int) -> int:
-    """How many groups of `group` values (-1: all of them) the columns make. Raises CheckpointError where they don't."""
+    """Counts the groups of `group` values (-1: one of all) that the columns make. Raises CheckpointError for a rest."""
     if group == -1:
         return 1
     if columns % group:
@@ -128,7 +128,7 @@ def row_weight(
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite, without a wider copy."""
+    """Tells whether no value is NaN or infinite, without a wider copy."""
     if array.dtype.name == "float8_e4m3fn":  # which has no infinity
         return not (array.view(np.uint8) & 0x7F == 0x7F).any()
     return array.dtype.kind in "iu" or bool(np.isfinite(array).all())

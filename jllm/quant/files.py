@@ -32,7 +32,7 @@ METHOD = "jllm"
 
 
 def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -> dict[str, Any]:
-    """What config.json says of weights in these formats; `modules` are the model's (params.matrix_modules)."""
+    """Makes what config.json says of weights in these formats; `modules` are the model's (params.matrix_modules)."""
     scheme = scheme_of(formats, modules)
     rules = [list(rule) for rule in scheme.rules]
     return {"quant_method": METHOD, "version": VERSION, "name": scheme.name, "rules": rules}

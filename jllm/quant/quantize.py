@@ -92,7 +92,7 @@ def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
 
 
 def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeight:
-    """What w [N, K] becomes, of jax.ShapeDtypeStruct. Traced once for all weights of a shape."""
+    """Shapes of the QuantizedWeight that w [N, K] becomes. Traced once for all weights of a shape."""
     return jax.eval_shape(partial(_encode, fmt=fmt), w)[0]
 
 

@@ -41,7 +41,7 @@ Modules = Mapping[str, tuple[str, ...]]  # a model's weights by name, and what i
 
 
 def parse_formats(name: str) -> Formats:
-    """Of a rule's format. Raises ValueError."""
+    """Reads the format of a rule. Raises ValueError."""
     return () if name == PLAIN else tuple(parse_weight_format(choice.strip()) for choice in name.split("|"))
 
 
@@ -59,7 +59,7 @@ def choose_format(name: str, shape: tuple[int, ...], formats: Formats) -> Weight
 
 @dataclass(frozen=True)
 class Scheme:
-    """Which weights become what. Raises QuantizationError for a format that nobody knows."""
+    """Which weights become what. Raises QuantizationError for an unknown format."""
 
     name: str
     rules: tuple[tuple[str, str], ...]  # pattern, format
@@ -121,7 +121,7 @@ class Scheme:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], *, source: str = "scheme") -> "Scheme":
-        """From {"name": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
+        """Reads {"name": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
         if unknown := sorted(set(raw) - {"name", "rules"}):
             raise QuantizationError(f"{source}: unknown key {unknown[0]!r}; a scheme has name and rules")
         name, rules = raw.get("name", source), raw.get("rules")
@@ -155,7 +155,7 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8", "w8a8", _TALK),
         _linears("w8a8-talk", "w8a8", _TALK),
         _linears("w8a8-all", "w8a8"),
-        _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: a token depends on its company
+        _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
         *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp8", "fp8-weight", "uint8-zp")),
     )
@@ -183,7 +183,7 @@ def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
 
 
 def _near_presets(name: str) -> list[str]:
-    """Presets that somebody who wrote `name` may have meant, in either case: those that begin so first."""
+    """Finds presets that `name` may have been meant to be, in either case: those that begin so come first."""
     lower = name.strip().lower()
     lower = {"int8": "w8a", "int4": "w4a16"}.get(lower, lower)  # as others call them
     begin = [preset for preset in PRESETS if lower and preset.startswith(lower)]
@@ -191,7 +191,7 @@ def _near_presets(name: str) -> list[str]:
 
 
 def read_scheme(file: Path) -> Scheme:
-    """From a TOML or JSON file; without a name, it is called as the file is."""
+    """Reads a TOML or JSON file; a scheme without a name is called as the file is."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
@@ -210,14 +210,14 @@ def _matches_module(pattern: str, weight: str, part: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is a name, or its end after a dot."""
+    """Tells whether a pattern is a name, or its end after a dot."""
     pattern = pattern.removesuffix(".weight")
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def near(pattern: str, known: Iterable[str]) -> str:
-    """What `pattern` may have been meant to say: all below it, of the names that are known, or one of these, a layer's
-    number left open."""
+    """Says what `pattern` may have been meant to be: all below it, of the names that are known, or one of these, a
+    layer's number left open."""
     known = list(known)
     if any(matches(f"{pattern}.*", name) for name in known):
         return f"all below it: '{pattern}.*'"

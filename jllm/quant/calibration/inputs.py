@@ -1,4 +1,4 @@
-"""What calibration tokens say about the inputs of linear layers, layer by layer, by the model's own forward pass."""
+"""Statistics of the inputs of linear layers on calibration tokens, layer by layer, by the model's own forward pass."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,15 +26,15 @@ DELAY = 2  # seconds after which a progress bar shows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputStats:
-    """Of the rows x [tokens, K] that a linear layer reads, in float32 at least."""
+    """Statistics of the rows x [tokens, K] that a linear layer reads, in float32 at least."""
 
     tokens: jax.Array  # i32
     absmax: jax.Array  # [K]
     mean_abs: jax.Array  # [K]
-    gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None where nobody asked
+    gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None where it was not asked for
 
     def scaled(self, s: jax.Array) -> "InputStats":
-        """Of x / s, s [K]."""
+        """The statistics of x / s, s [K]."""
         gram = None if self.gram is None else self.gram / (s[:, None] * s[None, :])
         return replace(self, absmax=self.absmax / s, mean_abs=self.mean_abs / s, gram=gram)
 
@@ -52,7 +52,7 @@ def check_tokens(model: Model, tokens: Any) -> np.ndarray:
 
 
 def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
-    """Formats by weight, once it is sure that they fit and that nothing is quantized yet."""
+    """Finds the formats by weight. Raises QuantizationError where they do not fit or something is quantized already."""
     if quantized := weight_formats(model.params):
         name, fmt = next(iter(quantized.items()))
         raise QuantizationError(f"{name} is quantized already ({fmt.name}); calibrate the 16-bit weights instead")
@@ -73,7 +73,7 @@ def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) ->
 
 
 def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
-    """What is not quantized yet and should be: rounded."""
+    """Rounds what is not quantized yet and should be."""
 
     def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
         return quantize_weight(name, leaf, wanted) if wanted and not isinstance(leaf, QuantizedWeight) else leaf
@@ -87,7 +87,7 @@ def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
 
 
 def layer_config(config: LlamaConfig, i: int) -> LlamaConfig:
-    """Of layer i as a model of its own."""
+    """The config of layer i as a model of its own."""
     return replace(config, num_layers=1, windows=config.windows[i : i + 1])
 
 
@@ -148,7 +148,7 @@ def _empty(size: int, dtype: Any, gram: bool) -> InputStats:
 
 
 def _add(stats: InputStats, rows: jax.Array) -> InputStats:
-    """With rows [T, K]; mean_abs is a sum here."""
+    """Adds rows [T, K] to the statistics; mean_abs is a sum here."""
     x = rows.astype(stats.absmax.dtype)
     magnitude = jnp.abs(x)
     gram = None if stats.gram is None else stats.gram + jnp.matmul(x.T, x, precision="highest")

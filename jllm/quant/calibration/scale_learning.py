@@ -106,7 +106,7 @@ def _train_layer(
 
 
 def _descend(loss: Callable[[Any, jax.Array], jax.Array], start: Any, batches: jax.Array, rate: float) -> Any:
-    """Where Adam with a cosine schedule ends, after one step for each of `batches` [steps, ...]."""
+    """Gives what Adam with a cosine schedule ends at, after one step for each of `batches` [steps, ...]."""
     optax = _optax()
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, max(1, len(batches))))
 

@@ -77,7 +77,7 @@ def search_scales(
 
 
 def _powers(mean: jax.Array, exponent: float) -> jax.Array:
-    """Around one, as the authors norm them; no channel far from it for want of inputs."""
+    """Powers of mean magnitudes, around one as the authors scale them; no channel is far from it for want of inputs."""
     s = jnp.maximum(mean**exponent, 1e-4)
     return s / jnp.sqrt(s.max() * s.min())
 

@@ -177,7 +177,7 @@ def _round_block(
 
 
 def _pad(codes: jax.Array, zeros: jax.Array | None, columns: int) -> jax.Array:
-    """With `columns` more, which stand for zero: only rows with one scale have any."""
+    """Pads codes with `columns` more, which stand for zero: only rows with one scale have any."""
     if not columns:
         return codes
     blank = jnp.zeros((codes.shape[0], 1), codes.dtype) if zeros is None else zeros.astype(codes.dtype)

@@ -1,4 +1,4 @@
-"""How quantized checkpoints are laid out: one importer for each `quant_method` of config.json's quantization_config.
+"""Importers know how quantized checkpoints are laid out: one for each `quant_method` of quantization_config.
 
 An importer looks at that object and at the headers of the files, and says for each of our (merged) weights which stored
 tensors make it up; checkpoint.py checks them against the files, reads them one weight at a time and hands them to the
@@ -45,8 +45,8 @@ IMPORTERS: dict[str, Importer] = {
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """What a checkpoint with this quantization_config stores quantized, by the name of the weight. Raises
-    CheckpointError for a method that nobody imports."""
+    """Finds what a checkpoint with this quantization_config stores quantized, by the name of the weight. Raises
+    CheckpointError for an unknown method."""
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in IMPORTERS:
         known = ", ".join(IMPORTERS)

@@ -134,7 +134,7 @@ def _check_length(name: str, scales: np.ndarray, values: int, block: int) -> Non
 
 
 def _is_skipped(skip: tuple[str, ...], module: str) -> bool:
-    """As transformers decides (quantizers_utils.should_convert_module)."""
+    """Decides as transformers does (quantizers_utils.should_convert_module)."""
     return module == "lm_head" or any(match_pattern(name, module) or module.endswith(name) for name in skip)
 
 

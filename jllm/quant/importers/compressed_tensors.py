@@ -39,7 +39,7 @@ _RANK = 3  # of a target that does not match
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the modules of one group are stored."""
+    """The way in which the modules of one group are stored."""
 
     targets: tuple[str, ...]
     codes: str  # "int8", "fp8" or "int4"
@@ -53,7 +53,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """What quantization_config says."""
+    """The layout that quantization_config describes."""
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
@@ -126,7 +126,7 @@ _PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=
 
 
 def _rank(target: str, module: str) -> int:
-    """How closely a target is meant: 0 for the module's name, 1 a pattern, 2 its class, 3 not at all."""
+    """Ranks how closely a target is meant: 0 for the module's name, 1 a pattern, 2 its class, 3 not at all."""
     if target.startswith("re:"):
         return 1 if match_pattern(target.removeprefix("re:"), module) else _RANK
     return 0 if target == module else 2 if target == "Linear" else _RANK

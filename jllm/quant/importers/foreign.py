@@ -1,4 +1,4 @@
-"""What the importers of other projects' quantized checkpoints share: from tensors by name to weights.
+"""The importers of other projects' quantized checkpoints share the way from tensors by name to weights.
 
 A layout says which tensors it stores for a module (a linear layer, "model.layers.0.mlp.up_proj") and reads them; here
 the modules that are one weight for us are merged. Nothing is requantized, so modules that are merged must be stored
@@ -37,10 +37,10 @@ class Layout(Protocol):
 
     @property
     def mark(self) -> str:
-        """What follows "{module}." in the name of a tensor that every quantized module has, and no other."""
+        """The end, after "{module}.", of the name of a tensor that every quantized module has, and no other."""
 
     def exempt(self, module: str) -> bool:
-        """Whether the config lets this module be stored in 16 bits."""
+        """Tells whether the config lets this module be stored in 16 bits."""
 
     def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         """The tensors of a weight [N, K], by what follows "{module}."."""
@@ -52,8 +52,8 @@ class Layout(Protocol):
 def stored_weights(
     layout: Layout, specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """What is stored in this layout, by the name of our weight. Raises CheckpointError for a module in 16 bits that the
-    config does not except, and for a weight of which only some modules are quantized."""
+    """Finds what is stored in this layout, by the name of our weight. Raises CheckpointError for a module in 16 bits
+    that the config does not except, and for a weight of which only some modules are quantized."""
     found: dict[str, StoredWeight] = {}
     for name, spec in specs.items():
         if name == EMBED or (name == HEAD and f"{HEAD}.weight" not in stored and f"{HEAD}.{layout.mark}" not in stored):
@@ -117,7 +117,7 @@ def _check_alike(name: str, modules: Sequence[str], parts: Sequence[QuantizedWei
     """Raises CheckpointError where the modules' weights cannot be stacked: formats differ, or the orders of columns.
 
     GPTQ orders columns by the inputs' second moments, which modules of the same inputs share: their orders are equal
-    unless somebody quantized them apart.
+    unless they were quantized apart.
     """
     first = parts[0]
     in_order: Any = np.arange(first.shape[1])
