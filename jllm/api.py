@@ -4,12 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Unpack
 
 from jllm.compile_cache import find_compile_cache
 from jllm.engine.checks import Array, Prompt, token_ids
 from jllm.engine.executables import jax_cache_is_on
 from jllm.engine.loop import Engine
 from jllm.engine.one_run import options_for_run
+from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError
 from jllm.pretrained import Model
@@ -30,7 +32,7 @@ def generate(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-    **options,
+    **options: Unpack[EngineKeywords],
 ) -> list[Completion]:
     """Completes prompts (text, or lists of token ids), batched continuously.
 
@@ -48,7 +50,7 @@ def stream(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-    **options,
+    **options: Unpack[EngineKeywords],
 ) -> Iterator[Piece]:
     """Like generate, but yields pieces as tokens come. Bad arguments raise here, not at the first piece."""
     prompts = as_prompts(prompts)

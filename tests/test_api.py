@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from types import SimpleNamespace
+from typing import Unpack, get_type_hints
 
 import jax
 import pytest
@@ -12,7 +13,9 @@ from jllm import SamplingParams, api
 from jllm import merge_step as step_module
 from jllm.batch import Rung
 from jllm.engine import compiling, executables
+from jllm.engine.loop import Engine
 from jllm.engine.one_run import options_for_run
+from jllm.engine.options import EngineKeywords, EngineOptions
 from jllm.errors import ConfigError, RequestError
 from tests.tiny import greedy, tiny_model
 
@@ -100,3 +103,10 @@ def test_sizes_of_a_run():
     ladder = (Rung(3, 9, 2),)
     assert options_for_run([(3, one)] * 9, {"ladder": ladder}) == {"ladder": ladder, "max_slots": 3}
     assert options_for_run([(3, one)] * 9, {"num_pages": 5})["max_slots"] == 5
+
+
+def test_an_editor_knows_the_options_wherever_they_are_taken():
+    fields, keywords = get_type_hints(EngineOptions), get_type_hints(EngineKeywords)
+    assert keywords == {name: kind | None for name, kind in fields.items()}
+    for takes in (Engine.__init__, api.generate, api.stream):
+        assert takes.__annotations__["options"] == Unpack[EngineKeywords]

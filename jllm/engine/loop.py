@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 
@@ -19,7 +19,7 @@ from jllm.engine.device import Device
 from jllm.engine.gate import Gate
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Counts, Metrics, Times
-from jllm.engine.options import Sizes, make_options
+from jllm.engine.options import EngineKeywords, Sizes, make_options
 from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Plan
@@ -56,7 +56,7 @@ class Engine:
         *,
         device: Callable[..., Device] = Device,
         scheduler: Callable[..., Scheduler] = Scheduler,
-        **options: Any,
+        **options: Unpack[EngineKeywords],
     ):
         self._config, self._tokenizer = model.config, model.tokenizer
         self._options = make_options(with_learned(options, model))

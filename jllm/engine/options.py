@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 from jllm.batch import FEW_SLOTS, Rung, make_ladder
 from jllm.config import LlamaConfig
@@ -83,6 +83,26 @@ class EngineOptions:
     def make_policy(self) -> Callable[[PagePool], Policy]:
         """What makes the KV policy for a pool."""
         return policy_of(self)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """EngineOptions as keyword arguments, by which editors and type checkers know them; None stands for the default."""
+
+    max_slots: int | None
+    page_size: int | None
+    num_pages: int | None
+    max_step_tokens: int | None
+    kv_cache: str | None
+    ladder: tuple[Rung, ...] | None
+    backend: str | None
+    kv_policy: str | None
+    length_predictor: str | Predictor | None
+    admission_quantile: float | None
+    watermark: float | None
+    extent_overflow: str | None
+    prefix_cache: bool | None
+    executables: str | os.PathLike | None
+    trace: Sink | None
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:
