@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from experiments.arguments import add_model_options, add_timing_options, positive
 from experiments.result_file import bar, record
-from experiments.steps.timer import StepTimer, decode_layout, model_config, pack, page_bytes, pool_for, random_params
+from experiments.steps.floors import least_share
+from experiments.steps.timer import StepTimer, model_config, page_bytes, pool_for, random_params, step_of
 from jllm.config import LlamaConfig
 from jllm.fit import tree_bytes
 from jllm.params import Params
 from pallas_kernels.bench.command import add_result_options, interruptible
-
-BARS = ((128, 0.75), (256, 0.80), (1 << 30, 0.85))  # bf16: up to this batch, at least this share of the floor
 
 
 def measure(
@@ -35,11 +34,11 @@ def measure(
     timer = StepTimer(
         params, config, pool_for(batch, args.context + args.steps, args.page_size, args.kv_cache), backend
     )
-    layout = decode_layout(batch)
+    layout, buffer = step_of("decode", batch)
     step = timer.lower(layout).compile()
     timer.renew()
     timer.place(args.context)
-    ms = 1e3 * timer.one(step, pack(layout), batch, args.steps, args.repeats)
+    ms = 1e3 * timer.one(step, buffer, batch, args.steps, args.repeats)
     unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
     weights = tree_bytes(params) - sum(leaf.nbytes for leaf in unread)
     mean_length = args.context + (args.steps + 1) / 2
@@ -80,9 +79,8 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The kernels' rows against their bars. The floor is of bytes alone: at large batches arithmetic raises it."""
     for row in rows:
         if row["backend"] != "xla":
-            least = next(least for batch, least in BARS if row["batch"] <= batch)
             name = f"{row['model']} batch {row['batch']} {row['kv']}, share of the floor"
-            yield bar(name, row["floor_fraction"], "1", least)
+            yield bar(name, row["floor_fraction"], "1", least_share("bf16", row["batch"]))
 
 
 @interruptible

@@ -26,8 +26,8 @@ from typing import Any
 import jax
 
 from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
-from experiments.result_file import ResultFile, bar
-from experiments.steps.floors import Work, make_floor, step_work
+from experiments.result_file import bar, record
+from experiments.steps.floors import Work, least_share, make_floor, step_work
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -36,11 +36,10 @@ from experiments.steps.timer import (
     page_bytes,
     pool_for,
     random_params,
-    step_buffer,
-    step_layout,
+    step_of,
+    stopwatch,
 )
 from jllm.config import LlamaConfig
-from jllm.errors import JllmError
 from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
@@ -52,10 +51,6 @@ Row = dict[str, Any]
 SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PAGE = 16
-DECODE_BARS = {  # share of the floor, up to a batch
-    "bf16": ((128, 0.75), (256, 0.80), (1 << 30, 0.85)),
-    "w8a8-talk": ((128, 0.68), (256, 0.75), (1 << 30, 0.80)),
-}
 
 
 @dataclass(frozen=True)
@@ -94,22 +89,19 @@ class Stage:
 
 
 def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> float:
-    """Of one step; its pages are gone with it."""
+    """Seconds of one step; its pages are gone with it."""
     timer.renew()
     timer.place(args.context if case.kind == "decode" else 0)
     try:
-        return timer.one(step, step_buffer(case.kind, case.batch, args.input), case.batch, args.steps, args.repeats)
+        _, buffer = step_of(case.kind, case.batch, args.input)
+        return timer.one(step, buffer, case.batch, args.steps, args.repeats)
     finally:
         timer.state = None
 
 
 def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
     """A row for each case, with an "error" where it could not be measured."""
-    start = time.perf_counter()
-
-    def note(text: str) -> None:
-        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
-
+    start, note = time.perf_counter(), stopwatch()
     params = random_params(config, "bfloat16")
     schemes = list(dict.fromkeys(case.scheme for stage in args.stages for case in stage.cases(args.schemes)))
     with ThreadPoolExecutor(len(schemes)) as pool:  # most of the time goes into compiling
@@ -122,9 +114,8 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
             continue
         cases = stage.cases(args.schemes)
         timers = {case: case.timer(models[case.scheme], config, args) for case in cases}
-        lower = {
-            case: partial(timer.lower, step_layout(case.kind, case.batch, args.input)) for case, timer in timers.items()
-        }
+        layouts = {case: step_of(case.kind, case.batch, args.input)[0] for case in cases}
+        lower = {case: partial(timer.lower, layouts[case]) for case, timer in timers.items()}
         steps = compile_ahead(lower, args.threads)
         note(f"compiled {stage.kind} {stage.kv}")
         base: dict[int, float] = {}
@@ -186,16 +177,21 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 def bars(rows: list[Row]) -> Iterator[Row]:
     for r in rows:
-        scheme = r.get("scheme")
+        scheme = r.get("scheme", "")
         where = f"{scheme} batch {r.get('batch')} KV {r.get('kv')}"
-        if "decode_ms" in r and scheme in DECODE_BARS and (scheme == "bf16" or r["kv"] == "int8-g8"):
-            least = next(least for batch, least in DECODE_BARS[scheme] if r["batch"] <= batch)
+        if "decode_ms" in r and (scheme == "bf16" or (scheme == "w8a8-talk" and r["kv"] == "int8-g8")):
+            least = least_share(scheme.removesuffix("-talk"), r["batch"])
             yield bar(f"decode, {where}, share of the floor", r["floor_fraction"], "1", least)
         if "prefill_ms" in r and r["T"] >= 1024:
             if scheme == "bf16":
                 yield bar(f"prefill, {where}, share of the floor", r["floor_fraction"], "1", 0.75)
             elif scheme == "w8a8-talk" and "over_bf16" in r:
                 yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
+
+
+def measured(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a command."""
+    yield from rows(model_config(args.config, args.layers), args)
 
 
 def draw(document: Row, path: Path) -> None:
@@ -281,22 +277,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.draw:
         return draw_file(args.draw)
     command = ["python", "-m", "experiments.quant_steps", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        config = model_config(args.config, args.layers)
-        with ResultFile(args.results, "quant_steps", command, args.label, model=Path(args.config).stem) as result:
-            for one in rows(config, args):
-                result.add(one)
-                print("  ".join(f"{key}={value}" for key, value in one.items()), flush=True)
-            good = [r for r in result.document["rows"] if "error" not in r]
-            complete = len(good) == len(result.document["rows"])
-            toy = args.layers is not None or not on_hopper()  # too small to decide anything
-            result.finish(bars=[] if toy else list(bars(good)), complete=complete)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    toy = args.layers is not None or not on_hopper()  # too small to decide anything
+    options: dict[str, Any] = {} if toy else {"bars": bars}
+    return record(args, "quant_steps", command, measured(args), model=Path(args.config).stem, **options)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def record(
     **extra: Any,
 ) -> int:
     """Adds rows to a result file as they come and prints those that are `shown`, then the bars; as the last line, if
-    asked, the whole document. args: as add_result_options has them. Returns the exit status: 2, after a line that says
+    asked, the whole document. A run of which a row of its own has an "error" is incomplete. args: as add_result_options
+    has them. Returns the exit status: 2, after a line that says
     why, where the library refuses."""
     try:
         with ResultFile(args.results, experiment, command, args.label, **extra) as result:
@@ -101,7 +102,9 @@ def record(
                 result.add(row)
                 if shown(row):
                     print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
+            found = list(result.document["rows"])
+            failed = any("error" in row and "peer" not in row for row in found)
+            result.finish(bars=list(bars(found)), complete=not failed)
     except JllmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from experiments.arguments import add_model_options, claim_memory, positive, scheme_name
 from experiments.result_file import bar, record
 from experiments.steps.timer import KINDS as STEP_KINDS
-from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, repeated
+from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
 from jllm.batch import Rung
 from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
@@ -60,11 +60,13 @@ def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
     """A function that runs --steps steps: decoding, each fed by the one before, or with the same prompts anew."""
     tokens = args.context + 16 * args.steps if args.kind == "decode" else args.input + 1  # it is called a few times
     timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache))
-    return repeated(timer, args.kind, args.input, args.context, args.steps)
+    layout, buffer = step_of(args.kind, batch, args.input)
+    context = args.context if args.kind == "decode" else 0
+    return timer.repeated(timer.lower(layout).compile(), buffer, context, args.steps)
 
 
 def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """An engine's options in which so many slots decode four profiles' steps, and the tokens that each makes."""
+    """An engine's options in which all slots decode four profiles' steps, and the tokens that each makes."""
     prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
     chunks = min(batch, 64)
     filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
@@ -97,15 +99,15 @@ def serving(params: Params, config: LlamaConfig, batch: int, args: argparse.Name
 
 
 def serve_steps(engine: Engine, steps: int) -> list[jax.Array]:
-    """Runs so many steps; what is there once the last of them, whose tokens nobody has read yet, has ended."""
+    """Runs steps, and returns what is there once the last of them, whose tokens are still unread, has ended."""
     for _ in range(steps):
         engine.step()
     return jax.live_arrays()
 
 
 def steady(events: list[Event], steps: int) -> list[Event]:
-    """Of the events of so many steps, those of whole steps after the first SKIPPED, by a kernel (no copy) that each has
-    once: the latest in a step. Raises RuntimeError where there is none."""
+    """The events of whole steps after the first SKIPPED, told apart by a kernel (no copy) that each step has once: the
+    latest in a step. Raises RuntimeError where there is none."""
     counts = collections.Counter(event.name for event in events)
     once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Mem")]
     if not once:

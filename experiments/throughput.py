@@ -19,10 +19,10 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,24 @@ from experiments.arguments import (
     positive_seconds,
     scheme_name,
 )
-from experiments.result_file import ResultFile, bar, rounded
+from experiments.result_file import bar, record, rounded
 from experiments.steps import peers
-from experiments.steps.floors import Work, make_floor, step_work
+from experiments.steps.floors import Work, least_share, make_floor, step_work
 from experiments.steps.timer import (
     Pool,
     StepTimer,
+    chunk_of,
     compile_ahead,
-    decode_layout,
+    layout_of,
     model_config,
-    pack,
     page_bytes,
-    prefill_layout,
     random_params,
+    step_of,
+    stopwatch,
 )
 from jllm.config import LlamaConfig
-from jllm.engine.layout import Layout
-from jllm.errors import ConfigError, JllmError
+from jllm.engine.layout import Layout, pack_chunks
+from jllm.errors import ConfigError
 from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
 from jllm.params import Params
@@ -63,11 +64,7 @@ Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"
 GIB = 1 << 30
 STEP_BYTES = 2 * GIB  # for what a step needs beside weights and pages
-DECODE_BARS = {
-    "bf16": ((128, 0.75), (256, 0.80), (math.inf, 0.85)),
-    "w8a8": ((128, 0.68), (256, 0.75), (math.inf, 0.80)),
-}
-PREFILL_BAR, PREFILL_LEAST = 0.75, 1024  # share of the floor in bf16, for rows of at least so many prompt tokens
+PREFILL_BAR, PREFILL_LEAST = 0.75, 1024  # share of the floor in bf16, for rows of at least 1,024 prompt tokens
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Case:
 
     @property
     def decode_work(self) -> Work:
-        """Of one step in the middle of the output."""
+        """The work of one step in the middle of the output."""
         return step_work(self.batch, self.batch * self.context, ())
 
     def prefill(self, step_tokens: int) -> "Prefill":
@@ -105,7 +102,7 @@ class Prefill:
 
     @property
     def layout(self) -> Layout:
-        return prefill_layout(self.prompts, self.tokens)
+        return layout_of(tokens=self.prompts * self.tokens, prompts=self.prompts)
 
     def spans(self, case: Case) -> list[list[tuple[int, int, int]]]:
         """For each step the (slot, start, tokens) of its chunks."""
@@ -117,7 +114,7 @@ class Prefill:
         return steps
 
     def work(self, case: Case) -> list[Work]:
-        """Of each step."""
+        """The work of each step."""
         return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]
 
 
@@ -133,7 +130,7 @@ class Bench:
         self.timer.renew()
         self.token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
         self.floor = make_floor(params, config, args.bandwidth)
-        layouts = {decode_layout(case.batch) for case in cases}
+        layouts = {layout_of(case.batch) for case in cases}
         layouts |= {case.prefill(args.step_tokens).layout for case in cases}
         ordered = sorted(layouts, key=lambda layout: layout.rung)
         jobs = compile_ahead({layout: partial(self.timer.lower, layout) for layout in ordered}, args.threads)
@@ -144,7 +141,7 @@ class Bench:
         prefill_s, decode_s = self.prefill(case), self.decode(case)
         prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
         decode_floor = self.floor.of(case.decode_work, self.token_bytes)
-        steps = (self.steps[size.layout], self.steps[decode_layout(case.batch)])
+        steps = (self.steps[size.layout], self.steps[layout_of(case.batch)])
         kv = case.batch * (case.input + case.output) * self.token_bytes
         memory = tree_bytes(self.params) + kv + max(temporary(step) for step in steps)
         return {
@@ -164,7 +161,8 @@ class Bench:
         """Seconds that all prompts of a row take."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
-        buffers = [jax.device_put(pack(size.layout, chunks, case.input)) for chunks in spans]
+        chunks = [[chunk_of(*span, case.input) for span in step] for step in spans]
+        buffers = [jax.device_put(pack_chunks(size.layout, step)) for step in chunks]
         step, tokens = self.steps[size.layout], len(spans[-1])
         self._place(case, 0)
         self.timer.seconds(step, buffers, tokens)  # the first time takes longer
@@ -173,8 +171,8 @@ class Bench:
 
     def decode(self, case: Case) -> float:
         """Seconds of one decode step of a row, among those in the middle of its output."""
-        layout = decode_layout(case.batch)
-        buffer, step = jax.device_put(pack(layout)), self.steps[layout]
+        layout, packed = step_of("decode", case.batch)
+        buffer, step = jax.device_put(packed), self.steps[layout]
         self._place(case, case.context)
         self.timer.seconds(step, [buffer], case.batch)  # the first time takes longer
         estimate = self.timer.seconds(step, [buffer] * self.args.steps, case.batch) / self.args.steps
@@ -213,11 +211,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
     if long is not None:
         total = long.input + long.output
         raise ConfigError(f"{long.input} + {long.output} tokens are {total}: the model's context is {config.context}")
-    start = time.perf_counter()
-
-    def note(text: str) -> None:
-        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
-
+    note = stopwatch()
     params = random_params(config, args.dtype, args.scheme)
     jax.block_until_ready(params)
     note(f"weights of {tree_bytes(params) / GIB:.2f} GiB")
@@ -257,15 +251,14 @@ def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace
 
 
 def bars(found: list[Table]) -> Iterator[Table]:
-    """Of decoding for the schemes that have one, of prefill in 16 bits."""
+    """Bars of decoding for the schemes that have one, and of prefill in 16 bits."""
     for row in found:
         if "error" in row or "peer" in row:
             continue
         scheme, kv = row["scheme"].removesuffix("-talk"), row["kv"]
         where = f"{row['model']} {row['scheme']} KV {kv}, batch {row['batch']}, {row['input']} -> {row['output']}"
         if (scheme == "bf16" and kv in ("bf16", "bfloat16", "int8-g8")) or (scheme, kv) == ("w8a8", "int8-g8"):
-            least = next(share for batch, share in DECODE_BARS[scheme] if row["batch"] <= batch)
-            yield share_bar(f"decode, {where}", row["floor_fraction"], least)
+            yield share_bar(f"decode, {where}", row["floor_fraction"], least_share(scheme, row["batch"]))
         if scheme == "bf16" and row["batch"] * row["input"] >= PREFILL_LEAST:
             yield share_bar(f"prefill, {where}", row["prefill_floor_fraction"], PREFILL_BAR)
 
@@ -312,23 +305,12 @@ def main(argv: list[str] | None = None) -> int:
     source = json.loads(H800.read_text(encoding="utf-8"))["source"]
     beside = peers.compiled_steps(args.peers, args.peer_seconds) if args.peers else []
     claim_memory()
-    try:
-        with ResultFile(args.results, name_of(args), command, args.label, h800=source) as result:
-            for row in rows(args):
-                result.add(row)
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            decides = on_hopper() and args.layers is None  # anything else is too small to decide
-            found = list(result.document["rows"])
-            complete = bool(found) and not any("error" in row for row in found)
-            for row in beside:
-                result.add(row)
-            result.finish(bars=list(bars(found)) if decides else [], complete=complete)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+
+    def decided(found: list[Table]) -> Iterator[Table]:
+        """Bars of a run that is large enough to decide."""
+        return bars(found) if on_hopper() and args.layers is None else iter(())
+
+    return record(args, name_of(args), command, chain(rows(args), beside), bars=decided, h800=source)
 
 
 if __name__ == "__main__":

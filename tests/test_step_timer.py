@@ -5,17 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from experiments.steps.timer import (
-    Pool,
-    StepTimer,
-    compile_ahead,
-    decode_layout,
-    pack,
-    pool_for,
-    prefill_layout,
-    step_buffer,
-    step_layout,
-)
+from experiments.steps.timer import Pool, StepTimer, chunk_of, compile_ahead, layout_of, pool_for, step_of
 from tests.tiny import tiny_model
 
 
@@ -25,10 +15,13 @@ def timer_of(pool: Pool) -> StepTimer:
 
 
 def test_whole_prompts_are_chunks_that_sample():
-    layout = step_layout("prefill", 3, 5)
-    assert layout == prefill_layout(3, 5)
-    np.testing.assert_array_equal(step_buffer("prefill", 3, 5), pack(layout, [(0, 0, 5), (1, 0, 5), (2, 0, 5)], 5))
-    np.testing.assert_array_equal(step_buffer("decode", 3, 5), pack(decode_layout(3)))
+    layout, buffer = step_of("prefill", 3, 5)
+    assert layout == layout_of(tokens=15, prompts=3)
+    batch = layout.unpack(buffer)
+    assert (batch.chunk_len.tolist(), batch.chunk_final.tolist()) == ([5] * 3, [1] * 3)
+    first, last = chunk_of(0, 0, 3, 5), chunk_of(0, 3, 2, 5)
+    assert [first.final, last.final] == [False, True]
+    assert [*first.tokens, *last.tokens] == list(range(5))
 
 
 def test_fewer_slots_than_the_pool_has_are_placed_in_pages_of_their_own():
@@ -42,21 +35,21 @@ def test_fewer_slots_than_the_pool_has_are_placed_in_pages_of_their_own():
 
 
 def test_a_timed_step_leaves_the_slots_and_says_how_many_tokens_it_made():
-    timer, layout = timer_of(pool_for(2, 30, 16, None)), decode_layout(2)
+    timer, (layout, buffer) = timer_of(pool_for(2, 30, 16, None)), step_of("decode", 2)
     step = compile_ahead({layout: partial(timer.lower, layout)}, 1)[layout].result()
     timer.renew()
     timer.place(9)
-    assert timer.one(step, pack(layout), 2, 3, 1) > 0
+    assert timer.one(step, buffer, 2, 3, 1) > 0
     assert timer.state.slots.length.tolist() == [9, 9]
     with pytest.raises(RuntimeError, match="made 2 tokens instead of 3"):
-        timer.one(step, pack(layout), 3, 3, 1)
+        timer.one(step, buffer, 3, 3, 1)
 
 
 def test_a_step_that_cannot_be_traced_fails_alone():
     def broken():
         raise NotImplementedError("no such shape")
 
-    timer, layout = timer_of(pool_for(1, 30, 16, None)), decode_layout(1)
+    timer, layout = timer_of(pool_for(1, 30, 16, None)), layout_of(1)
     jobs = compile_ahead({"broken": broken, "good": partial(timer.lower, layout)}, 2)
     assert jobs["good"].result() is not None
     with pytest.raises(NotImplementedError, match="no such shape"):

@@ -1,6 +1,6 @@
 """C11: prompts head to tail, without padding, save prefill work over prompts padded to the longest of their step.
 
-Step: the first prompts of the QPS workload, so many at a time, as one step of exactly their tokens and as one of as
+Step: the first prompts of the QPS workload, some at a time, as one step of exactly their tokens and as one of as
 many rows for each as the longest has; each such group of the workload's first 512 adds to the shares of work, one of
 16 prompts is timed. Attention reads no padding in either, which a padded system's would. QPS: the whole workload, all
 at once, through the engine under both policies.
@@ -10,17 +10,12 @@ from collections.abc import Iterator
 from itertools import batched
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
 from experiments.claims.serving import contest, draw_qps, gain_of, make_model, workload
-from experiments.steps.timer import filled_slots
-from jllm.batch import Rung
-from jllm.cache import make_cache, parse_kv_cache
-from jllm.engine.layout import Layout, packed_step
-from jllm.merge_step import State
+from experiments.steps.timer import StepTimer, chunk_of, layout_of, pool_for
+from jllm.engine.layout import pack_chunks
 from jllm.pretrained import Model
 
 BATCHES = (4, 16, 64)  # prompts in a step
@@ -54,21 +49,11 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def step_us(model: Model, lengths: tuple[int, ...], rows: int) -> float:
-    """Microseconds of one step that prefills prompts of these lengths and computes so many rows."""
-    config, dtype = model.config, model.params.dtype
-    each, n = -(-max(lengths) // PAGE), len(lengths)
-    layout = Layout(Rung(0, rows, n), deltas=8)
-    buffer, batch = layout.pack()
-    batch.tokens[: sum(lengths)] = np.arange(sum(lengths)) % 97
-    batch.chunk_slot[:n], batch.chunk_len[:n], batch.chunk_final[:n] = np.arange(n), lengths, 1
-    batch.prompt_len[:n], batch.sampling.max_length[:n] = lengths, np.iinfo(np.int32).max
-    state = State(make_cache(config, n * each, PAGE, parse_kv_cache(None, config, dtype)), filled_slots(n, each, 0))
-
-    def call() -> jax.Array:
-        nonlocal state
-        state, outputs = packed_step(model.params, state, buffer, config=config, layout=layout)
-        return outputs.tokens
-
+    """Microseconds of one step that prefills prompts of these lengths on as many rows."""
+    timer = StepTimer(model.params, model.config, pool_for(len(lengths), max(lengths), PAGE, None))
+    layout = layout_of(tokens=rows, prompts=len(lengths))
+    buffer = pack_chunks(layout, [chunk_of(slot, 0, n, n) for slot, n in enumerate(lengths)])
+    call = timer.repeated(timer.lower(layout).compile(), buffer, 0)
     if int(jnp.min(call())) < 0:
         raise AssertionError("a prompt made no token")
     return microseconds(call)

@@ -21,13 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims.claim import Claim, Row, Verdict, microseconds
-from experiments.steps.timer import filled_slots
-from jllm.batch import PromptChunk, Rung
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
-from jllm.engine.layout import Layout, pack_chunks, packed_step
-from jllm.merge_step import State
 from jllm.params import Params
 from pallas_kernels.kv_pages import gather
 from pallas_kernels.prefill_attention import plan, prefill_attention
@@ -78,39 +74,26 @@ class Step:
     """One compiled step that yields the next token of a sequence of `length`, of `depth` layers."""
 
     def __init__(self, params: Params, config: LlamaConfig, length: int, cached: bool, depth: int):
-        self.params = replace(params, layers=params.layers[:depth])
-        self.config = replace(config, num_layers=depth)
-        pages = -(-(length + 64) // PAGE)  # the timed steps write on
-        layout = Layout(Rung(1, 0 if cached else length, 0 if cached else 1), deltas=pages)
-        prompt = PromptChunk(0, [1] * length, pages=range(pages), sampling={"max_length": 1 << 30})
-        self.buffer = pack_chunks(layout, decodes=[0]) if cached else pack_chunks(layout, [prompt])
-        self.context, self.pages = length - 1, pages
-        state = jax.eval_shape(self.state)
-        self.layer_bytes = cache_bytes(state.cache) * length // (pages * PAGE * depth)
-        lowered = packed_step.lower(self.params, state, self.buffer, config=self.config, layout=layout)
-        self.compiled = lowered.compile()
+        config = replace(config, num_layers=depth)
+        pool = pool_for(1, length + 64, PAGE, "bf16")  # the timed steps write on
+        self.timer = StepTimer(replace(params, layers=params.layers[:depth]), config, pool)
+        self.context = length - 1
+        layout, self.buffer = step_of("decode" if cached else "prefill", 1, length)
+        self.compiled = self.timer.lower(layout).compile()
+        self.layer_bytes = page_bytes(config, params.dtype, PAGE, "bf16") * length // (PAGE * depth)
         self.temporary_bytes = temporary_bytes(self.compiled)
 
-    def state(self) -> State:
-        formats = parse_kv_cache("bf16", self.config, jnp.bfloat16)
-        return State(make_cache(self.config, self.pages, PAGE, formats), filled_slots(1, self.pages, self.context))
-
     def microseconds(self) -> float:
-        state = self.state()
-
-        def call() -> jax.Array:
-            nonlocal state
-            state, outputs = self.compiled(self.params, state, self.buffer)
-            return outputs.tokens
-
+        call = self.timer.repeated(self.compiled, self.buffer, self.context)
         us = microseconds(call)
         if int(np.max(call())) < 0:
             raise AssertionError("the step made no token")
+        self.timer.state = None
         return us
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """Of arrays that live only while it runs."""
+    """Bytes of arrays that live only while it runs."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -42,14 +42,14 @@ class Shares:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Of one model with one KV format on one device."""
+    """The cost of steps of one model with one KV format on one device."""
 
     floor: Floor
     token_bytes: float  # of K and V of a token, all layers
     shares: Shares = Shares()
 
     def seconds(self, work: Work, computed: int | None = None) -> float:
-        """Of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
+        """Seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
         rows = work.decodes + work.tokens if computed is None else computed
         products, attention = self.floor.parts(rows, work.rows, work.keys * self.token_bytes, work.pairs)
         s = self.shares

@@ -5,6 +5,7 @@ operations over the peak of its kind; each sequence's KV is read once; attention
 where those take longer. All this is added up, as if nothing overlapped and nothing else cost anything.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ from pallas_kernels.quantized_weights import QuantizedWeight
 HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)
 PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
 ATTENTION_PEAK = 652e12  # operations a second of causal attention: cuDNN's best on an H200 (1 x 16384, D = 128)
+
+BARS = {  # of decode steps, by weights: up to a batch, the least share of the floor
+    "bf16": ((128, 0.75), (256, 0.80), (math.inf, 0.85)),
+    "w8a8": ((128, 0.68), (256, 0.75), (math.inf, 0.80)),
+}
+
+
+def least_share(weights: str, batch: int) -> float:
+    """What a decode step must reach of its floor, in bf16 or with w8a8."""
+    return next(share for most, share in BARS[weights] if batch <= most)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one model on one device."""
+    """The floor of one model on one device."""
 
     linears: tuple[tuple[Matrix, int], ...]  # each different matrix of the layers, and how often it is there
     head: Matrix
@@ -62,17 +73,17 @@ class Floor:
 
     def parts(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> tuple[float, float]:
         """Seconds of products and of attention, of a step on `tokens` tokens, whose head runs on `rows` of them, and
-        which reads so many bytes of the cache; `pairs` are the prompts' queries times the keys that each sees."""
+        which reads `kv_bytes` of the cache; `pairs` are the prompts' queries times the keys that each sees."""
         linears = sum(count * matrix.seconds(tokens, self.bandwidth) for matrix, count in self.linears)
         attention = max(kv_bytes / self.bandwidth, pairs * self.attention / self.attention_peak)
         return linears + self.head.seconds(rows, self.bandwidth), attention
 
     def seconds(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> float:
-        """Of the whole step: its parts added up."""
+        """Seconds of the whole step: its parts added up."""
         return sum(self.parts(tokens, rows, kv_bytes, pairs))
 
     def of(self, work: Work, token_bytes: float) -> float:
-        """Seconds of a step's work, with K and V of so many bytes a token."""
+        """Seconds of a step's work, with K and V of `token_bytes` a token."""
         return self.seconds(work.decodes + work.tokens, work.rows, work.keys * token_bytes, work.pairs)
 
 
@@ -110,7 +121,7 @@ def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) 
 
 
 def work_of(plan: Plan) -> Work:
-    """Of a step that was just planned: its sequences count the tokens that it computes already."""
+    """The work of a step that was just planned: its sequences count the tokens that it computes already."""
     keys = sum([seq.computed for seq in plan.decodes])
     return step_work(len(plan.decodes), keys, ((c.start, len(c.tokens), c.final) for c in plan.chunks))
 
@@ -135,5 +146,5 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
 
 
 def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
-    """Of a workload sent at once, KV at so many bytes a token."""
+    """The floor of a workload sent at once, KV at `token_bytes` a token."""
     return sum(floor.of(work, token_bytes) for work in schedule(lengths, limits))

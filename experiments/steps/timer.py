@@ -5,6 +5,7 @@ are compiled before the first is timed, since compiling measures too (XLA's auto
 after the other, each fed by the state that the one before left, and timed together on the host's clock.
 """
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Rung
+from jllm.batch import PromptChunk, Rung
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
@@ -25,7 +26,6 @@ from jllm.merge_step import Slots, State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 
-Chunk = tuple[int, int, int]  # slot, position of the first token, tokens
 KINDS = ("decode", "prefill")
 UNLIMITED = 1 << 30  # tokens of a sequence
 
@@ -44,38 +44,25 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 # What a step is given
 
 
-def decode_layout(batch: int) -> Layout:
-    return Layout(Rung(batch, 0, 0), deltas=8)
+def layout_of(decodes: int = 0, tokens: int = 0, prompts: int = 0) -> Layout:
+    """A step that decodes as many slots, and computes as many tokens of prompts."""
+    return Layout(Rung(decodes, tokens, prompts), deltas=8)
 
 
-def prefill_layout(prompts: int, tokens: int) -> Layout:
-    """One chunk of `tokens` tokens for each prompt."""
-    return Layout(Rung(0, prompts * tokens, prompts), deltas=8)
+def chunk_of(slot: int, start: int, tokens: int, length: int) -> PromptChunk:
+    """A chunk of a prompt of `length` tokens; it samples after its last token, and is never done."""
+    ids = [i % 97 for i in range(start, start + tokens)]
+    limit = {"max_length": UNLIMITED}
+    return PromptChunk(slot, ids, start, start + tokens == length, prompt_len=length, sampling=limit)
 
 
-def step_layout(kind: str, batch: int, prompt: int) -> Layout:
-    """A step that decodes `batch` slots, or computes as many whole prompts of `prompt` tokens."""
-    return decode_layout(batch) if kind == "decode" else prefill_layout(batch, prompt)
-
-
-def pack(layout: Layout, chunks: Sequence[Chunk] = (), length: int = 0) -> np.ndarray:
-    """The buffer of a step in which the first slots decode, or which computes chunks of prompts of `length` tokens,
-    each of which samples after its last token."""
-    if not chunks:
-        return pack_chunks(layout, decodes=range(layout.rung.decodes))
-    buffer, batch = layout.pack()
-    n = len(chunks)
-    batch.tokens[:] = np.arange(layout.rung.tokens) % 97
-    batch.chunk_slot[:n], batch.chunk_start[:n], batch.chunk_len[:n] = zip(*chunks)
-    batch.chunk_final[:n] = [start + tokens == length for _, start, tokens in chunks]
-    batch.prompt_len[:n], batch.sampling.max_length[:n] = length, UNLIMITED
-    return buffer
-
-
-def step_buffer(kind: str, batch: int, prompt: int) -> np.ndarray:
-    """The buffer of `step_layout`'s step."""
-    chunks = [] if kind == "decode" else [(slot, 0, prompt) for slot in range(batch)]
-    return pack(step_layout(kind, batch, prompt), chunks, prompt)
+def step_of(kind: str, batch: int, prompt: int = 0) -> tuple[Layout, np.ndarray]:
+    """Layout and buffer of a step that decodes all slots, or computes a whole prompt of each."""
+    if kind == "decode":
+        layout = layout_of(batch)
+        return layout, pack_chunks(layout, decodes=range(batch))
+    layout = layout_of(tokens=batch * prompt, prompts=batch)
+    return layout, pack_chunks(layout, [chunk_of(slot, 0, prompt, prompt) for slot in range(batch)])
 
 
 def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
@@ -120,6 +107,12 @@ def page_bytes(config: LlamaConfig, dtype: Any, page_size: int, kv_cache: str | 
 # How long it takes
 
 
+def stopwatch() -> Callable[[str], None]:
+    """A function that says how far a run is, and after how many seconds."""
+    start = time.perf_counter()
+    return lambda text: print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
 class StepTimer:
     """Steps of one model over one pool. The state is there from `renew` on."""
 
@@ -154,6 +147,14 @@ class StepTimer:
         for buffer in buffers:
             self.state, outputs = step(self.params, self.state, buffer)
         return outputs.tokens
+
+    def repeated(self, step: Callable[..., Any], buffer: np.ndarray, context: int, steps: int = 1) -> Callable[[], Any]:
+        """A function that runs as many steps on one buffer and returns the tokens of the last. All slots are at
+        `context` tokens when it is first called, and where the last call left them after that."""
+        self.renew()
+        self.place(context)
+        buffers = [jax.device_put(buffer)] * steps
+        return lambda: self.run(step, buffers)
 
     def seconds(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int) -> float:
         """Times a step on each buffer, together; the slots are as before then. Raises RuntimeError where the last makes
@@ -197,20 +198,10 @@ def compile_ahead[K: Hashable](
     return found
 
 
-def repeated(timer: StepTimer, kind: str, prompt: int, context: int, steps: int) -> Callable[[], jax.Array]:
-    """A function that runs as many steps and returns the tokens of the last: each slot goes on from where the last call
-    left it, or computes the same prompt anew."""
-    batch = timer.pool.slots
-    step = timer.lower(step_layout(kind, batch, prompt)).compile()
-    buffers = [jax.device_put(step_buffer(kind, batch, prompt))] * steps
-    timer.renew()
-    timer.place(context if kind == "decode" else 0)
-    return lambda: timer.run(step, buffers)
-
-
 def decode_steps(
     params: Params, config: LlamaConfig, batch: int, context: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[], jax.Array]:
     """A function that runs as many decode steps of slots that begin at `context` tokens; it may be called 16 times."""
-    pool = pool_for(batch, context + 16 * steps, 16, kv_cache)
-    return repeated(StepTimer(params, config, pool), "decode", 0, context, steps)
+    timer = StepTimer(params, config, pool_for(batch, context + 16 * steps, 16, kv_cache))
+    layout, buffer = step_of("decode", batch)
+    return timer.repeated(timer.lower(layout).compile(), buffer, context, steps)
