@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.checkpoint import stored_tensors
+from jllm.checkpoint_files import stored_tensors
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jllm.checkpoint import count_layers, find_model, load_params, stored_tensors
+from jllm.checkpoint import load_params
+from jllm.checkpoint_files import count_layers, find_model, stored_tensors
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
 from jllm.fit import tree_bytes

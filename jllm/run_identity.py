@@ -29,7 +29,7 @@ def of_machine() -> dict[str, str]:
 def of_model(model: str | Path) -> dict[str, str]:
     """A directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
     from jllm import fingerprint
-    from jllm.checkpoint import find_model
+    from jllm.checkpoint_files import find_model
 
     folder = find_model(model)
     return {

@@ -20,7 +20,8 @@ import pytest
 import safetensors.numpy
 
 from jllm.chat import find_chat_template, read_json
-from jllm.checkpoint import abstract_params, find_model, init_params, load_params, save
+from jllm.checkpoint import abstract_params, init_params, load_params, save
+from jllm.checkpoint_files import find_model
 from jllm.config import RopeScaling, load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError
 from jllm.quant.schemes import find_scheme
@@ -271,7 +272,7 @@ def test_a_shard_is_removed_only_when_all_new_files_are_there(saved, monkeypatch
             raise OSError(5, "Input/output error")
         target.write_bytes(source.read_bytes())
 
-    monkeypatch.setattr("jllm.checkpoint.os.replace", replace)
+    monkeypatch.setattr("jllm.checkpoint_files.os.replace", replace)
     with pytest.raises(OutputError, match="Input/output error; files of two checkpoints may be mixed"):
         save(path / "many", params, config)
     assert {file.name for file in (path / "many").iterdir()} == before | {WEIGHTS}
@@ -337,7 +338,8 @@ def test_find_model(tmp_path, monkeypatch):
 
 def test_hub_failure_is_one_line():
     """The real client, with nothing listening where the Hub should be."""
-    code = "from jllm.checkpoint import find_model\ntry: find_model('org/model')\nexcept Exception as e: print(repr(e))"
+    code = "from jllm.checkpoint_files import find_model\n"
+    code += "try: find_model('org/model')\nexcept Exception as e: print(repr(e))"
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("CheckpointError('org/model: no such directory; as a Hub id it is not in the local")

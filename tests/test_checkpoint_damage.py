@@ -77,7 +77,7 @@ def test_truncated_while_reading(saved, monkeypatch):
     file = path / "one" / WEIGHTS
     header = read_header(file)
     os.truncate(file, file.stat().st_size - 1)
-    monkeypatch.setattr("jllm.checkpoint.read_header", lambda path: header)
+    monkeypatch.setattr("jllm.checkpoint_files.read_header", lambda path: header)
     refuse(path / "one", config, "truncated within tensor lm_head.weight")
 
 

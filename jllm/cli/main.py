@@ -141,7 +141,7 @@ def _made_with(args: Namespace) -> dict[str, Any]:
 
 def _find_model(args: Namespace) -> Path:
     """The directory that is meant, downloaded where it has to be."""
-    from jllm.checkpoint import find_model
+    from jllm.checkpoint_files import find_model
     from jllm.pretrained import BUNDLED
 
     return find_model(BUNDLED if args.model is None else args.model)
