@@ -60,7 +60,8 @@ def attention_inputs(
     q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
     chunks = (batch.chunk_cu, batch.chunk_lengths)
     options: dict[str, Any] = {"window": window, "backend": backend}
-    decode = decode_attention.plan(q, pages, batch.decode_lengths, **options) if R else None
+    segments = batch.segments
+    decode = decode_attention.plan(q, pages, batch.decode_lengths, segments=segments, **options) if R else None
     prefill = prefill_attention.plan(qs, pages, *chunks, scale=config.head_dim**-0.5, **options) if C else None
     return AttentionInputs(cos, sin, batch, decode, prefill)
 
@@ -132,11 +133,12 @@ def paged_attention(q: jax.Array, pages: KVPages, inputs: AttentionInputs, **opt
     both take the options scale, window and backend."""
     batch = inputs.batch
     assert isinstance(batch, Paged), "with a cache, the batch is Paged"
-    R = batch.decode_lengths.shape[0]
+    R = batch.short_rows
     parts = []
     if R:
         rows = (batch.decode_pages, batch.decode_lengths)
-        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, work=inputs.decode, **options))
+        options_here = {**options, "segments": batch.segments, "work": inputs.decode}
+        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, **options_here))
     if q.shape[0] > R:
         chunks = (batch.chunk_pages, batch.chunk_cu, batch.chunk_lengths)
         parts.append(prefill_attention.prefill_attention(q[R:], pages, *chunks, work=inputs.prefill, **options))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.sampling import Sampling, neutral_sampling, write_row
+from pallas_kernels.segments import Segments, depths
 
 NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
 
@@ -177,8 +178,7 @@ class Paged:
     chunk_pages: jax.Array  # i32[B, M]
     chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R Q + chunk_cu[b] .. R Q + chunk_cu[b + 1]
     chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
-    segment_rows: jax.Array | None = None  # i32[R], rows of each segment that are in use, where Q > 1
-    ancestors: jax.Array | None = None  # u32[R, Q], see ShortSegments
+    segments: Segments | None = None  # which rows of each are in use, and what they see, where Q > 1
     width: int = field(default=1, metadata={"static": True})  # Q
 
     @property
@@ -193,8 +193,8 @@ def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_si
     row = jnp.arange(Q, dtype=jnp.int32)[None, :]
     in_use = row < short.rows[:, None]
     index = jnp.where(in_use, short.start[:, None] + row, 0)
-    depth = row if short.ancestors is None else jnp.maximum(jax.lax.population_count(short.ancestors), 1) - 1
-    position = jnp.where(in_use, short.start[:, None] + depth.astype(jnp.int32), 0).reshape(-1)
+    depth = row if short.ancestors is None else depths(short.ancestors)
+    position = jnp.where(in_use, short.start[:, None] + depth, 0).reshape(-1)
     cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(chunks.lengths, dtype=jnp.int32)])
     chunk = chunk_of_row(cu[1:], C)
     in_chunk = chunk < chunks.lengths.shape[0]
@@ -213,8 +213,7 @@ def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_si
         chunk_pages=chunks.pages,
         chunk_cu=cu,
         chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
-        segment_rows=None if Q == 1 else short.rows,
-        ancestors=short.ancestors,
+        segments=None if Q == 1 else Segments(short.rows, short.ancestors),
         width=Q,
     )
 

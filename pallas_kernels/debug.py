@@ -7,13 +7,35 @@ import jax
 import numpy as np
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.segments import Segments
 
 
-def check_decode_values(page_table: jax.Array, lengths: jax.Array, window: int | None, pages: KVPages) -> None:
-    """Raises ValueError for a row whose length or page table is out of range: arguments as decode_attention's."""
+def check_decode_values(
+    page_table: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+    pages: KVPages,
+    segments: Segments | None = None,
+    width: int = 1,
+) -> None:
+    """Raises ValueError for a row whose length, page table or place in a tree is out of range: arguments as
+    decode_attention's, width is Q."""
     tables, ends = _values(page_table, lengths)
     for row, length in enumerate(ends.tolist()):
-        _check_sequence(f"row {row}", tables[row], 0 if window is None else max(0, length - window), length, pages)
+        used = width
+        if segments is not None:
+            used = int(_values(segments.rows)[0][row])
+            if not 0 <= used <= min(width, length):
+                raise ValueError(f"row {row} uses {used} rows of {width}, with {length} keys")
+        if segments is not None and segments.ancestors is not None:
+            for i, mask in enumerate(_values(segments.ancestors)[0][row, :used].tolist()):
+                if mask.bit_length() != i + 1:
+                    raise ValueError(
+                        f"row {row}: ancestors of its row {i} are {mask:b}, expected bit {i} as the highest"
+                    )
+        _check_sequence(
+            f"row {row}", tables[row], 0 if window is None else max(0, length - used + 1 - window), length, pages
+        )
 
 
 def check_prefill_values(

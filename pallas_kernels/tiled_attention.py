@@ -4,6 +4,8 @@ Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over KV blocks th
 have a fixed number of tokens, so that a row's result depends neither on other rows nor on the page size.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,13 +21,28 @@ def check_page_size(page_size: int) -> None:
         raise NotImplementedError(f"page size {page_size} is not supported by backend xla: it must divide {KV_BLOCK}")
 
 
+class Trees(NamedTuple):
+    """The last keys of each tile's sequence, seen by ancestry instead of by their place."""
+
+    start: jax.Array  # i32[W], the first one's cache index: key start + j is row j's
+    ancestors: jax.Array  # u32[W, Q], bit j of row i: row j is i itself or its ancestor
+    depth: jax.Array  # i32[W, Q], position of row j: start + depth
+
+
 def attend(
-    q: jax.Array, pages: KVPages, tables: jax.Array, positions: jax.Array, scale: float, window: int | None
+    q: jax.Array,
+    pages: KVPages,
+    tables: jax.Array,
+    positions: jax.Array,
+    scale: float,
+    window: int | None,
+    trees: Trees | None = None,
 ) -> jax.Array:
     """Attention of W tiles of Q query rows: q [W, Q, H, D] -> [W, Q, H, D].
 
     tables i32[W, M] is the page table of each tile's sequence, positions i32[W, Q] each row's own position in it, -1
-    for an unused row, which comes out zero. Reads only pages that hold a key visible to the tile.
+    for an unused row, which comes out zero. A row sees the keys up to its own position; with trees, those before
+    `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.k.values.shape[1:3]
@@ -38,8 +55,11 @@ def attend(
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))
     page_starts = page_size * jnp.arange(block_pages, dtype=jnp.int32)
     tokens = jnp.arange(KV_BLOCK, dtype=jnp.int32)
-    end = jnp.max(positions, axis=1) + 1  # [W] keys of a tile: start <= j < end
     used = positions >= 0
+    if trees is None:
+        end = jnp.max(positions, axis=1) + 1  # [W] keys of a tile: start <= j < end
+    else:
+        end = jnp.where(used.any(axis=1), trees.start, 0) + used.sum(axis=1, dtype=jnp.int32)
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     start = jnp.min(jnp.where(used, first, jnp.iinfo(jnp.int32).max), axis=1)
 
@@ -49,7 +69,10 @@ def attend(
         at = block * KV_BLOCK + page_starts[None, :]
         page = jnp.where((at < end[:, None]) & (at + page_size > start[:, None]), page, 0)
         key = (block * KV_BLOCK + tokens)[None, None, :]
-        mask = (key <= positions[:, :, None]) & (key >= first[:, :, None])  # [W, Q, t]
+        if trees is None:
+            mask = (key <= positions[:, :, None]) & (key >= first[:, :, None])  # [W, Q, t]
+        else:
+            mask = _visible(key, trees, first) & used[:, :, None]
         k, v = gather(pages.k, page, compute), gather(pages.v, page, compute)  # [W, K, t, D]
         v = jnp.where(jnp.any(mask, axis=1)[:, None, :, None], v, 0)
         mask = mask[:, None, :, None, :]
@@ -65,3 +88,15 @@ def attend(
     _, total, acc = jax.lax.fori_loop(*blocks, body, (zeros + lowest, zeros, jnp.zeros_like(q)))
     out = acc / jnp.where(total > 0, total, 1)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(num_tiles, rows, num_heads, head_dim)
+
+
+def _visible(key: jax.Array, trees: Trees, first: jax.Array) -> jax.Array:
+    """bool[W, Q, t]: whether row i sees the key at cache index key [1, 1, t], where it sees positions from first [W, Q]
+    on."""
+    row = key - trees.start[:, None, None]  # [W, 1, t]
+    node = jnp.clip(row, 0, trees.depth.shape[1] - 1)
+    own = (row >= 0) & (row < trees.depth.shape[1])
+    related = (trees.ancestors[:, :, None] >> node.astype(jnp.uint32)) & jnp.uint32(1)
+    position = trees.start[:, None] + jnp.take_along_axis(trees.depth, node[:, 0], axis=1)  # [W, t]
+    committed = (row < 0) & (key >= first[:, :, None])
+    return committed | (own & (related == 1) & (position[:, None, :] >= first[:, :, None]))

@@ -19,6 +19,7 @@ from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.taps import resolve_taps
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.segments import MOST_ROWS
 
 _run = partial(jax.jit, static_argnames=("config", "backend"))(
     lambda params, config, batch, backend: backbone(params, config, batch, None, backend=backend)[0]
@@ -64,35 +65,41 @@ def tap(
     prompt: int | None = None,
     kv_cache: str | None = None,
     page_size: int = 16,
+    segment: int = 1,
     backend: str | None = None,
 ) -> Taps:
     """The values that `names` (see jllm.taps) stand for, of one sequence i32[T], as serving computes them: name ->
     [T, ...].
 
-    The first `prompt` tokens (None: all) are one prompt's, the others go through decode one by one, over a paged cache
-    of format `kv_cache`. Raises EvaluationError for unknown names and for tokens that the model can't take.
+    The first `prompt` tokens (None: all) are one prompt's, the others go through decode `segment` at a time (as drafted
+    tokens do; the last segment may have fewer), over a paged cache of format `kv_cache`. Raises EvaluationError for
+    unknown names and for tokens that the model can't take.
     """
     ids = _check_tokens(model, tokens)
     T, c = len(ids), model.config
     first = T if prompt is None else prompt
     if not 0 < first <= T <= c.context:
         raise EvaluationError(f"prompt must be in 1 .. {T}, the tokens, and those at most {c.context}, not {first}")
+    if not 0 < segment <= MOST_ROWS:
+        raise EvaluationError(f"segment must be in 1 .. {MOST_ROWS}, not {segment}")
     taps = resolve_taps(names, c.num_layers)
     pages = -(-T // page_size)
     cache = make_cache(c, pages, page_size, parse_kv_cache(kv_cache, c, model.params.dtype))
     parts: list[Taps] = []
-    for start, stop in [(0, first), *((i, i + 1) for i in range(first, T))]:
-        batch = _paged(ids[start:stop], start, pages, page_size, decode=start > 0)
+    for start, stop in [(0, first), *((i, min(T, i + segment)) for i in range(first, T, segment))]:
+        batch = _paged(ids[start:stop], start, pages, page_size, width=segment if start else None)
         cache, found = _tap_step(model.params, cache, batch, config=c, taps=taps, backend=backend)
-        parts.append(found)
+        parts.append({name: value[: stop - start] for name, value in found.items()})
     return {name: jnp.concatenate([part[name] for part in parts]) for name in taps}
 
 
-def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, decode: bool) -> Paged:
-    """Tokens start .. start + T of a sequence that owns pages 0 .. pages: a decode row, or a prompt's chunk."""
+def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, width: int | None) -> Paged:
+    """Tokens start .. start + T of a sequence that owns pages 0 .. pages: a segment of `width` rows, or (None) a
+    prompt's chunk."""
     table, at, n = np.arange(pages, dtype=np.int32)[None], np.full(1, start, np.int32), np.full(1, len(ids), np.int32)
-    if decode:
-        rows = ShortSegments(ids[None], at, n, table), no_chunks(pages)  # type: ignore[arg-type]
+    if width is not None:
+        padded = np.pad(ids, (0, width - len(ids)))[None]
+        rows = ShortSegments(padded, at, n, table), no_chunks(pages)  # type: ignore[arg-type]
     else:
         rows = no_segments(pages), Chunks(ids, at, n, table)  # type: ignore[arg-type]
     return _lay_out(*rows, num_pages=pages, page_size=page_size)

@@ -1,6 +1,7 @@
-"""Attention of one query token a sequence over paged K and V."""
+"""Attention of one query token a sequence, or a short segment of them, over paged K and V."""
 
 from pallas_kernels.decode_attention.api import decode_attention, plan
 from pallas_kernels.decode_attention.work import Work, make_work
+from pallas_kernels.segments import Segments
 
-__all__ = ["Work", "decode_attention", "make_work", "plan"]
+__all__ = ["Segments", "Work", "decode_attention", "make_work", "plan"]

@@ -1,4 +1,4 @@
-"""decode_attention: one query token a sequence."""
+"""decode_attention: one query token a sequence, or a short segment of them."""
 
 from functools import partial
 
@@ -20,6 +20,7 @@ from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.segments import MOST_ROWS, Segments
 
 
 def decode_attention(
@@ -30,37 +31,45 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    segments: Segments | None = None,
     work: Work | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v of one query a sequence, over K and V as stored. q [R, H, D] -> [R, H, D].
+    """softmax(scale * q k^T) v of Q queries a sequence, over K and V as stored. q [R Q, H, D] -> [R Q, H, D].
 
-    lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a row of
-    length 0 is unused and comes out zero. Token j of row r is in page page_table[r, j // P] (i32[R, M]); entries past
+    With Q = 1, lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a
+    row of length 0 is unused and comes out zero. With more, a segment's own keys are the last of these, and `segments`
+    says which of its rows are in use and which of them each sees besides the keys before (None: all of them, in a
+    chain); unused rows come out zero. Token j of segment r is in page page_table[r, j // P] (i32[R, M]); entries past
     the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
-    0 <= i - j < window. `work` is `plan`'s for the same arguments, which all layers of a step share; without it each
-    call makes its own. `debug` reads the values first, outside of jit only, and raises ValueError for a row whose
-    length or pages are out of range. Raises ValueError where shapes or dtypes disagree, NotImplementedError for sizes,
-    dtypes and formats that the backend lacks.
+    0 <= i - j < window, in positions (see Segments). `work` is `plan`'s for the same arguments, which all layers of a
+    step share; without it each call makes its own. `debug` reads the values first, outside of jit only, and raises
+    ValueError for a row whose length, pages or ancestors are out of range. Raises ValueError where shapes or dtypes
+    disagree, NotImplementedError for sizes, dtypes and formats that the backend lacks.
     """
-    sizes = bind_shapes(q=(q, "R H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
+    sizes = bind_shapes(q=(q, "T H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
+    rows = _rows_each(q, lengths)
+    if segments is not None:
+        _check_segments(segments, sizes["R"], rows)
     check_floats(q=q)
     check_int32(page_table=page_table, lengths=lengths)
     check_pages(pages, None, sizes["D"])
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
     if debug:
-        check_decode_values(page_table, lengths, window, pages)
-    chosen = _choose(backend, q, pages)
+        check_decode_values(page_table, lengths, window, pages, segments, rows)
+    chosen = _choose(backend, q, pages, rows, segments)
     if chosen == "mosaic":
         from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 
         return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work)
     if chosen == "reference":
         check_concrete(q, pages, page_table, lengths)
-        return jnp.asarray(reference.decode_attention(q, pages, page_table, lengths, scale, window)).astype(q.dtype)
-    return xla.decode_attention(q, pages, page_table, lengths, scale, window)
+        parts = (None, None) if segments is None else (segments.rows, segments.ancestors)
+        out = reference.decode_attention(q, pages, page_table, lengths, scale, window, *parts)
+        return jnp.asarray(out).astype(q.dtype)
+    return xla.decode_attention(q, pages, page_table, lengths, scale, window, segments)
 
 
 def plan(
@@ -69,16 +78,38 @@ def plan(
     lengths: jax.Array,
     *,
     window: int | None = None,
+    segments: Segments | None = None,
     backend: str | None = None,
 ) -> Work | None:
     """The work list of decode_attention with these arguments, where the kernel that has one is chosen. It depends on
-    lengths i32[R], sizes and dtypes alone, so that the layers of a step share it; of q [R, H, D] and pages the shapes
-    and dtypes are enough."""
-    if _choose(backend, q, pages) != "mosaic":
+    lengths i32[R], sizes and dtypes alone, so that the layers of a step share it; of q [R Q, H, D] and pages the
+    shapes and dtypes are enough."""
+    if _choose(backend, q, pages, _rows_each(q, lengths), segments) != "mosaic":
         return None
     sizes = q.shape[1], pages.k.values.shape[1], q.shape[2]
     return make_work(lengths, *sizes, window=window, narrow=pages.narrow)
 
 
-def _choose(backend: str | None, q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> str:
-    return choose_backend(backend, partial(check_supported, q, pages), partial(check_proven, q, pages))
+def _choose(
+    backend: str | None, q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int, segments: Segments | None
+) -> str:
+    more = rows > 1 or segments is not None
+    return choose_backend(backend, partial(check_supported, q, pages, more), partial(check_proven, q, pages, more))
+
+
+def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array) -> int:
+    """Q. Raises ValueError for queries that segments cannot share."""
+    R = lengths.shape[0]
+    rows = q.shape[0] // R if R else 1
+    if rows * R != q.shape[0] or not 0 < rows <= MOST_ROWS:
+        raise ValueError(f"{q.shape[0]} queries for {R} lengths: expected 1 to {MOST_ROWS} for each")
+    return rows
+
+
+def _check_segments(segments: Segments, R: int, Q: int) -> None:
+    check_int32(rows=segments.rows)
+    if segments.rows.shape != (R,):
+        raise ValueError(f"segments.rows has shape {segments.rows.shape}, expected [{R}]")
+    masks = segments.ancestors
+    if masks is not None and (masks.shape != (R, Q) or masks.dtype != jnp.uint32):
+        raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32[{R}, {Q}]")

@@ -54,8 +54,11 @@ def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False)
     return Config(computing=computing, split=(512 if narrow else 256) // computing)
 
 
-def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> None:
-    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size."""
+def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, segments: bool = False) -> None:
+    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size, or segments
+    of several rows."""
+    if segments:
+        raise NotImplementedError("segments of several rows are not supported by backend mosaic, which does one a row")
     head_dim = q.shape[-1]
     check_paged(str(q.dtype), head_dim, pages, FORMATS)
     group = q.shape[1] // pages.k.values.shape[1]
@@ -68,10 +71,10 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> None
         )
 
 
-def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages) -> None:
+def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, segments: bool = False) -> None:
     """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
     arguments get it when it is named, not by default."""
-    check_supported(q, pages)
+    check_supported(q, pages, segments)
     group = q.shape[1] // pages.k.values.shape[1]
     if group > 16 and q.shape[-1] <= 128:
         raise NotImplementedError(

@@ -8,23 +8,41 @@ from pallas_kernels.reference_pages import read_sequence, to_numpy
 
 
 def decode_attention(
-    q: ArrayLike, pages: KVPages, page_table: ArrayLike, lengths: ArrayLike, scale: float, window: int | None
+    q: ArrayLike,
+    pages: KVPages,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    scale: float,
+    window: int | None,
+    rows: ArrayLike | None = None,
+    ancestors: ArrayLike | None = None,
 ) -> np.ndarray:
-    """Arguments as api.py's, concrete -> float64 [R, H, D]. Raises ValueError for lengths and pages out of range."""
+    """Arguments as api.py's, concrete, with the parts of Segments apart -> float64 [R Q, H, D]. Raises ValueError for
+    lengths and pages out of range."""
     queries, tables = np.asarray(q).astype(np.float64), np.asarray(page_table)
     pages = to_numpy(pages)
+    width = len(queries) // max(1, len(tables))
     out = np.zeros(queries.shape, np.float64)
     for r, length in enumerate(map(int, np.asarray(lengths))):
-        if length < 0:
-            raise ValueError(f"row {r} has length {length}")
+        used = width if rows is None else int(np.asarray(rows)[r])
+        if not (length >= 0 and (length == 0 or 0 <= used <= min(width, length))):
+            raise ValueError(f"segment {r} of {used} rows has length {length}")
         if length == 0:
             continue
-        start = 0 if window is None else max(0, length - window)
-        keys = read_sequence(pages.k, tables[r], start, length)
-        values = read_sequence(pages.v, tables[r], start, length)
-        for h in range(queries.shape[1]):
-            kv_head = h * keys.shape[1] // queries.shape[1]
-            logits = keys[:, kv_head] @ queries[r, h] * scale
-            weights = np.exp(logits - logits.max())
-            out[r, h] = weights @ values[:, kv_head] / weights.sum()
+        committed = length - used
+        masks = [(1 << i + 1) - 1 if ancestors is None else int(np.asarray(ancestors)[r, i]) for i in range(used)]
+        position = {c: c for c in range(committed)}
+        position |= {committed + i: committed + mask.bit_count() - 1 for i, mask in enumerate(masks)}
+        for i, mask in enumerate(masks):
+            seen = [c for c in range(length) if c < committed or mask >> (c - committed) & 1]
+            here = position[committed + i]
+            seen = [c for c in seen if position[c] <= here and (window is None or here - position[c] < window)]
+            first = seen[0]
+            keys = read_sequence(pages.k, tables[r], first, seen[-1] + 1)[np.array(seen) - first]
+            values = read_sequence(pages.v, tables[r], first, seen[-1] + 1)[np.array(seen) - first]
+            for h in range(queries.shape[1]):
+                kv_head = h * keys.shape[1] // queries.shape[1]
+                logits = keys[:, kv_head] @ queries[r * width + i, h] * scale
+                weights = np.exp(logits - logits.max())
+                out[r * width + i, h] = weights @ values[:, kv_head] / weights.sum()
     return out

@@ -1,0 +1,148 @@
+"""decode_attention with segments of several rows: chains and trees of drafts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention import Segments, decode_attention, plan, reference
+from pallas_kernels.decode_attention.cases import Case
+from pallas_kernels.prefill_attention import prefill_attention
+from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, visible_slots
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+
+def case_of(lengths, **changes) -> Case:
+    options = {"heads": (4, 2), "head_dim": 64, "page_size": 8, "k_format": "bf16", "v_format": "int8-g8"}
+    return Case(lengths=tuple(lengths), dtype="float32", **(options | changes))
+
+
+def queries(case: Case, width: int) -> jax.Array:
+    shape = (len(case.lengths) * width, case.heads[0], case.head_dim)
+    return jnp.asarray(np.random.default_rng(3).normal(size=shape), case.dtype)
+
+
+def random_trees(rng, rows, width: int) -> np.ndarray:
+    """Ancestors of trees, each node's parent any node before it, or none."""
+    masks = np.zeros((len(rows), width), np.uint32)
+    for r, used in enumerate(rows):
+        for i in range(used):
+            parent = int(rng.integers(-1, i))
+            masks[r, i] = (1 << i) | (int(masks[r, parent]) if parent >= 0 else 0)
+    return masks
+
+
+def run(case, q, pages, table, lengths, segments, **options):
+    out = decode_attention(q, pages, table, lengths, scale=case.scale, window=case.window, segments=segments, **options)
+    parts = (None, None) if segments is None else (segments.rows, segments.ancestors)
+    return out, reference.decode_attention(q, pages, table, lengths, case.scale, case.window, *parts)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(st.data())
+def test_trees_match_the_formula_and_read_nothing_else(data):
+    width = data.draw(st.integers(1, 6))
+    rows = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=4))
+    committed = [data.draw(st.integers(0, 140)) for _ in rows]
+    lengths = [c + used if used else 0 for c, used in zip(committed, rows)]
+    case = case_of(lengths, window=data.draw(st.sampled_from([None, 1, 3, 40])))
+    ancestors = random_trees(np.random.default_rng(data.draw(st.integers(0, 99))), rows, width)
+    ancestors = jnp.asarray(ancestors) if data.draw(st.booleans()) else None
+    _, pages, table, lengths = case.inputs()
+    starts = [0 if case.window is None else max(0, c - case.window + 1) for c in committed]
+    pages = poison(pages, visible_slots(table, starts, lengths.tolist(), pages.k.num_pages, case.page_size))
+    segments = Segments(jnp.asarray(rows, jnp.int32), ancestors)
+    out, expected = run(case, queries(case, width), pages, table, lengths, segments, debug=True)
+    assert error(out, expected) < TOLERANCE["float32"]
+    unused = np.arange(width) >= np.asarray(rows)[:, None]
+    assert not np.asarray(out).reshape(len(rows), width, -1)[unused].any()
+
+
+def test_a_chain_is_one_row_after_the_other_and_a_chunk_of_a_prompt():
+    case, width = case_of((130, 5, 41, 0), window=50), 4
+    q = queries(case, width)
+    _, pages, table, lengths = case.inputs()
+    rows = jnp.asarray([4, 4, 3, 0], jnp.int32)
+    out, _ = run(case, q, pages, table, lengths, Segments(rows))
+    chain = jnp.tile(jnp.asarray([1, 3, 7, 15], jnp.uint32), (4, 1))
+    assert same_bits(out, run(case, q, pages, table, lengths, Segments(rows, chain))[0])
+    apart = jnp.stack(
+        [
+            decode_attention(
+                q[i::width], pages, table, jnp.where(i < rows, lengths - rows + i + 1, 0), scale=case.scale, window=50
+            )
+            for i in range(width)
+        ],
+        axis=1,
+    )
+    np.testing.assert_allclose(out.reshape(apart.shape), apart, rtol=2e-6, atol=2e-6)
+    cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows)])
+    flat = q.reshape(4, width, *q.shape[1:])[np.arange(width) < np.asarray(rows)[:, None]]
+    chunks = prefill_attention(flat, pages, table, cu, lengths, scale=case.scale, window=50)
+    np.testing.assert_allclose(
+        out.reshape(4, width, *q.shape[1:])[np.arange(width) < np.asarray(rows)[:, None]], chunks, rtol=2e-6, atol=2e-6
+    )
+
+
+def test_segments_of_all_rows_need_not_be_said():
+    case = case_of((19, 0, 64))
+    _, pages, table, lengths = case.inputs()
+    said = Segments(jnp.asarray([3, 0, 3], jnp.int32))
+    both = [run(case, queries(case, 3), pages, table, lengths, segments)[0] for segments in (None, said)]
+    assert same_bits(*both)
+
+
+def test_one_row_is_traced_as_before():
+    case = case_of((19, 64))
+    q, pages, table, lengths = case.inputs()
+    attend = jax.jit(partial(decode_attention, scale=case.scale))
+    plain = attend.lower(q, pages, table, lengths).as_text()
+    one = attend.lower(q, pages, table, lengths, segments=Segments(jnp.ones(2, jnp.int32))).as_text()
+    assert plain.count("stablehlo.") == one.count("stablehlo.")
+
+
+def test_seeded_faults_are_caught():
+    case, width = case_of((90, 30), window=12), 4
+    q = queries(case, width)
+    _, pages, table, lengths = case.inputs()
+    rows = jnp.asarray([4, 3], jnp.int32)
+    masks = jnp.asarray([[0b1, 0b11, 0b101, 0b1011], [0b1, 0b10, 0b110, 0]], jnp.uint32)
+    out, expected = run(case, q, pages, table, lengths, Segments(rows, masks))
+    assert error(out, expected) < TOLERANCE["float32"]
+
+    def wrong(rows=rows, masks=masks):
+        return error(run(case, q, pages, table, lengths, Segments(rows, masks))[0], expected)
+
+    faults = {
+        "an ancestor too many": wrong(masks=masks.at[0, 3].set(0b1111)),
+        "an ancestor too few": wrong(masks=masks.at[0, 3].set(0b1001)),
+        "a chain": wrong(masks=jnp.asarray([[1, 3, 7, 15]] * 2, jnp.uint32)),
+        "a sibling's position": wrong(masks=masks.at[1, 1].set(0b11)),
+        "a row too few": wrong(rows=rows - 1),
+    }
+    assert not missed(faults, TOLERANCE["float32"])
+
+
+def test_what_does_not_fit_is_refused():
+    case = case_of((19, 64))
+    q, pages, table, lengths = case.inputs()
+    attend = partial(decode_attention, pages=pages, page_table=table, lengths=lengths, scale=1.0)
+    with pytest.raises(ValueError, match="5 queries for 2 lengths: expected 1 to 32 for each"):
+        attend(queries(case_of((1,) * 5), 1))
+    with pytest.raises(ValueError, match=r"segments.rows has shape \(3,\), expected \[2\]"):
+        attend(q, segments=Segments(jnp.ones(3, jnp.int32)))
+    with pytest.raises(ValueError, match=r"segments.ancestors is int32\[2, 1\], expected uint32\[2, 1\]"):
+        attend(q, segments=Segments(jnp.ones(2, jnp.int32), jnp.ones((2, 1), jnp.int32)))
+    with pytest.raises(NotImplementedError, match="segments of several rows are not supported by backend mosaic"):
+        attend(queries(case, 2).astype(jnp.bfloat16), backend="mosaic")
+    shapes = jax.ShapeDtypeStruct((4, *q.shape[1:]), jnp.bfloat16)
+    assert plan(shapes, pages, lengths, backend="hopper") is None
+    masks = jnp.asarray([[1, 1], [1, 3]], jnp.uint32)
+    with pytest.raises(ValueError, match="row 0: ancestors of its row 1 are 1, expected bit 1 as the highest"):
+        attend(queries(case, 2), segments=Segments(jnp.full(2, 2, jnp.int32), masks), debug=True)
+    with pytest.raises(ValueError, match="row 1 uses 3 rows of 2, with 64 keys"):
+        attend(queries(case, 2), segments=Segments(jnp.asarray([2, 3], jnp.int32)), debug=True)
