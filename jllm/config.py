@@ -8,7 +8,7 @@ unknown: then a warning names it.
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,10 @@ class LlamaConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
         return self.windows[layer] if self.windows else None
+
+    def one_layer(self, layer: int) -> "LlamaConfig":
+        """The config of a layer as a model of its own."""
+        return replace(self, num_layers=1, windows=self.windows[layer : layer + 1])
 
     @property
     def axes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Estimates from shapes, before anything is allocated, whether a device has room for a model, and what would fit."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
 
 def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:
     """Counts the bytes of one KV page in all layers. Raises ConfigError for an unknown format."""
-    formats, one = parse_kv_cache(kv_cache, config, dtype), replace(config, num_layers=1, windows=config.windows[:1])
+    formats, one = parse_kv_cache(kv_cache, config, dtype), config.one_layer(0)
     return config.num_layers * cache_bytes(jax.eval_shape(lambda: make_cache(one, 1, page_size, formats)))
 
 

@@ -52,7 +52,7 @@ def residuals(model: Model, tokens: Sequence[int], *, backend: str | None = None
     yield x
     batch = replace(batch, tokens=rows)
     for i, layer in enumerate(model.params.layers):
-        config = replace(model.config, num_layers=1, windows=model.config.windows[i : i + 1])
+        config = model.config.one_layer(i)
         x = _run(replace(model.params, embed=x, head=None, layers=(layer,)), config, batch, backend)
         yield x
 

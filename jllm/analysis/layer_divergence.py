@@ -34,17 +34,13 @@ def divergence_by_layer(
     head = replace(reference.params, layers=())
     found = []
     for i, layer in enumerate(model.params.layers):
-        x = _through(layer, head, streams[i], config=_alone(c, i), backend=backend)
+        x = _through(layer, head, streams[i], config=c.one_layer(i), backend=backend)
         for j in range(i + 1, c.num_layers):
-            x = _through(reference.params.layers[j], head, x, config=_alone(c, j), backend=backend)
+            x = _through(reference.params.layers[j], head, x, config=c.one_layer(j), backend=backend)
         ignored = jnp.zeros(x.shape[0], jnp.int32)
         scores = score_rows((head, head), (x, streams[-1]), ignored, configs=(c, c), backend=backend)
         found.append(np.asarray(scores["kl"], np.float64).mean())
     return np.asarray(found)
-
-
-def _alone(config: LlamaConfig, layer: int) -> LlamaConfig:
-    return replace(config, num_layers=1, windows=config.windows[layer : layer + 1])
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))

@@ -16,7 +16,7 @@ from jllm.errors import EvaluationError, QuantizationError
 from jllm.params import matrices
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration import scale_learning
-from jllm.quant.calibration.inputs import collect, layer_config
+from jllm.quant.calibration.inputs import collect
 from jllm.quant.calibration.scale_search import output_error, round_clipped, search_scales
 from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
@@ -259,9 +259,7 @@ def test_the_gradient_of_a_scale_is_lsqs():
 
 
 def test_learning_helps_and_nothing_learned_is_rounding(model):
-    one = replace(
-        model, params=replace(model.params, layers=model.params.layers[:1]), config=layer_config(model.config, 0)
-    )
+    one = replace(model, params=replace(model.params, layers=model.params.layers[:1]), config=model.config.one_layer(0))
     plain = quantize(one.params, "w4a16-g32")
     for a, b in zip(
         jax.tree.leaves(ptq.learned(one, "w4a16-g32", TOKENS, steps=0)), jax.tree.leaves(plain), strict=True

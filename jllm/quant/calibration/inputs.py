@@ -86,15 +86,10 @@ def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
     return embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
 
 
-def layer_config(config: LlamaConfig, i: int) -> LlamaConfig:
-    """The config of layer i as a model of its own."""
-    return replace(config, num_layers=1, windows=config.windows[i : i + 1])
-
-
 def run_layer(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, taps: tuple[str, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer (config: layer_config's) on one sequence [T, E], and the inputs of linear layers that taps name."""
+    """One layer (config: one_layer's) on one sequence [T, E], and the inputs of linear layers that taps name."""
     T, E = x.shape
     rows = jnp.arange(T, dtype=jnp.int32)
     alone = Params(embed=x, layers=(layer,), norm=jnp.ones(E, x.dtype), head=None)  # whose tokens are 0 .. T - 1
@@ -138,7 +133,7 @@ def layer_statistics(
     x = embed_tokens(model, check_tokens(model, tokens))
     for i, layer in enumerate(model.params.layers):
         chosen = tuple(matrix_entries(layer) if fields is None else fields)
-        x, stats = collect(layer, x, layer_config(model.config, i), chosen, gram=gram)
+        x, stats = collect(layer, x, model.config.one_layer(i), chosen, gram=gram)
         yield stats
 
 

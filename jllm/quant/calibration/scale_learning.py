@@ -22,7 +22,6 @@ from jllm.quant.calibration.inputs import (
     collect,
     embed_tokens,
     formats_of_layer,
-    layer_config,
     plan,
     round_rest,
     run_layer,
@@ -70,7 +69,7 @@ def learned(
     x = wanted = embed_tokens(model, ids)
     rng, layers = np.random.default_rng(seed), []
     for i, layer in enumerate(tqdm(model.params.layers, "learning", delay=DELAY, leave=False, disable=None)):
-        config, chosen = layer_config(model.config, i), formats_of_layer(layer, i, formats)
+        config, chosen = model.config.one_layer(i), formats_of_layer(layer, i, formats)
         wanted = collect(layer, wanted, config, ())[0]
         rows = jnp.asarray(rng.integers(len(ids), size=(steps, min(batch, len(ids)))), jnp.int32)
         fixed = {"config": config, "chosen": tuple(chosen.items()), "rate": rate}

@@ -19,7 +19,6 @@ from jllm.quant.calibration.inputs import (
     collect,
     embed_tokens,
     formats_of_layer,
-    layer_config,
     plan,
     round_rest,
 )
@@ -53,7 +52,7 @@ def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -
     for i, layer in enumerate(tqdm(model.params.layers, "AWQ", delay=DELAY, leave=False, disable=None)):
         chosen = formats_of_layer(layer, i, formats)
         fields = tuple(chosen)
-        x, stats = collect(layer, x, layer_config(model.config, i), fields)
+        x, stats = collect(layer, x, model.config.one_layer(i), fields)
         for field in fields:
             s = search_scales(layer, model.config, field, stats[field], chosen[field])
             layer, stats[field] = migrate(layer, model.config, field, s), stats[field].scaled(s)

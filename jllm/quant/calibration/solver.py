@@ -19,7 +19,6 @@ from jllm.quant.calibration.inputs import (
     collect,
     embed_tokens,
     formats_of_layer,
-    layer_config,
     plan,
     round_rest,
 )
@@ -61,7 +60,7 @@ def gptq(
     formats = plan(model, scheme)
     x, layers = embed_tokens(model, check_tokens(model, tokens)), []
     for i, layer in enumerate(tqdm(model.params.layers, "GPTQ", delay=DELAY, leave=False, disable=None)):
-        config, chosen = layer_config(model.config, i), formats_of_layer(layer, i, formats)
+        config, chosen = model.config.one_layer(i), formats_of_layer(layer, i, formats)
         for field, fmt in chosen.items():
             gram = collect(layer, x, config, (field,))[1][field].gram
             order = {"act_order": act_order, "static_groups": static_groups}
