@@ -1,0 +1,15 @@
+"""One command a question: `python -m experiments.NAME`, --help says how; each leaves a dated file in results/.
+
+    how long a step takes       decode_step, throughput (PPL.LLM's table), quant_steps (by weight scheme),
+                                step_profile (by kernel)
+    requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
+    what quantization costs     quant_accuracy, outliers, ptq_methods
+    starts and memory           first_command, start_up, load_memory
+    what others claimed         claims C1 ... C23
+    training                    train_small, train_card (the bundled model), train_length_predictor
+    all that wants a GPU        measure_all, sanitizer
+    what came out               results_page writes RESULTS.md and results/*.md
+
+What commands share is in rooms: steps/ (the step timer, floors, costs, devices, peers), accuracy/, simulation/,
+training/, texts/, report/ (the pages). workloads/ has requests and peers' published figures, LOG.md what was learned.
+"""

@@ -7,7 +7,7 @@
 
 What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
 unless JAX_COMPILATION_CACHE_DIR names another place. A command gets its own log beside the results, and at most the
-seconds that its line says, or what is left of --seconds. One that fails or is cut off costs nobody else anything: what
+seconds that its line says, or what is left of --seconds. One that fails or is cut off costs the others nothing: what
 it had measured is in its result file, marked incomplete.
 """
 
@@ -92,12 +92,6 @@ COMMANDS = (
     Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     # One process: a minute of compiling, and the run of the usual policies, are shared.
     Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
-    Command(
-        "decode_joined",
-        "-m pallas_kernels.decode_attention.bench --parts bf16 --heads 32/32 --consecutive --join-pages"
-        " --label joined --results {results}",
-        60,
-    ),
     Command(
         "decode_by_warpgroups",
         "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --by-warpgroups --label by-warpgroups"

@@ -80,7 +80,7 @@ def rounded(value: float) -> float:
 
 
 def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]], str]:
-    """Documents as token ids, at most so many tokens of them, and the protocol."""
+    """Documents as token ids, `tokens` of them at most, and the protocol."""
     documents = read_documents(args.text)
     name = args.protocol or ("document" if len(documents) > 1 else "windows-512")
     if find_protocol(name).joined:

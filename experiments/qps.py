@@ -291,7 +291,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
-    """Of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
+    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
     row = [row for row in rows if "peer" not in row][-1]
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
@@ -314,7 +314,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of random weights")
     parser.add_argument("--quantize", help="scheme of the weights")
     parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
-    parser.add_argument("--requests", type=positive, help="only the first so many")
+    parser.add_argument("--requests", type=positive, help="only this many, the first")
     parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
     parser.add_argument(
@@ -356,7 +356,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """Of the result: what the run was about, policies that are not the default included."""
+    """Name of the result: what the run was about, policies that are not the default included."""
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]

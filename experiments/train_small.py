@@ -159,8 +159,8 @@ def make_validation(books: Sequence[Book], model: bytes, length: int) -> Validat
 def train(
     config: LlamaConfig, recipe: Recipe, books: Sequence[Book], model: bytes, valid: Validation
 ) -> Generator[tuple[dict[str, Any], Params | None], None, None]:
-    """Of each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params (float32,
-    on the host). Ends after recipe.steps, or early once the loss has ceased to fall."""
+    """Yields for each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params
+    (float32, on the host). Ends after recipe.steps, or early once the loss has ceased to fall."""
     from tqdm import tqdm
 
     init_key, key = jax.random.split(jax.random.key(recipe.seed))
@@ -367,7 +367,7 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("dropout", 0.1, "probability that a unit is silent in a row"),
     ("subword-dropout", 0.0, "probability that a merge of subwords is left out; made the model worse, see LOG.md"),
     ("eval-every", 100, "steps between validations, rounded up to tens"),
-    ("patience", 8, "stop after so many validations without gain"),
+    ("patience", 8, "stop after this many validations without gain"),
     ("seed", 0, "of the weights, the order and all dropout"),
 )
 

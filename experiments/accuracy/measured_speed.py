@@ -43,13 +43,13 @@ def measured_speeds(results: Path) -> dict[tuple[str, str], Speed]:
 
 
 def step_speeds(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Of decoding at BATCH, as measured in one run."""
+    """Speeds of decoding at BATCH, as measured in one run."""
     ms = {(r["scheme"], r["kv"]): r["decode_ms"] for r in rows if r.get("batch") == BATCH and "decode_ms" in r}
     return {} if PLAIN not in ms else {key: round(ms[PLAIN] / each, 3) for key, each in ms.items() if key != PLAIN}
 
 
 def layer_speed(results: Path, benchmark: str) -> Speed | None:
-    """Of a 7B layer's products with BATCH rows, those that were measured both ways, together."""
+    """Speed of a 7B layer's products with BATCH rows, those that were measured both ways, together."""
     pairs = {shape: pair for shape, pair in product_pairs(results, benchmark).items() if shape[0] == BATCH}
     if not pairs:
         return None

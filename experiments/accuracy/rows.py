@@ -88,7 +88,7 @@ def accuracy(found: Evaluation) -> Row:
 
 
 def bytes_per_weight(params: Params) -> float:
-    """Of the linear layers, 16 bits where they are not quantized."""
+    """Bytes a weight of the linear layers, 16 bits where they are not quantized."""
     stored = weights = 0
     for leaf in linears(params).values():
         size = leaf.shape[0] * leaf.shape[1]
@@ -99,7 +99,7 @@ def bytes_per_weight(params: Params) -> float:
 
 
 def bytes_per_kv(model: Model, kv: str) -> float:
-    """Of a value of K or V, 16 bits where they are not quantized."""
+    """Bytes of a value of K or V, 16 bits where they are not quantized."""
     c, tokens = model.config, 16
     formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.dtype)
     page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
@@ -112,8 +112,8 @@ def bytes_per_kv(model: Model, kv: str) -> float:
 def layer_rows(
     model: Model, reference: Model, windows: np.ndarray, scheme: str | Scheme, *, backend: str | None = None
 ) -> Iterator[Row]:
-    """Of each layer, counted from 1: the signal-to-noise ratio of the stream after it when all layers are quantized,
-    and the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
+    """A row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized, and
+    the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
     quantized = replace(model, params=quantize(model.params, scheme))
     alone = [divergence_by_layer(quantized, reference, window, backend=backend) for window in windows]
     errors = [compare_layers(quantized, reference, window, backend=backend)[1:] for window in windows]
@@ -130,7 +130,7 @@ def layer_rows(
 
 
 def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
-    """Of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
+    """Rows of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
     for fmt in weight_formats(model.params):
         bytes_each, error = weight_error(model.params, fmt)
         yield _group_row("weights", fmt.codes, fmt.group, bytes_each, error)

@@ -70,7 +70,7 @@ def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
 
 
 def _shapes(model: Model, layers: int | None = None) -> Model:
-    """Without its values, and with so many of its layers."""
+    """The model without its values, and with as many of its layers."""
     params = replace(model.params, layers=model.params.layers[:layers])
     count = len(params.layers)
     config = replace(model.config, num_layers=count, windows=model.config.windows[:count])

@@ -52,7 +52,7 @@ def weight_rows(judge: Judge, codes: str, groups: Sequence[int]) -> Iterator[Row
 
 
 def kv_rows(judge: Judge, kv: dict[str, list[jax.Array]], codes: str, groups: Sequence[int]) -> Iterator[Row]:
-    """Of K and V together. A group of all a head's values is a row."""
+    """Rows of K and V together. A group of all a head's values is a row."""
     values = [x for each in kv.values() for x in each]
     head_dim = judge.model.config.head_dim
     for group in (*SMALLER, *groups):
@@ -71,7 +71,7 @@ def divergence(judge: Judge, scheme: str, kv: str) -> Row:
 
 
 def tensor_error(judge: Judge, codes: str) -> tuple[float, float]:
-    """Of weights with one scale each: a matrix of one row."""
+    """Bytes and error of weights with one scale each: as matrices of one row."""
     leaves = list(linears(judge.model.params).values())
     found = [_flat_error(leaf, codes) for leaf in leaves]
     return 0.5 if codes == "int4" else 1.0, _together(found, leaves)

@@ -39,8 +39,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int], float]:
-    """Of a policy over reserving, by model, pool and slots; each at its best with so many slots or fewer, since slots
-    that find no pages only coarsen the compiled sizes."""
+    """What a policy gains over reserving, by model, pool and slots; each at its best with as many slots or fewer, since
+    slots that find no pages only coarsen the compiled sizes."""
     best: dict[tuple[str, str, float, int], Row] = {}
     for row in sorted(rows, key=lambda row: row["slots"]):
         about = cell(row, "kv_policy", "model", "pool_gib")

@@ -32,7 +32,7 @@ STATED = (0.70, 0.90)
 
 
 def products(params: Params, x: jax.Array, heads: jax.Array) -> jax.Array:
-    """All products of a step on rows x [T, E], of which the head sees so many as `heads` has."""
+    """All products of a step on rows x [T, E], of which the head sees as many as `heads` has."""
     for layer in params.layers:
         x = linear(x, layer.attention.qkv)[:, : layer.attention.o.shape[1]]
         x = linear(x, layer.attention.o)

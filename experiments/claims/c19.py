@@ -76,7 +76,7 @@ def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
 
 
 def tokenize_us(tokenizer: Tokenizer, tokens: int) -> float:
-    """Of a text of so many tokens, the median of nine."""
+    """Microseconds of tokenizing a text of `tokens` tokens, the median of nine."""
     ids = tokenizer.encode(" ".join(read_documents(BUNDLED_TEXT)))[:tokens]
     text = tokenizer.decode(ids)
     return _median_us(lambda: tokenizer.encode(text))
@@ -88,8 +88,8 @@ def sample_us(params: Params, rows: int) -> float:
 
 
 def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
-    """Of the engine's loop, on a device that takes no time, the median: a step that decodes so many sequences; or all
-    steps of a prompt from its admission to its first token."""
+    """Microseconds of the engine's loop on a device that takes no time, the median: of a step that decodes `batch`
+    sequences, or of all steps of a prompt from its admission to its first token."""
     output, length = (1 if prompt else 8 if toy else 64), prompt or 8
     pages = 2 * batch * -(-(length + output) // 16) + batch
     engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))

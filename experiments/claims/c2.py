@@ -39,7 +39,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def gains(rows: list[Row]) -> dict[tuple[str, str, bool], list[float]]:
-    """Of each candidate over reserving (True: a whole context), by model, format and pool."""
+    """What each candidate gains over reserving (True: a whole context), by model, format and pool."""
     found: dict[tuple[str, str, bool], list[float]] = {}
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:

@@ -30,7 +30,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax.Array]:
-    """Logits, parameters and positions of a step of so many rows, sampled by top-k and top-p."""
+    """Logits, parameters and positions of a step of `rows` rows, sampled by top-k and top-p."""
 
     def full(value: float, dtype=jnp.float32) -> jax.Array:
         return jnp.full(rows, value, dtype)
@@ -47,7 +47,7 @@ def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax
 
 
 def alone(rows: int, vocabulary: int) -> Row:
-    """Microseconds of either sampler for a step of so many rows."""
+    """Microseconds of either sampler for a step of `rows` rows."""
     arguments = sampler_inputs(rows, vocabulary)
     ours, sorted_ = jax.jit(lambda *rows: sample(*rows)[0]), jax.jit(sample_reference)
     same = float(jnp.mean(ours(*arguments) == sorted_(*arguments)))

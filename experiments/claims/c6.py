@@ -44,7 +44,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def token_bytes(kv: str) -> int:
-    """Of K and V of one token in all layers of the 7B model."""
+    """Bytes of K and V of one token in all layers of the 7B model."""
     c = load_config(CONFIG)
     return c.num_layers * bytes_per_token(c.head_dim, c.num_kv_heads, *parse_kv_cache(kv, c, jnp.bfloat16))
 

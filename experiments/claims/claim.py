@@ -70,7 +70,8 @@ def measured_rows(document: Row) -> list[Row]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Of one call: by the device's own clock, without gaps, on a GPU; else the host's, the median of five."""
+    """Microseconds of one call: by the device's own clock, without gaps, on a GPU; else by the host's, the median of
+    five."""
     if jax.default_backend() == "gpu":
         return device_us(call)
     jax.block_until_ready(call())

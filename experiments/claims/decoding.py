@@ -40,8 +40,8 @@ def paged(case: Case, dequantize: int = 1) -> Run:
 
 
 def compiled(runs: Sequence[Run], free: Callable[[], Any] = lambda: None) -> list[Compiled]:
-    """All of them, before anything is timed: compiling takes most of the time. `free` returns once nobody else uses the
-    device: what is compiled may be timed there. Tracing, before, is the host's work alone."""
+    """Compiles all of them before anything is timed, which takes most of the time. `free` returns once the device is
+    free: what is compiled may be timed there. Tracing, before, is the host's work alone."""
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

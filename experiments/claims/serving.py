@@ -37,7 +37,7 @@ def workload(toy: bool, count: int | None = None, rate: float | None = None) -> 
 
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
-    """Of experiments.qps: the workload's own, or what a toy has room for."""
+    """Options of experiments.qps: the workload's own, or what a toy has room for."""
     args = parse_args(["--repeats", "1", "--config", "llama-2-7b"])
     if toy:
         small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}

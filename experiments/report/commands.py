@@ -20,7 +20,7 @@ def module_of(command: str) -> str | None:
 
 
 def name_of(document: dict[str, Any]) -> str:
-    """What a document's command calls its experiment, label included: a file that somebody renamed may say otherwise.
+    """What a document's command calls its experiment, label included: a renamed file may say otherwise.
     Its own word counts where there is no such command or no longer, and for claims, several of which share one."""
     module = module_of(document["command"])
     if module in (None, "experiments.claims"):

@@ -156,7 +156,7 @@ def strips(results: Results) -> list[Strip]:
 
 
 def _of_bars(results: Results, label: str, pattern: str, case: str = "{}", slack: float = 1.0) -> Cells:
-    """Of bars that are a peer's times, with some slack."""
+    """Cells of bars that are a peer's times, with some slack."""
     entry = results.entry(label)
     cells: Cells = {}
     for bar in entry.document["bars"] if entry else ():
@@ -172,7 +172,7 @@ def _attention_bars(results: Results, heads: str) -> Cells:
 def _pairs(
     results: Results, label: str, peer: str, case: str | Callable[[Row], str], ours: str = "mosaic", **wanted: Any
 ) -> Cells:
-    """Of rows that differ in nothing but who computed them."""
+    """Cells of rows that differ in nothing but who computed them."""
     name = case if callable(case) else lambda row: case.format(**row)
     figures = ("peer", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")
     times: dict[str, dict[str, Row]] = {}

@@ -25,7 +25,7 @@ BATCHES = (1, 32, 128)  # of the compiled steps, 8 tokens in and 256 out
 
 
 def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """Of a command that can show PyTorch's side beside its own."""
+    """Options of a command that can show PyTorch's side beside its own."""
     parser.add_argument("--peers", type=Path, metavar="DIR", help="PyTorch's side of LLaMA-7B, by scripts (peers.py)")
     parser.add_argument("--peer-seconds", type=float, default=seconds, help="for each of its runs")
 

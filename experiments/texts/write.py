@@ -3,7 +3,7 @@
     python -m experiments.texts.write [--documents N] [--out FILE.jsonl]
 
 Each document is one sample from the model's own distribution in float32 (temperature 1, no cut of any kind), from BOS
-to where the model ends it, or LENGTH tokens; seeds are 0, 1, ... in order, and none is left out. So nobody's copyright
+to where the model ends it, or LENGTH tokens; seeds are 0, 1, ... in order, and none is left out. So no one's copyright
 is touched, the text fits the vocabulary, and its perplexity is the exponential of the model's own entropy: whatever
 quantization changes adds its divergence to the loss, on average. The same machine writes the same bytes again; another
 one's rounding may turn a sample where two tokens were nearly as likely.
