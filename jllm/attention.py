@@ -137,8 +137,8 @@ def paged_attention(q: jax.Array, pages: KVPages, inputs: AttentionInputs, **opt
     parts = []
     if R:
         rows = (batch.decode_pages, batch.decode_lengths)
-        options_here = {**options, "segments": batch.segments, "work": inputs.decode}
-        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, **options_here))
+        own = options | {"segments": batch.segments, "work": inputs.decode}
+        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, **own))
     if q.shape[0] > R:
         chunks = (batch.chunk_pages, batch.chunk_cu, batch.chunk_lengths)
         parts.append(prefill_attention.prefill_attention(q[R:], pages, *chunks, work=inputs.prefill, **options))
