@@ -25,10 +25,12 @@ def decode_attention(
     out = np.zeros(queries.shape, np.float64)
     for r, length in enumerate(map(int, np.asarray(lengths))):
         used = width if rows is None else int(np.asarray(rows)[r])
-        if not (length >= 0 and (length == 0 or 0 <= used <= min(width, length))):
-            raise ValueError(f"segment {r} of {used} rows has length {length}")
+        if length < 0:
+            raise ValueError(f"row {r} has length {length}")
         if length == 0:
             continue
+        if not 0 <= used <= min(width, length):
+            raise ValueError(f"row {r} uses {used} rows of {width}, with {length} keys")
         committed = length - used
         masks = [(1 << i + 1) - 1 if ancestors is None else int(np.asarray(ancestors)[r, i]) for i in range(used)]
         position = {c: c for c in range(committed)}
