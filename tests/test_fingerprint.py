@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jllm
 from jllm import fingerprint
 from jllm.checkpoint import load_params, save
 from jllm.params import with_matrices
@@ -47,6 +48,13 @@ def test_other_files_are_other_weights(saved, tmp_path, where):
         raw[at[where]] ^= 1
     file.write_bytes(raw)
     assert fingerprint.of_files(tmp_path) != fingerprint.of_files(folder)
+
+
+def test_fingerprints_of_the_bundled_model_stay_what_they_were():
+    """Files of cached K and V that users have name these."""
+    params = jllm.load().params
+    assert fingerprint.of_params(params) == "ca05a36efdf5d6c0c6555c4aadedbfd1"
+    assert fingerprint.of_params(quantize(params, "w8a8-all")) == "f6ecf0a68223a680c99f220f14b034c6"
 
 
 def test_params_are_known_by_their_values(saved):
