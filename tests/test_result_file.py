@@ -13,7 +13,7 @@ from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
 from jllm.errors import OutputError
 from pallas_kernels.bench.command import interruptible, make_parser
-from pallas_kernels.bench.result_file import ResultFile, portable
+from pallas_kernels.bench.result_file import ResultFile, commit_of, portable
 from pallas_kernels.one_writer import open_alone
 
 
@@ -181,3 +181,21 @@ def test_committed_results_hold_no_paths_of_a_machine():
     for file in results:
         command = json.loads(file.read_text())["command"].split()
         assert portable(command) == command
+
+
+def test_a_result_names_the_commit_of_its_sources(tmp_path):
+    def git(*words: str) -> str:
+        options = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *options, *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert commit_of(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("commit", "-qm", "first")
+    assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "a.py").write_text("2")
+    assert commit_of(tmp_path) == f"{git('rev-parse', '--short=12', 'HEAD')}+"

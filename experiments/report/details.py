@@ -97,6 +97,7 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     about = [
         f"{document['device']}, {document['date']}, {versions}"
+        + (f", commit {document['commit']}" if document.get("commit") else "")
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
         + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],

@@ -185,7 +185,9 @@ def _stale(results: Results, places: Places) -> Iterator[str]:
     for entry, reasons in stale(results):
         found.setdefault("; ".join(reasons), []).append(_link(entry, places))
     if found:
-        yield "As far as the files tell; results hold no commit, so what changed since is in git's log."
+        yield (
+            "As far as the files tell. Those of before 2026-11-23 hold no commit: what changed since is in git's log."
+        )
         yield markdown(["why", "which"], [[why, ", ".join(links)] for why, links in sorted(found.items())])
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -41,6 +42,7 @@ class ResultFile(contextlib.AbstractContextManager):
         self.document: dict[str, Any] = {
             "experiment": experiment,
             "date": today.isoformat(),
+            "commit": commit_of(Path(__file__).parents[2]),
             "device": device,
             "versions": versions | {name: importlib.metadata.version(name) for name in self.packages},
             "command": " ".join(portable(command)),
@@ -94,6 +96,17 @@ class ResultFile(contextlib.AbstractContextManager):
             os.replace(partial, self.path)
         except OSError as error:
             raise self.error(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout's sources, with a + where they were changed; None outside of one."""
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def labelled(experiment: str, label: str | None) -> str:
