@@ -1,4 +1,4 @@
-"""Where compiled steps are kept unless somebody says otherwise, so that a second start compiles nothing."""
+"""Where compiled steps are kept by default, so that a second start compiles nothing."""
 
 import os
 import sys

@@ -170,7 +170,7 @@ def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConf
     or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
 
     Absent fields mean what they mean in transformers. How the weights are quantized is no part of it: load_quantization
-    reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of fields that nobody knows.
+    reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of unknown fields.
     """
     try:
         return _from_hf(raw, source)

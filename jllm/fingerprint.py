@@ -1,7 +1,7 @@
 """Which weights these are, as a short text that is cheap to make: of the files of a checkpoint, or of Params.
 
 The two are not comparable: files are hashed as they are stored, Params by their values. A fingerprint tells different
-models apart; it is no protection against somebody who wants two to have the same.
+models apart; it is no protection against an author who wants two to have the same.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ PIECES = 4  # places of a tensor that are read, the first and the last bytes amo
 
 
 def of_files(folder: str | Path) -> str:
-    """Of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of each. Neither
+    """The fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of each. Neither
     the directory's name, nor how the tensors are distributed over files, nor config.json plays a part.
 
     Reads at most 64 KiB of a tensor. Raises CheckpointError for files that are missing or damaged.
@@ -42,7 +42,7 @@ def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
 
 
 def of_params(params: Params) -> str:
-    """Of weights in memory: the names and shapes of the leaves, and a checksum of all values of each, made where they
+    """The fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of each, made where they
     are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32 changes nothing.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]

@@ -145,7 +145,7 @@ def embed(w: Weight, tokens: jax.Array, dtype) -> jax.Array:
 
 
 def _with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`run`, with the gradient of `straight`, which is computed where somebody asks for it."""
+    """`run`, with the gradient of `straight`, which is computed where it is asked for."""
     function = jax.custom_vjp(run)
     function.defvjp(lambda *args: (run(*args), args), lambda args, g: jax.vjp(straight, *args)[1](g))
     return function

@@ -8,7 +8,7 @@ import jax
 
 GIB = 1 << 30
 
-Memory = Callable[[], int | None]  # bytes that are free; None: nobody knows
+Memory = Callable[[], int | None]  # bytes that are free; None: unknown
 
 
 def free_memory(device: jax.Device | None = None) -> int | None:
@@ -41,7 +41,7 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def _available(root: Path) -> int | None:
-    """Of the machine. Where there is no /proc (macOS): all that it has, for want of better."""
+    """Free memory of the machine. Where there is no /proc (macOS): all that it has, for want of better."""
     found = _fields(root / "proc/meminfo").get("MemAvailable:")
     if found is not None:
         return found * 1024

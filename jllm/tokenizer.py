@@ -314,7 +314,7 @@ class TokenizersVocabulary:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
             raise TokenizerError(f"cannot read {path}: {one_line(error)}") from error
-        self._tokenizer.no_truncation()  # settings of somebody's training run
+        self._tokenizer.no_truncation()  # settings of a training run
         self._tokenizer.no_padding()
         self._tokenizer.add_special_tokens([token for token in sorted(special) if self.id(token) is not None])
         added = self._tokenizer.get_added_tokens_decoder()

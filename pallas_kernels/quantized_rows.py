@@ -35,7 +35,7 @@ def quantize_rows(
     In c = promote_types(x.dtype, float32): scale = max(absmax * c(1/largest), the smallest normal c), codes are
     x * (1 / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that
     holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
-    token's codes then depend on its company. With `scale` [1], positive, all rows have that one: what is beyond it is
+    token's codes then depend on the batch. With `scale` [1], positive, all rows have that one: what is beyond it is
     clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. Raises ValueError for another
     kind, dtype, an E of zero, or `scale` and `per_tensor` at once.
     """

@@ -46,7 +46,7 @@ class WeightFormat:
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
     activations: str | None = None  # "int8" or "fp8", one scale a token as it comes, or input_scale; None: 16 bits
-    per_tensor: bool = False  # one activation scale for all tokens, for experiments: a token depends on its company
+    per_tensor: bool = False  # one activation scale for all tokens, for experiments: not batch-invariant
 
     @property
     def packed(self) -> bool:
@@ -148,7 +148,7 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
 def encode_with(
     w: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, *, columns: jax.Array | None = None
 ) -> QuantizedWeight:
-    """encode with scales and zeros [N', groups] that somebody chose: storable ones, as fit_scales gives them. Values
+    """encode with scales and zeros [N', groups] that the caller chose: storable ones, as fit_scales gives them. Values
     beyond the largest code are clipped. With columns, an order i32[K], groups are of w's columns in that order."""
     ordered = w if columns is None else jnp.take(w, columns, axis=1)
     x = grouped(ordered, fmt)
@@ -308,7 +308,7 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
 
 
 def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps of scales
+    """What becomes of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps of scales
     that are quantized themselves."""
     if not fmt.double_quant:
         return scales, scales.astype(jnp.float32 if fmt.group is None else jnp.float16), None

@@ -22,7 +22,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> An
 
 
 def shared_bytes(scratch: Any, reductions: int = 0) -> int:
-    """What a pytree of buffers and barriers (or None) takes, with so many bytes for Pallas's reductions."""
+    """What a pytree of buffers and barriers (or None) takes, with `reductions` bytes for Pallas's reductions."""
     total = -(-reductions // _ALIGNMENT) * _ALIGNMENT
     for ref in jax.tree.leaves(scratch):
         if isinstance(ref, plgpu.Barrier):

@@ -10,7 +10,7 @@ from jllm.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class LargerPlan(Plan):
-    """A plan whose step computes rows for no one: at least so many of each kind."""
+    """A plan whose step computes padding: at least this number of rows of each kind."""
 
     least_decodes: int = 0
     least_tokens: int = 0

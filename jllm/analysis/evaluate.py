@@ -38,7 +38,7 @@ class Part:
     """Sums over one text, or over one window where texts are joined."""
 
     tokens: int  # scored
-    words: int | None  # None where nobody counted them
+    words: int | None  # None where they were not counted
     nats: float
     reference_nats: float | None = None  # this and what follows: None without a reference
     kl: float | None = None  # in nats
@@ -80,7 +80,7 @@ class Evaluation:
         return SCALES.get(name, float)(math.fsum(above) / math.fsum(below))
 
     def interval(self, name: str, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """Of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError for one part
+        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError for one part
         alone."""
         above, below = self._terms(name)
         n = len(above)

@@ -7,7 +7,7 @@ This is lm-eval's own command, all of its options included, with one more model.
     lm_eval.simple_evaluate(model=JllmLM(DIR, kv_cache="int8-g8"), tasks=["lambada_openai"])
 
 Texts become tokens, and long ones windows, as in lm-eval's class for transformers ("hf"), so that a model in the same
-dtype gets the same scores. What an answer does not depend on is the company: batches are whatever the engine makes.
+dtype gets the same scores. Answers are batch-invariant: batches are whatever the engine makes.
 """
 
 import math
@@ -85,7 +85,7 @@ class JllmLM(TemplateLM):
         self._prefix = prefix_token_id
         self._info = {"quantize": quantize, "kv_cache": engine.get("kv_cache")}
         self._model = model
-        # The last token of a window is only scored, and one is sampled after it: two positions that nobody looks at.
+        # The last token of a window is only scored, and one is sampled after it: two positions that no task reads.
         roomy = replace(model, config=replace(model.config, context=self.max_length + 2))
         self._engine = Engine(roomy, max_slots=_slots(max_slots, batch_size), **engine)
 
@@ -143,7 +143,7 @@ class JllmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Of (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and whether
+        """For each (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and whether
         each of them was the most likely one. What is too long loses its beginning."""
         prompts = []
         for _, context, continuation in requests:

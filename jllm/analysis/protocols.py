@@ -119,7 +119,7 @@ class Window:
 
 
 def windows_of(length: int, protocol: Protocol, text: int = 0) -> list[Window]:
-    """Of a text of so many tokens; none where nothing can be scored. The protocol is a resolved one."""
+    """The windows of a text of `length` tokens; none where nothing can be scored. The protocol is a resolved one."""
     assert protocol.context is not None
     assert protocol.stride is not None
     size = protocol.context + protocol.lead

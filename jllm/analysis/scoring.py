@@ -108,7 +108,7 @@ def score_rows(
     configs: tuple[LlamaConfig, ...],
     backend: str | None,
 ) -> dict[str, jax.Array]:
-    """Of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of them:
+    """Scores of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of them:
     "nats" f[C] (-log p of each row's target), and with a reference also "reference_nats", "kl" and bool "same". Logits
     exist for a block of rows at a time."""
     C = targets.shape[0]
@@ -128,7 +128,7 @@ def score_rows(
 
 
 def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """Of rows [R, V]: Kullback-Leibler divergence from the reference, and whether both have the same top token.
+    """How far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the same top token.
 
     With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
     p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
@@ -186,7 +186,7 @@ def score_windows(
     known: Mapping[int, Scores] = MappingProxyType({}),
     scored: Callable[[int, Scores], None] = lambda window, scores: None,
 ) -> list[Scores]:
-    """Of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number, are
+    """Scores of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number, are
     taken as they are; of each other one `scored` is told when it is done."""
     heads, configs = tuple(r.head for r in readers), tuple(r.model.config for r in readers)
 
@@ -261,7 +261,7 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
 
 
 def _scored(window: Window, pieces: list[Scores]) -> Scores:
-    """Of a window's scored tokens, from its chunks. Input i predicts token start + i + 1."""
+    """The scores of a window, from its chunks. Input i predicts token start + i + 1."""
     first = window.scored - window.start - 1
     joined = {key: np.concatenate([piece[key] for piece in pieces])[first:] for key in pieces[0]}
     if not np.isfinite(joined["nats"]).all():

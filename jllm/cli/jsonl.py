@@ -15,7 +15,7 @@ from jllm.errors import InputFileError, JllmError, OutputError
 from jllm.run_identity import differing
 from pallas_kernels.one_writer import open_alone
 
-NAMES = ("model", "quantize")  # what somebody calls
+NAMES = ("model", "quantize")  # what a user calls
 CONTENTS = ("config", "weights", "tokenizer", "scheme")  # these, which decide the results
 GIVEN = ("id", "prompt", "messages")  # what an input line says beside sampling parameters; results repeat it
 FIELDS = tuple(SamplingParams.__dataclass_fields__)

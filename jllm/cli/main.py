@@ -97,7 +97,7 @@ def _output(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | Non
 
 
 def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:
-    """Runs the engine until nothing is left or somebody presses Ctrl-C, and says how fast that was."""
+    """Runs the engine until nothing is left or Ctrl-C is pressed, and says how fast that was."""
     broken = 0
     try:
         for job, event in events:

@@ -70,7 +70,7 @@ def table[C: Case](
 
 
 def bars(rows: list[dict[str, Any]], letter: str, single: dict[int, float]) -> Iterator[dict[str, Any]]:
-    """Of the peer "mosaic": for one row of the widths in `single`, microseconds; for 8192 rows, 80 % of the copy rate;
+    """Bars of the peer "mosaic": for one row of the widths in `single`, microseconds; for 8192 rows, 80 % of the copy rate;
     everywhere, XLA's time. `letter` is that of a row's width."""
 
     def name(row: dict[str, Any]) -> str:

@@ -73,7 +73,7 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
 
 
 def random_key() -> jax.Array:
-    """Of a generator that compiles in no time."""
+    """A key of a generator that compiles in no time."""
     return jax.random.key(0, impl="rbg")
 
 
@@ -91,7 +91,7 @@ class Run:
         return Run(self.make, attend, self.layers)
 
     def microseconds(self) -> float:
-        """Of one layer."""
+        """Microseconds of one layer."""
         return device_us(partial(self.attend, *self.make(random_key()))) / self.layers
 
 

@@ -29,7 +29,7 @@ class Case:
         return self.head_dim**-0.5
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-        """q, pages, page_table and lengths: standard normal values, shuffled pages, one page that nobody owns."""
+        """q, pages, page_table and lengths: standard normal values, shuffled pages, one page that no sequence owns."""
         rng = np.random.default_rng(seed)
         num_heads, num_kv_heads = self.heads
         num_pages = sum(-(-length // self.page_size) for length in self.lengths) + 1

@@ -47,7 +47,7 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
 
 
 def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
-    """Of no keys. `weights`: how many rows of weights are kept apart."""
+    """The state before any key. `weights`: how many rows of weights are kept apart."""
     if shape.by_warps:
         one, wgmma = ((32, shape.columns), BY_WARP), plgpu.Layout.WGMMA
         total = ((*weights, shape.columns), wgmma) if weights else one

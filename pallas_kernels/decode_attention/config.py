@@ -17,8 +17,8 @@ class Config:
     """Sizes and resources of the kernel. `split`, `most_splits` and `by_warps` change bits."""
 
     computing: int = 2  # warpgroups that compute: each has a head of its own
-    split: int = 128  # tokens of one work item: fixed, so that a result doesn't depend on its company,
-    most_splits: int = 32  # but doubled until so many are enough for a row, and once where two would be
+    split: int = 128  # tokens of one work item: fixed, so that results are batch-invariant,
+    most_splits: int = 32  # doubled until this number of items is enough for a row, and once where two would be
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds

@@ -68,7 +68,7 @@ class _Registers:
 
 
 def swizzle_of(row: int) -> int:
-    """Bytes in which rows of so many are swizzled."""
+    """Bytes in which rows of `row` bytes are swizzled."""
     return next(width for width in (128, 64, 32) if row % width == 0)
 
 

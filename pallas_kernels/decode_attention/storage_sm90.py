@@ -47,7 +47,7 @@ class Storage:
 
     @property
     def tokens(self) -> int:
-        """Of one part."""
+        """Tokens of one part."""
         return min(self.page_size, ROWS)
 
     @property
@@ -60,7 +60,7 @@ class Storage:
         return self.head_dim // 2 if self.format.dtype == "int4" else self.head_dim
 
     def token_bytes(self, name: str) -> int:
-        """Of a token's values, or of its scales, as `name` says."""
+        """Bytes of a token's values, or of its scales, as `name` says."""
         return 2 * self.groups if name.endswith("scales") else self.row * self.format.storage_dtype.itemsize
 
     @property
@@ -241,5 +241,5 @@ def dims_in_order(x: jax.Array) -> jax.Array:
 
 
 def shared_bytes_of_worker(per_sm: int) -> int:
-    """What each of so many CTAs of a multiprocessor may have, 1 KB being taken for each."""
+    """What each of per_sm CTAs of a multiprocessor may have, 1 KB being taken for each."""
     return (SHARED_MEMORY + 1024) // per_sm - 1024

@@ -2,7 +2,7 @@
 
 A work item is one split of the keys of one row, for as many heads as warpgroups compute: a KV head with a chunk of its
 query heads, or a pair of these, which is what "head" stands for below. Splits end at multiples of a number of tokens
-that depends on the row's own length alone, so that a row's result doesn't depend on its company. Items are ordered by
+that depends on the row's own length alone, so that results are batch-invariant. Items are ordered by
 row, head and split; each worker takes a contiguous run of about equally many tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
@@ -126,7 +126,7 @@ def make_work(
 
 
 def max_slots(num_rows: int, max_tokens: int, items: int, window: int | None, config: Config) -> tuple[int, int]:
-    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with so many items a split; 0
+    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with `items` a split; 0
     if none is ever split."""
     if max_tokens <= 2 * config.split:
         return 0, 0

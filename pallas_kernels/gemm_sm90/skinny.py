@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Of a tile's result."""
+        """Columns of a tile's result."""
         return self.config.columns // self.parts
 
     @property
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of a computing warpgroup."""
+        """Rows of a computing warpgroup."""
         return self.config.rows // self.computing
 
     @property

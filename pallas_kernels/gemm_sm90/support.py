@@ -32,7 +32,7 @@ def check_few_rows(operation: str, x: jax.Array, w: jax.Array) -> None:
 
 
 def check_measured_faster(x: jax.Array, w: jax.Array, rows_faster: tuple[int, int] | None) -> None:
-    """Raises NotImplementedError unless x is bfloat16 and has from .. to rows; None: nobody measured this shape."""
+    """Raises NotImplementedError unless x is bfloat16 and has from .. to rows; None: this shape was not measured."""
     rows = x.size // x.shape[-1]
     if x.dtype != "bfloat16" or rows_faster is None or not rows_faster[0] <= rows <= rows_faster[1]:
         raise NotImplementedError(f"the mosaic kernel was not seen to be faster for {rows} rows and w of {w.shape}")

@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of a tile."""
+        """Steps over K of a tile."""
         return self.k // self.step
 
     @property
     def rows(self) -> int:
-        """Of a warpgroup."""
+        """Rows of a warpgroup."""
         return self.config.tile_m // 2
 
     @property
@@ -99,7 +99,7 @@ class Plan:
         return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
 
     def shared_memory(self, stages: int, buffers: int) -> int:
-        """Bytes that a CTA takes with so many K steps in flight and chunks of each warpgroup on their way out."""
+        """Bytes that a CTA takes with K steps in flight and chunks of each warpgroup on their way out."""
         config = self.config
         taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
         taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize

@@ -58,7 +58,7 @@ def sets_for(case: Case) -> int:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation on one case: attend(*make(seed)), over so many sets of inputs."""
+    """One implementation on one case: attend(*make(seed)), over several sets of inputs."""
 
     make: Callable[[int], tuple[Any, ...]]
     attend: Callable[..., jax.Array]

@@ -55,7 +55,7 @@ def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
 
 
 def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunks: int | None = None) -> Config:
-    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes), and room for so many
+    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes), and room for `num_chunks`
     chunks (None: any).
 
     Packing is compiled in where chunks are short on average, by the room that a step is compiled for: on an H200 512

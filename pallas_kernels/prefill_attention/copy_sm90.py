@@ -128,7 +128,7 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
     begins = []
     for at in range(0, WARPGROUP_ROWS, BOX):
         tile, offset = pack.tile_at(at, WARPGROUP_ROWS), at & (pack.rows - 1)
-        # What lies past a chunk's rows is nobody's: any rows do, as long as there are some.
+        # What lies past a chunk's rows is not used: any rows do, as long as there are some.
         begins.append(refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
     pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
 
@@ -153,7 +153,7 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
 
 
 def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.Array, copy: Any) -> None:
-    """V of a block with slots that nobody sees: whatever they hold (NaN times zero is NaN) becomes zero."""
+    """V of a block with slots that no query sees: whatever they hold (NaN times zero is NaN) becomes zero."""
     pool, block = refs.v, plan.config.block_kv
     copy(pool.blocks.at[slot], refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
@@ -168,7 +168,7 @@ def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.
 
 
 def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> None:
-    """Converts K, V or both of every tile of this CTA; slots of V that nobody sees become zero."""
+    """Converts K, V or both of every tile of this CTA; slots of V that no query sees become zero."""
 
     def convert_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         del n
@@ -195,7 +195,7 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
 def _convert_block(
     plan: Plan, head: jax.Array, pool: Pool, fmt: KVFormat, n: jax.Array, seen: Callable[..., jax.Array] | None
 ) -> None:
-    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, layout] that nobody
+    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, layout] that no query
     sees becomes zero."""
     slot = plan.slot(n)
     plgpu.barrier_wait(pool.raw_ready.at[slot])

@@ -91,12 +91,12 @@ class Pack(NamedTuple):
         return self.first + jnp.minimum(slot, self.chunks - 1)
 
     def tile_at(self, place: int, size: int) -> jax.Array:
-        """The same of the slot that a place is in, of so many that all slots have."""
+        """The tile of the slot that a place is in, where all slots together have `size` places."""
         return self.tile(quotient(place * self.slots, size))
 
 
 def quotient(a: jax.Array, b: int) -> jax.Array:
-    """Of numbers that are not negative: `//` asks for signs, which is more to run and to lower."""
+    """The quotient of numbers that are not negative: `//` asks for signs, which is more to run and to lower."""
     return lax.div(a, jnp.int32(b))
 
 
@@ -275,7 +275,7 @@ def lowest_key(plan: Plan, position: jax.Array) -> jax.Array:
 
 
 def _pack_bounds(plan: Plan, refs: Refs) -> list[tuple[jax.Array, jax.Array]]:
-    """Where each kind of packs begins: so many packs and tiles come before. Last, how many there are in all."""
+    """Where each kind of packs begins: the packs and tiles that come before. Last, how many there are in all."""
     bounds = [(jnp.int32(0), refs.count[0])]
     for i, slots in enumerate(plan.packings):
         (packs, tiles), count = bounds[-1], refs.count[1 + i]

@@ -42,7 +42,7 @@ def stage_rows(plan: Plan, refs: Refs, wg: jax.Array, out: jax.Array) -> None:
 
 
 def write_rows(refs: Refs, wg: jax.Array, begin: Any, row: jax.Array, rows: jax.Array, head: jax.Array) -> None:
-    """Writes so many of the staged rows, from `begin` on, to `row` and after: by powers of two, each one copy."""
+    """Writes `rows` of the staged rows, from `begin` on, to `row` and after: by powers of two, each one copy."""
     size = WARPGROUP_ROWS
     while size:
 

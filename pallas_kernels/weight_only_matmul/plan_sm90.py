@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Of x's parts in a tile, side by side."""
+        """Columns of x's parts in a tile, side by side."""
         return max(8, self.config.tokens * self.config.fold)
 
     @property
@@ -62,11 +62,11 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Of a stage."""
+        """Groups of a stage."""
         return max(1, self.step // self.format.group) if self.format.group else 1
 
     def vector_dtype(self, name: str) -> jnp.dtype:
-        """Of scales or zeros."""
+        """The dtype of scales or zeros."""
         return jnp.dtype("int8" if name == "zeros" else "float16" if self.by_group else "float32")
 
     def vector_rows(self, name: str) -> int:

@@ -1,6 +1,6 @@
 """The kernel of weight_only_matmul for few rows of x on sm_90: codes go from memory straight into registers.
 
-A warp has 16 or more rows of the weight and every so many-th 128 columns of K. The order of columns within a product
+A warp has 16 or more rows of the weight and every warps-th 128 columns of K. The order of columns within a product
 does not matter as long as both operands have the same one, so each thread takes 32 (of bytes: twice 16) columns that
 follow each other, in loads of 16 bytes, and of x the same. Products are those of single warps, which wait for each
 other only when their sums are added at the end, and a CTA is small: loads of one hide what others compute, and no ring
@@ -165,7 +165,7 @@ class Stream(Codes):
         return total
 
     def load_codes(self, chunk: int) -> list[list[Any]]:
-        """Of each row the words of the thread's columns."""
+        """For each row the words of the thread's columns."""
         width = 2 if self.format.packed else 1
         first = chunk * self.parts * CHUNK // width
         halves = range(first, first + CHUNK // width, 64)  # that four threads load at once
@@ -175,14 +175,14 @@ class Stream(Codes):
         ]
 
     def load_x(self, chunk: int) -> list[list[Any]]:
-        """Of each row of x pairs in the order in which codes are decoded, of bytes 16 columns and then 16."""
+        """For each row of x pairs in the order in which codes are decoded, of bytes 16 columns and then 16."""
         first = 2 * chunk * self.parts * CHUNK
         places = (0, 16, 32, 48) if self.format.packed else (0, 16, CHUNK, CHUNK + 16)
         rows = [[pair for more in places for pair in self.emit.fetch("x", x, first + more, 4)] for x in self.x]
         return [self.by_bytes(pairs) for pairs in rows] if self.format.codes == "nf4" else rows
 
     def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
-        """Of each row, of each run of columns of the thread's, the zero and the scale as they are stored."""
+        """For each row and each run of columns of the thread's, the zero and the scale as they are stored."""
         fmt, emit = self.format, self.emit
         if fmt.group is None:
             return []
