@@ -21,8 +21,8 @@ PIECES = 4  # places of a tensor that are read, the first and the last bytes amo
 
 
 def of_files(folder: str | Path) -> str:
-    """The fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of each. Neither
-    the directory's name, nor how the tensors are distributed over files, nor config.json plays a part.
+    """The fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of
+    each. Neither the directory's name, nor how the tensors are distributed over files, nor config.json plays a part.
 
     Reads at most 64 KiB of a tensor. Raises CheckpointError for files that are missing or damaged.
     """
@@ -42,9 +42,9 @@ def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
 
 
 def of_params(params: Params) -> str:
-    """The fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of each, made where they
-    are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32 changes nothing.
-    """
+    """The fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of each,
+    made where they are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32
+    changes nothing."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
     found = [(_name(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]

@@ -308,8 +308,8 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
 
 
 def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What becomes of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps of scales
-    that are quantized themselves."""
+    """What becomes of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps
+    of scales that are quantized themselves."""
     if not fmt.double_quant:
         return scales, scales.astype(jnp.float32 if fmt.group is None else jnp.float16), None
     stored, steps = _quantize_scales(scales)

@@ -80,8 +80,8 @@ class Evaluation:
         return SCALES.get(name, float)(math.fsum(above) / math.fsum(below))
 
     def interval(self, name: str, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError for one part
-        alone."""
+        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError
+        for one part alone."""
         above, below = self._terms(name)
         n = len(above)
         if n < 2:

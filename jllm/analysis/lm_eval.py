@@ -143,8 +143,8 @@ class JllmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """For each (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and whether
-        each of them was the most likely one. What is too long loses its beginning."""
+        """For each (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and
+        whether each of them was the most likely one. What is too long loses its beginning."""
         prompts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:

@@ -108,9 +108,9 @@ def score_rows(
     configs: tuple[LlamaConfig, ...],
     backend: str | None,
 ) -> dict[str, jax.Array]:
-    """Scores of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of them:
-    "nats" f[C] (-log p of each row's target), and with a reference also "reference_nats", "kl" and bool "same". Logits
-    exist for a block of rows at a time."""
+    """Scores of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of
+    them: "nats" f[C] (-log p of each row's target), and with a reference also "reference_nats", "kl" and bool "same".
+    Logits exist for a block of rows at a time."""
     C = targets.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block
@@ -128,7 +128,8 @@ def score_rows(
 
 
 def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """How far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the same top token.
+    """How far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the same top
+    token.
 
     With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
     p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
@@ -186,8 +187,8 @@ def score_windows(
     known: Mapping[int, Scores] = MappingProxyType({}),
     scored: Callable[[int, Scores], None] = lambda window, scores: None,
 ) -> list[Scores]:
-    """Scores of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number, are
-    taken as they are; of each other one `scored` is told when it is done."""
+    """Scores of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number,
+    are taken as they are; of each other one `scored` is told when it is done."""
     heads, configs = tuple(r.head for r in readers), tuple(r.model.config for r in readers)
 
     def score(states: tuple[jax.Array, ...], targets: np.ndarray) -> dict[str, jax.Array]:

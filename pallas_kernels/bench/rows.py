@@ -70,8 +70,8 @@ def table[C: Case](
 
 
 def bars(rows: list[dict[str, Any]], letter: str, single: dict[int, float]) -> Iterator[dict[str, Any]]:
-    """Bars of the peer "mosaic": for one row of the widths in `single`, microseconds; for 8192 rows, 80 % of the copy rate;
-    everywhere, XLA's time. `letter` is that of a row's width."""
+    """Bars of the peer "mosaic": for one row of the widths in `single`, microseconds; for 8192 rows, 80 % of the copy
+    rate; everywhere, XLA's time. `letter` is that of a row's width."""
 
     def name(row: dict[str, Any]) -> str:
         residual = {True: " with residual", False: "", None: ""}[row.get("residual")]

@@ -181,7 +181,8 @@ def row_of(case: Case, name: str, us: float | Exception) -> Row:
 
 
 def bars(operation: str, rows: list[Row]) -> Iterator[Row]:
-    """Bars of the operation's own rows: torch's fp8 figures, XLA's time, the rate of many rows, the bandwidth of few."""
+    """Bars of the operation's own rows: torch's fp8 figures, XLA's time, the rate of many rows, the bandwidth of
+    few."""
     us = {(row["peer"], row["M"], row["K"], row["N"]): row["us"] for row in rows if "us" in row and "peer" in row}
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
     for row in rows:
