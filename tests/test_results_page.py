@@ -251,12 +251,14 @@ def test_the_command_checks_and_writes(tmp_path, monkeypatch, capsys):
 
 def test_steps_stand_beside_their_floor_and_peers_of_as_many_bits(tmp_path):
     row = {"batch": 32, "input": 8, "decode_ms": 4.0, "decode_floor_ms": 3.2, "h800_decode_ms": 7.0}
+    row |= {"model": "m", "scheme": "s", "kv": "k", "floor_fraction": 0.8, "prefill_floor_fraction": 0.7}
     for name in ("bf16_kv-bf16", "bf16_kv-int8-g8", "w8a8_kv-int8-g8"):
-        rows = [row, row | {"input": 1024, "decode_ms": 9.0}]
+        rows = [row, row | {"input": 1024, "decode_ms": 9.0, "floor_fraction": 0.9}]
         rows += [{"peer": "torch", "batch": 32, "decode_ms": 5.0}] if name == "bf16_kv-bf16" else []
         write(tmp_path, f"throughput_llama-2-7b_{name}-20261120-h200", experiment=name, rows=rows)
     text = short(tmp_path)
     assert "**jllm bf16**: 1.25 to 1.25 times its floor; PyTorch takes 1.25 to 1.25 times as long; vLLM*" in text
+    assert text.count(" | 80% to 80% | 90% to 90% | 70% to 70% |") == 3
     scaled = 7.0 * 3350 / 4800
     assert f"| 32 | 3.20 | 4.00 | 5.00 | 5.76 | 3.20 | 4.00 | {scaled:.2f} | 3.20 | 4.00 | 5.09 |" in text
 

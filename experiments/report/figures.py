@@ -71,6 +71,21 @@ def decode_series(results: Results) -> dict[str, list[Series]]:
     }
 
 
+def floor_shares(results: Results) -> Iterator[Row]:
+    """What each model's steps reach of their floors, at least and at most: decoding after few and after many tokens,
+    and prefilling 1,024 tokens or more."""
+    for entry in results.entries:
+        rows = [row for row in entry.rows if "peer" not in row]
+        if re.fullmatch(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)", entry.label) and rows:
+            shares = {
+                "decode, 8 -> 256": [row["floor_fraction"] for row in rows if row["input"] == 8],
+                "decode, 1024 -> 1024": [row["floor_fraction"] for row in rows if row["input"] == 1024],
+                "prefill": [row["prefill_floor_fraction"] for row in rows if row["batch"] * row["input"] >= 1024],
+            }
+            ranges = {what: (min(values), max(values)) for what, values in shares.items() if values}
+            yield {"entry": entry, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | ranges
+
+
 def _ours(results: Results, bits: str, name: str) -> Iterator[Series]:
     rows = results.rows(f"throughput_llama-2-7b_{STEP_FILES[bits]}", input=8)
     yield _series(f"floor, {name}", "floor", rows, "decode_floor_ms")

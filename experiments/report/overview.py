@@ -1,6 +1,7 @@
 """RESULTS.md: everything in short, on a page that is read in five minutes."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
@@ -13,6 +14,7 @@ from experiments.report.figures import (
     Series,
     claim_rows,
     decode_series,
+    floor_shares,
     requests_rows,
     stale,
     strips,
@@ -28,13 +30,14 @@ SHORT = {  # which parts of a claim's figures are shown, where the first alone s
     "C6": (0, 4, 5), "C7": (1, 2), "C10": (0, 8), "C11": (1, 3), "C14": (0,), "C22": (0, 2), "C9": (0, 1),
 }  # fmt: skip
 LONGEST = 150  # characters of a claim's figures
+MOST_MISSED = 18  # results with a row of their own among those that miss bars
 
 
 def overview(results: Results) -> str:
     """The page's text."""
     places = places_of(results.entries)
     sections = [
-        ("Decode steps", _steps(results)),
+        ("Decode steps", chain(_steps(results), _shares(results, places))),
         ("Requests a second", _requests(results)),
         ("Kernels against peers", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
@@ -69,8 +72,21 @@ def _steps(results: Results) -> Iterator[str]:
     yield markdown(["ms at batch", *(each.name for each in columns)], cells)
     yield (
         f"\\* of another run, not side by side: [{PEERS.name}](workloads/{PEERS.name}) says which; PPL.LLM's are its "
-        "published steps on an H800 times the ratio of the two bandwidths."
+        "published steps on an H800 times the ratio of the two bandwidths. PyTorch's are of a job that timed jllm, too."
     )
+
+
+def _shares(results: Results, places: Places) -> Iterator[str]:
+    """Shares of floors, over all batches."""
+    found = list(floor_shares(results))
+    columns = ("decode, 8 -> 256", "decode, 1024 -> 1024", "prefill")
+    cells = []
+    for row in found:
+        ranges = [f"{row[what][0]:.0%} to {row[what][1]:.0%}" if what in row else "" for what in columns]
+        cells.append([f"[{row['name']}]({places[row['entry'].path]})", *ranges])
+    if cells:
+        yield "Share of the floor over all batches:"
+        yield markdown(["", *columns[:2], "prefill of 1,024 tokens or more"], cells)
 
 
 def _ratios(series: list[Series]) -> Iterator[str]:
@@ -170,12 +186,16 @@ def shortened(text: str) -> str:
 
 
 def _missed(results: Results, places: Places) -> Iterator[str]:
+    """Results by how many bars they miss; those of the fewest share a row."""
+    missing = sorted((entry for entry in results.entries if entry.missed), key=lambda entry: -len(entry.missed))
     cells = []
-    for entry in sorted(results.entries, key=lambda entry: -len(entry.missed)):
-        if entry.missed:
-            name, value, bar = shown_bar(worst(entry))
-            count = f"{len(entry.missed)} of {len(entry.document['bars'])}"
-            cells.append([_link(entry, places), count, f"{name}: {value}, asked for {bar}"])
+    for entry in missing[:MOST_MISSED]:
+        name, value, bar = shown_bar(worst(entry))
+        count = f"{len(entry.missed)} of {len(entry.document['bars'])}"
+        cells.append([_link(entry, places), count, f"{name}: {value}, asked for {bar}"])
+    if rest := missing[MOST_MISSED:]:
+        count = str(sum(len(entry.missed) for entry in rest))
+        cells.append([", ".join(_link(entry, places) for entry in rest), count, ""])
     if cells:
         yield markdown(["result", "missed", "the farthest"], cells)
 
