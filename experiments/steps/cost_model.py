@@ -106,7 +106,7 @@ def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> n
     return best_x
 
 
-def decode_steps(document: Row) -> list[tuple[Work, float]]:
+def recorded_steps(document: Row) -> list[tuple[Work, float]]:
     """The steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
     rows = [row for row in document["rows"] if "decode_ms" in row and row.get("kv") in ("bfloat16", "bf16")]
     ours = [row for row in rows if row.get("backend") != "xla"] or rows
@@ -150,7 +150,7 @@ def calibrated(kv_cache: str | None, results: Path = RESULTS) -> Shares:
     name, document = steps
     model = model_shapes(_model_name(document["rows"]))
     floor = make_floor(model.params, model.config)
-    shares = fit(decode_steps(document), floor, token_bytes(model, None), name)
+    shares = fit(recorded_steps(document), floor, token_bytes(model, None), name)
     bench = newest(results, "decode_attention")
     factor = format_factor(bench[1], kv_cache) if bench else None
     if factor is None:
