@@ -27,7 +27,7 @@ from experiments.training.data import Book, Rows, batches, cut_passages, encode,
 from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.params import Params, Weight, with_matrices
 from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
 
@@ -92,7 +92,7 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
 
 def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
     """Sum of -log p of a row's targets (a row: leaves i32[L])."""
-    logits, _ = forward(params, config, Packed(row.tokens, row.positions, row.segments), None)
+    logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments))
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
     return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
 

@@ -26,16 +26,10 @@ from pallas_kernels.numerics import compute_dtype
 Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 
-def forward(
-    params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """Logits [T, V] of every row (float32 at least), and the updated cache.
-
-    backend chooses the kernels as pallas_kernels.backends says; without a cache None is "xla", since gradients and vmap
-    go through that. Raises NotImplementedError for one that lacks these sizes or formats.
-    """
-    hidden, cache = backbone(params, config, batch, cache, backend=backend)
-    return head(params, config, hidden, backend=_backend(backend, cache)), cache
+def packed_logits(params: Params, config: LlamaConfig, batch: Packed) -> jax.Array:
+    """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap."""
+    hidden, _ = backbone(params, config, batch, None)
+    return head(params, config, hidden, backend="xla")
 
 
 def backbone(

@@ -24,7 +24,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class Model:
-    """What load returns. A plain value: pass params to model.forward, or the whole to generate and Engine."""
+    """What load returns. A plain value: pass params to jllm.step, or the whole to generate and Engine."""
 
     config: LlamaConfig
     params: Params

@@ -13,7 +13,7 @@ from jllm.checkpoint import load_params, save
 from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
 from jllm.fit import tree_bytes, weight_bytes
 from jllm.mlp import mlp_block
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.param_specs import init_params, param_specs
 from jllm.params import AttentionParams, LayerParams, MLPParams, matrices, matrix_modules
 from jllm.pretrained import Model
@@ -81,7 +81,7 @@ def test_without_rotary_positions_do_not_matter():
     def logits(m, positions):
         tokens = jnp.asarray(IDS, jnp.int32)
         batch = Packed(tokens, jnp.asarray(positions, jnp.int32), jnp.zeros_like(tokens))
-        return np.asarray(forward(m.params, m.config, batch, None)[0])
+        return np.asarray(packed_logits(m.params, m.config, batch))
 
     plain, other = np.arange(len(IDS)), np.arange(len(IDS)) ** 2
     m = model(UnrotatedConfig)
@@ -99,8 +99,8 @@ def test_the_engine_serves_what_a_forward_without_a_cache_gives(toy):
 
 def test_one_lowered_layer_for_each_kind(toy):
     shape = jax.ShapeDtypeStruct((8,), jnp.int32)
-    lower = jax.jit(forward, static_argnames="config").lower
-    text = lower(toy.params, toy.config, Packed(*[shape] * 3), None).as_text()
+    lower = jax.jit(packed_logits, static_argnames="config").lower
+    text = lower(toy.params, toy.config, Packed(*[shape] * 3)).as_text()
     assert text.count("func private @_layer") == (2 if isinstance(toy.config, ExpertsConfig) else 1)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from jllm.attention import rms_norm
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.model import Packed, Paged, forward
+from jllm.model import Packed, Paged, backbone, head, packed_logits
 from tests.tiny import tiny_model, with_fields
 
-forward_jit = partial(jax.jit, static_argnames="config")(forward)
+logits_of = partial(jax.jit, static_argnames="config")(packed_logits)
+backbone_jit = partial(jax.jit, static_argnames="config")(backbone)
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +38,16 @@ def relative(a, b) -> float:
 def test_segments_do_not_see_each_other(windows):
     model = tiny_model("float64", windows=windows)
     one, two = [5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24]
-    logits, cache = forward_jit(model.params, model.config, packed(one, two), None)
-    assert cache is None
+    logits = logits_of(model.params, model.config, packed(one, two))
     assert logits.dtype == jnp.float64
-    alone = forward_jit(model.params, model.config, packed(two), None)[0]
+    alone = logits_of(model.params, model.config, packed(two))
     assert relative(logits[len(one) :], alone) < 1e-12
 
 
 def test_a_window_forgets_and_no_window_does_not():
     full, windowed = tiny_model("float64", num_layers=1), tiny_model("float64", num_layers=1, windows=(4,))
     a, b = packed([5, 6, 7, 8, 9, 10]), packed([50, 60, 7, 8, 9, 10])  # differ where the last token's window ends
-    last = [forward_jit(m.params, m.config, x, None)[0][-1] for m in (full, windowed) for x in (a, b)]
+    last = [logits_of(m.params, m.config, x)[-1] for m in (full, windowed) for x in (a, b)]
     assert relative(last[0], last[1]) > 1e-3
     assert relative(last[2], last[3]) < 1e-12
 
@@ -56,9 +56,9 @@ def test_vmap_is_a_loop():
     model = tiny_model("float64")
     rows = [packed([5, 6, 7], [8, 9]), packed([1, 2, 3, 4, 5])]
     batch = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-    got = jax.vmap(lambda b: forward(model.params, model.config, b, None)[0])(batch)
+    got = jax.vmap(lambda b: packed_logits(model.params, model.config, b))(batch)
     for i, row in enumerate(rows):
-        assert relative(got[i], forward_jit(model.params, model.config, row, None)[0]) < 1e-12
+        assert relative(got[i], logits_of(model.params, model.config, row)) < 1e-12
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -67,7 +67,7 @@ def test_gradients_against_finite_differences(tie):
     batch, targets = packed([5, 6, 7, 8], [9, 10, 11]), jnp.asarray([6, 7, 8, 2, 10, 11, 2], jnp.int32)
 
     def loss(params):
-        logits, _ = forward(params, model.config, batch, None)
+        logits = packed_logits(params, model.config, batch)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1).mean()
 
     gradient = jax.jit(jax.grad(loss))(model.params)
@@ -86,7 +86,7 @@ def test_paged_logits_of_every_row_are_those_without_a_cache(windows):
     """A prompt in two chunks and a decode, by hand, in scattered pages."""
     model = tiny_model("float64", windows=windows)
     ids = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    want = forward_jit(model.params, model.config, packed(ids), None)[0]
+    want = logits_of(model.params, model.config, packed(ids))
     cache = make_cache(model.config, 5, 8, parse_kv_cache("f64", model.config, jnp.float64))
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)  # what was not written must not be read
     table = jnp.asarray([[3, 1]], jnp.int32)
@@ -107,8 +107,8 @@ def test_paged_logits_of_every_row_are_those_without_a_cache(windows):
             chunk_cu=jnp.asarray([0] if decode else [0, stop - start], jnp.int32),
             chunk_lengths=empty[1] if decode else length,
         )
-        logits, cache = forward_jit(model.params, model.config, batch, cache)
-        got.append(logits)
+        hidden, cache = backbone_jit(model.params, model.config, batch, cache)
+        got.append(head(model.params, model.config, hidden))
     assert relative(jnp.concatenate(got), want) < 1e-12
 
 
@@ -159,8 +159,6 @@ def test_one_layer_against_numpy(qk_norm):
     gate, up = np.split(norm(x, mlp.norm) @ mlp.gate_up.T, 2, axis=1)
     x = x + (gate / (1 + np.exp(-gate)) * up) @ mlp.down.T
     want = norm(x, p.norm) @ p.head.T
-    got = forward_jit(model.params, c, packed(ids.tolist()), None)[0]
+    got = logits_of(model.params, c, packed(ids.tolist()))
     assert relative(got, want) < 1e-12
-    assert (
-        relative(forward_jit(model.params, replace(c, rope_theta=9000.0), packed(ids.tolist()), None)[0], want) > 1e-6
-    )
+    assert relative(logits_of(model.params, replace(c, rope_theta=9000.0), packed(ids.tolist())), want) > 1e-6

@@ -12,7 +12,7 @@ import pytest
 import jllm
 from jllm.checkpoint import init_params, load_params
 from jllm.config import LlamaConfig, load_config
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.pretrained import BUNDLED
 from jllm.safetensors_io import read_header
 from jllm.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def test_a_tiny_model_learns_and_is_saved(corpus, tmp_path, capsys):
     ids = model.tokenizer.encode("Then the king saw the moon.")
     assert ids[0] == model.config.bos_id
     batch = Packed(*(jnp.asarray(leaf, jnp.int32) for leaf in (ids, range(len(ids)), [0] * len(ids))))
-    logits, _ = forward(model.params, model.config, batch, None)
+    logits = packed_logits(model.params, model.config, batch)
     nats = -jax.nn.log_softmax(logits[:-1])[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])]
     assert float(jnp.mean(nats)) < 0.4 * math.log(320)
 
@@ -243,7 +243,7 @@ def test_bundled_model_knows_english():
     def mean_nats(text):
         ids = tokenizer.encode(text)
         batch = Packed(*(jnp.asarray(leaf, jnp.int32) for leaf in (ids, range(len(ids)), [0] * len(ids))))
-        logits, _ = forward(params, config, batch, None)
+        logits = packed_logits(params, config, batch)
         return float(-jax.nn.log_softmax(logits[:-1])[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])].mean())
 
     told = "Once upon a time there lived a king who had three sons, and the youngest of them went out into the forest."

@@ -10,7 +10,7 @@ import numpy as np
 from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.pretrained import Model
 
@@ -84,7 +84,7 @@ def full_logits(model: Model, tokens, pad: int = 128) -> np.ndarray:
 
 def _full_impl(params, config, tokens):
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return forward(params, config, Packed(tokens, positions, jnp.zeros_like(tokens)), None)[0]
+    return packed_logits(params, config, Packed(tokens, positions, jnp.zeros_like(tokens)))
 
 
 _full = jax.jit(_full_impl, static_argnames="config")

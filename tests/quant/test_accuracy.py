@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
@@ -67,7 +67,7 @@ def logprobs(model, params, tokens) -> np.ndarray:
     """Not under jit: so one layer is compiled, and serves all eight."""
     ids = jnp.asarray(tokens, jnp.int32)
     batch = Packed(ids, jnp.arange(ids.shape[0], dtype=jnp.int32), jnp.zeros_like(ids))
-    return np.asarray(jax.nn.log_softmax(forward(params, model.config, batch, None)[0]), np.float64)
+    return np.asarray(jax.nn.log_softmax(packed_logits(params, model.config, batch)), np.float64)
 
 
 @pytest.fixture(scope="module")

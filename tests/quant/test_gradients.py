@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jllm.linear import linear, norm_linear, silu_linear
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.quant.quantize import quantize
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, parse_weight_format
@@ -40,7 +40,7 @@ def widen(w):
 @partial(jax.jit, static_argnums=1)
 def loss(params, config):
     batch = Packed(IDS, jnp.arange(8, dtype=jnp.int32), jnp.zeros(8, jnp.int32))
-    logprobs = jax.nn.log_softmax(forward(params, config, batch, None)[0])
+    logprobs = jax.nn.log_softmax(packed_logits(params, config, batch))
     return -logprobs[jnp.arange(7), IDS[1:]].mean()
 
 

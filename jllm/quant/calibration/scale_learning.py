@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.model import Packed, forward
+from jllm.model import Packed, packed_logits
 from jllm.params import LayerParams, Params, matrices, with_matrices
 from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
@@ -185,7 +185,7 @@ def _tune(
     positions = jnp.arange(T, dtype=jnp.int32)
 
     def logprobs(params: Params, row: jax.Array) -> jax.Array:
-        return jax.nn.log_softmax(forward(params, config, Packed(row, positions, jnp.zeros_like(row)), None)[0])
+        return jax.nn.log_softmax(packed_logits(params, config, Packed(row, positions, jnp.zeros_like(row))))
 
     def loss(thetas: list[jax.Array | None], rows: jax.Array) -> jax.Array:
         params = jax.tree.unflatten(tree, [_scaled(leaf, theta) for leaf, theta in zip(leaves, thetas)])
