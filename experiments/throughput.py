@@ -20,7 +20,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,7 +37,8 @@ from experiments.arguments import (
 )
 from experiments.result_file import bar, record, rounded
 from experiments.steps import peers
-from experiments.steps.floors import Work, least_share, make_floor, step_work
+from experiments.steps.batches import WholeBatch
+from experiments.steps.floors import least_share, make_floor
 from experiments.steps.timer import (
     Pool,
     StepTimer,
@@ -52,7 +52,7 @@ from experiments.steps.timer import (
     stopwatch,
 )
 from jllm.config import LlamaConfig
-from jllm.engine.layout import Layout, pack_chunks
+from jllm.engine.layout import pack_chunks
 from jllm.errors import ConfigError
 from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
@@ -67,61 +67,10 @@ STEP_BYTES = 2 * GIB  # for what a step needs beside weights and pages
 PREFILL_BAR, PREFILL_LEAST = 0.75, 1024  # share of the floor in bf16, for rows of at least 1,024 prompt tokens
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row of the table."""
-
-    batch: int
-    input: int
-    output: int
-
-    @property
-    def context(self) -> int:
-        """Tokens in each slot's pages in the middle of its output."""
-        return self.input + self.output // 2
-
-    @property
-    def decode_work(self) -> Work:
-        """The work of one step in the middle of the output."""
-        return step_work(self.batch, self.batch * self.context, ())
-
-    def prefill(self, step_tokens: int) -> "Prefill":
-        """The steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""
-        if self.input > step_tokens:
-            return Prefill(1, -(-self.input // -(-self.input // step_tokens)))
-        steps = -(-self.batch // (step_tokens // self.input))
-        return Prefill(-(-self.batch // steps), self.input)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Steps of one size: chunks of as many prompts, with as many tokens each."""
-
-    prompts: int
-    tokens: int
-
-    @property
-    def layout(self) -> Layout:
-        return layout_of(tokens=self.prompts * self.tokens, prompts=self.prompts)
-
-    def spans(self, case: Case) -> list[list[tuple[int, int, int]]]:
-        """For each step the (slot, start, tokens) of its chunks."""
-        steps = []
-        for first in range(0, case.batch, self.prompts):
-            for start in range(0, case.input, self.tokens):
-                n = min(self.tokens, case.input - start)
-                steps.append([(slot, start, n) for slot in range(first, min(first + self.prompts, case.batch))])
-        return steps
-
-    def work(self, case: Case) -> list[Work]:
-        """The work of each step."""
-        return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]
-
-
 class Bench:
     """One model with a page pool and slots for the largest row."""
 
-    def __init__(self, params: Params, config: LlamaConfig, cases: Sequence[Case], args: argparse.Namespace):
+    def __init__(self, params: Params, config: LlamaConfig, cases: Sequence[WholeBatch], args: argparse.Namespace):
         self.params, self.args = params, args
         each = [pages_each(case, args) for case in cases]
         pages = max(case.batch * n for case, n in zip(cases, each))
@@ -136,7 +85,7 @@ class Bench:
         jobs = compile_ahead({layout: partial(self.timer.lower, layout) for layout in ordered}, args.threads)
         self.steps = {layout: job.result() for layout, job in jobs.items()}
 
-    def row(self, case: Case) -> Table:
+    def row(self, case: WholeBatch) -> Table:
         size = case.prefill(self.args.step_tokens)
         prefill_s, decode_s = self.prefill(case), self.decode(case)
         prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
@@ -157,7 +106,7 @@ class Bench:
             "prefill_steps": len(size.spans(case)),
         }
 
-    def prefill(self, case: Case) -> float:
+    def prefill(self, case: WholeBatch) -> float:
         """Seconds that all prompts of a row take."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
@@ -169,7 +118,7 @@ class Bench:
         times = self._times(self.timer.seconds(step, buffers, tokens), len(buffers))
         return self.timer.best(step, buffers * times, tokens, self.args.repeats) / times
 
-    def decode(self, case: Case) -> float:
+    def decode(self, case: WholeBatch) -> float:
         """Seconds of one decode step of a row, among those in the middle of its output."""
         layout, packed = step_of("decode", case.batch)
         buffer, step = jax.device_put(packed), self.steps[layout]
@@ -184,11 +133,11 @@ class Bench:
         """How often what takes these seconds and steps is timed together."""
         return max(1, self.args.steps // steps, math.ceil(self.args.seconds / seconds))
 
-    def _place(self, case: Case, context: int) -> None:
+    def _place(self, case: WholeBatch, context: int) -> None:
         self.timer.place(context, case.batch, pages_each(case, self.args))
 
 
-def pages_each(case: Case, args: argparse.Namespace) -> int:
+def pages_each(case: WholeBatch, args: argparse.Namespace) -> int:
     """Pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
     return -(-max(case.input + case.output, case.context + args.steps + 1) // args.page_size)
 
@@ -206,7 +155,7 @@ def read_table(path: Path = H800) -> list[Table]:
 def rows(args: argparse.Namespace) -> Iterator[Table]:
     config = model_config(args.config, args.layers)
     published = {(r["batch"], r["input"], r["output"]): r for r in read_table()}
-    cases = list(args.rows or (Case(*key) for key in published))
+    cases = list(args.rows or (WholeBatch(*key) for key in published))
     long = next((case for case in cases if case.input + case.output > config.context), None)
     if long is not None:
         total = long.input + long.output
@@ -267,12 +216,12 @@ def share_bar(name: str, value: float, least: float) -> Table:
     return bar(f"{name}, share of the floor", value, "1", least)
 
 
-def parse_case(text: str) -> Case:
+def parse_case(text: str) -> WholeBatch:
     """32x8x256 -> batch 32, 8 tokens in, 256 out."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")
-    return Case(*map(int, parts))
+    return WholeBatch(*map(int, parts))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

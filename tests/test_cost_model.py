@@ -10,11 +10,11 @@ from experiments.steps.cost_model import (
     CostModel,
     Shares,
     calibrated,
-    recorded_steps,
     fit,
     format_factor,
     make_cost_model,
     model_shapes,
+    recorded_steps,
 )
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
 from experiments.steps.floors import Floor, Matrix, Work, schedule, workload_seconds

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.steps.batches import WholeBatch
 from experiments.steps.floors import Work, make_floor
 from experiments.steps.timer import StepTimer, page_bytes
-from experiments.throughput import Bench, Case, bars, main, parse_args, parse_case, read_table
+from experiments.throughput import Bench, bars, main, parse_args, parse_case, read_table
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.quant.quantize import quantize
@@ -50,7 +51,7 @@ def test_floors_of_7b_in_16_bits():
     params, config = abstract("bf16")
     floor = make_floor(params, config)
     for key, (bf16, int8, prefill) in FLOORS.items():
-        case = Case(*key)
+        case = WholeBatch(*key)
         for kv, ms in (("bf16", bf16), ("int8-g8", int8)):
             each = page_bytes(config, params.dtype, 16, kv) / 16
             found = floor.seconds(case.batch, case.batch, case.batch * case.context * each)
@@ -78,12 +79,12 @@ def test_the_published_table_agrees_with_itself():
 @pytest.mark.parametrize(
     ("case", "prompts", "tokens", "steps"),
     [
-        (Case(1, 8, 256), 1, 8, 1),
-        (Case(512, 8, 256), 512, 8, 1),
-        (Case(768, 8, 256), 384, 8, 2),
-        (Case(80, 1024, 1024), 4, 1024, 20),
-        (Case(3, 9000, 16), 1, 3000, 9),
-        (Case(7, 1500, 16), 2, 1500, 4),
+        (WholeBatch(1, 8, 256), 1, 8, 1),
+        (WholeBatch(512, 8, 256), 512, 8, 1),
+        (WholeBatch(768, 8, 256), 384, 8, 2),
+        (WholeBatch(80, 1024, 1024), 4, 1024, 20),
+        (WholeBatch(3, 9000, 16), 1, 3000, 9),
+        (WholeBatch(7, 1500, 16), 2, 1500, 4),
     ],
 )
 def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
@@ -100,11 +101,11 @@ def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
 def test_the_work_of_a_row_by_hand():
     """Two prompts of 40 in chunks of 20: the second chunk reads the first one's keys too, and the head runs on the last
     token alone. A decoding row has 40 and half of 8 tokens to read."""
-    case = Case(2, 40, 8)
+    case = WholeBatch(2, 40, 8)
     first, last = Work(0, 20, 0, 20, 20 * 21 / 2), Work(0, 20, 1, 40, 20 * 20 + 20 * 21 / 2)
     assert case.prefill(32).work(case) == [first, last, first, last]
     assert case.decode_work == Work(2, 0, 2, 88, 0)
-    whole = Case(5, 8, 256)
+    whole = WholeBatch(5, 8, 256)
     assert whole.prefill(32).work(whole) == [Work(0, 24, 3, 24, 3 * 36), Work(0, 16, 2, 16, 2 * 36)]
 
 
@@ -145,7 +146,7 @@ def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypat
     args = parse_args(["--config", str(tiny), "--dtype", "float32", "--step-tokens", "32", "--seconds", "0.6"])
     config = load_config(tiny)
     params = init_params(config, jax.random.key(0), jnp.float32)
-    cases = [Case(1, 8, 100), Case(2, 40, 8), Case(3, 4, 90)]
+    cases = [WholeBatch(1, 8, 100), WholeBatch(2, 40, 8), WholeBatch(3, 4, 90)]
     bench = Bench(params, config, cases, args)
     real, calls = StepTimer.seconds, []
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from experiments.claims.claim import Claim, Row, Verdict
 from experiments.claims.shapes import config_of, random_params
-from experiments.throughput import Bench, Case, parse_args
+from experiments.steps.batches import WholeBatch
+from experiments.throughput import Bench, parse_args
 
 LENGTHS = ((8, 256), (128, 512), (512, 128), (512, 512), (2048, 128))
 BATCHES = (1, 32)
@@ -19,9 +20,9 @@ STATED = 0.10
 
 
 def measure(toy: bool) -> Iterator[Row]:
-    cases = [Case(batch, *pair) for batch in BATCHES for pair in (*LENGTHS, WORKLOAD)]
+    cases = [WholeBatch(batch, *pair) for batch in BATCHES for pair in (*LENGTHS, WORKLOAD)]
     if toy:
-        cases = [Case(2, 8, 16)]
+        cases = [WholeBatch(2, 8, 16)]
     config = config_of(toy)
     params = random_params(config, toy)
     sizes = ["--step-tokens", "16", "--steps", "2", "--seconds", "0.02"] if toy else ["--step-tokens", "4096"]

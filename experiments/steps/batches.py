@@ -1,0 +1,58 @@
+"""Whole batches, as PPL.LLM's table has them: prompts and outputs of one length, and the steps that compute them."""
+
+from dataclasses import dataclass
+
+from experiments.steps.floors import Work, step_work
+from experiments.steps.timer import layout_of
+from jllm.engine.layout import Layout
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A row of the table: all prompts have `input` tokens, and all outputs `output`."""
+
+    batch: int
+    input: int
+    output: int
+
+    @property
+    def context(self) -> int:
+        """Tokens in each slot's pages in the middle of its output."""
+        return self.input + self.output // 2
+
+    @property
+    def decode_work(self) -> Work:
+        """The work of one step in the middle of the output."""
+        return step_work(self.batch, self.batch * self.context, ())
+
+    def prefill(self, step_tokens: int) -> "Prefill":
+        """The steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""
+        if self.input > step_tokens:
+            return Prefill(1, -(-self.input // -(-self.input // step_tokens)))
+        steps = -(-self.batch // (step_tokens // self.input))
+        return Prefill(-(-self.batch // steps), self.input)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Steps of one size: chunks of as many prompts, with as many tokens each."""
+
+    prompts: int
+    tokens: int
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(tokens=self.prompts * self.tokens, prompts=self.prompts)
+
+    def spans(self, case: WholeBatch) -> list[list[tuple[int, int, int]]]:
+        """For each step the (slot, start, tokens) of its chunks."""
+        steps = []
+        for first in range(0, case.batch, self.prompts):
+            for start in range(0, case.input, self.tokens):
+                n = min(self.tokens, case.input - start)
+                steps.append([(slot, start, n) for slot in range(first, min(first + self.prompts, case.batch))])
+        return steps
+
+    def work(self, case: WholeBatch) -> list[Work]:
+        """The work of each step."""
+        return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]
