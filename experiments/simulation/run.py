@@ -167,7 +167,7 @@ class Simulation:
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks if c.final)]
         start = clock()
         for seq in sampled:
-            scheduler.on_token(seq, 1)
+            scheduler.on_tokens(seq, [1])
         host = clock() - start
         for seq in sampled:
             one = live.get(seq.request_id)

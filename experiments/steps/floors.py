@@ -138,7 +138,7 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
             yield work_of(plan)
         if before is not None:
             for seq in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
-                scheduler.on_token(seq, 1)
+                scheduler.on_tokens(seq, [1])
                 if not seq.finished and seq.length == seq.max_length:
                     scheduler.finish(seq, "length")
             scheduler.step_read(before.step)

@@ -55,7 +55,7 @@ class Samples:
     """Those of one request."""
 
     started: int = 0  # ever: the next sample index
-    unfinished: int = 0
+    unfinished: dict[int, Live] = field(default_factory=dict)  # by sample index
 
 
 def variant_for(samplings: Collection[SamplingParams]) -> Variant:

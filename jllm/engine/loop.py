@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -74,7 +75,7 @@ class Engine:
         if self._options.trace is not None:
             about = self._options.memory
             self._trace = Recorder(self._options.trace, sizes.limits, sizes.ladder, about)
-        self._live: dict[tuple[int, int], Live] = {}
+        self._live: dict[Sequence, Live] = {}  # the unfinished samples
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._in_flight: InFlight | None = None
@@ -211,9 +212,8 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
-        for sample in range(request.started):
-            if (request_id, sample) in self._live:
-                self._finish(self._live[request_id, sample], "abort", time.perf_counter())
+        for live in list(request.unfinished.values()):
+            self._finish(live, "abort", time.perf_counter())
 
     def step(self) -> list[Event]:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
@@ -304,7 +304,7 @@ class Engine:
             with contextlib.suppress(Exception):  # its text may be what failed
                 live.output.finish()
         self._counts.requests_aborted += len(self._requests)
-        return (*events, *self._texts.rest(News(live, None, reason, now - live.submitted) for live in left))
+        return (*events, *self._texts.rest(News(live, (), reason, now - live.submitted) for live in left))
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -318,17 +318,17 @@ class Engine:
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
         live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
-        self._live[seq.request_id, seq.sample] = self._owed[seq.request_id, seq.sample] = live
+        self._live[seq] = self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
-        request.unfinished += 1
+        request.unfinished[seq.sample] = live
         return live
 
     def _find(self, request_id: int, sample: int) -> Live:
-        live = self._live.get((request_id, sample))
-        if live is None:
+        request = self._requests.get(request_id)
+        if request is None or sample not in request.unfinished:
             raise RequestError(f"request {request_id} has no running sample {sample}")
-        return live
+        return request.unfinished[sample]
 
     # One step
 
@@ -353,27 +353,29 @@ class Engine:
         if self._trace:
             self._trace.dispatched(plan, rung, pool.num_used)
         counts.steps += 1
-        counts.tokens += len(plan.decodes) + tokens
+        counts.tokens += sum(plan.rows) + tokens
         counts.rows += rung.size
         counts.prefill_tokens += tokens
         counts.pages_peak = max(counts.pages_peak, pool.num_used)
         return InFlight(plan, rung, outputs)
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
-        return self._live[seq.request_id, seq.sample].stop_ids
+        return self._live[seq].stop_ids
 
     def _read(self, step: InFlight) -> None:
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
-            take_prompt_scores(step.plan, outputs, lambda seq: self._live.get((seq.request_id, seq.sample)))
-        tokens, now = outputs.tokens.tolist(), time.perf_counter()
-        rows = list(enumerate(step.plan.decodes))
-        rows += [(step.rung.decodes + b, c.seq) for b, c in enumerate(step.plan.chunks) if c.final]
-        for row, seq in rows:
-            live = self._live.get((seq.request_id, seq.sample))
-            if live is not None:  # else: ended by an earlier token or an abort; the surplus is dropped
-                self._take(live, tokens[row], outputs, row, now)
+            take_prompt_scores(step.plan, outputs, self._live.get)
+        plan, most, now = step.plan, self.sizes.limits.short_rows, time.perf_counter()
+        short = step.rung.decodes * most  # rows before those of chunks
+        tokens = outputs.tokens[:short].reshape(-1, most).tolist()
+        for i, (seq, rows, some) in enumerate(zip(plan.decodes, plan.rows, tokens)):
+            if seq.finish_reason is None:  # else: ended by an earlier token or an abort; the surplus is dropped
+                self._take(self._live[seq], some, rows, outputs, i * most, now)
+        for row, chunk in enumerate(plan.chunks, short):
+            if chunk.final and chunk.seq.finish_reason is None:
+                self._take(self._live[chunk.seq], [int(outputs.tokens[row])], 1, outputs, row, now)
         for last, times in self._newest.items():  # few: most sequences had their last token in the step before
             self._times.inter_token.add(now - last, times)
         self._newest.clear()
@@ -381,46 +383,55 @@ class Engine:
         if self._trace:
             self._trace.read(step.plan.step)
 
-    def _take(self, live: Live, token: int, outputs: Outputs, row: int, now: float) -> None:
-        """One new token of an unfinished sequence, read at `now`."""
-        seq = live.seq
-        if token == NOT_FINITE:
-            self._finish(live, "error", now)
-            return
-        if token < 0:
-            raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
-        self._scheduler.on_token(seq, token)
-        self._counts.output_tokens += 1
-        if live.first_token is None:
-            live.first_token = now - live.submitted
-            self._times.first_token.add(live.first_token)
-        else:
-            self._newest[live.last_token] += 1
-        live.last_token = now
-        if token in live.stop_ids:
-            self._finish(live, "stop", now)
-            return
-        if outputs.logprobs is not None and seq.params.logprobs is not None:
-            live.logprobs.append(token_logprob(token, outputs, row, seq.params.logprobs))
-        ended = len(seq.prompt) + len(seq.output) >= seq.max_length
-        if live.output.may_wait:
-            if ended:
-                self._finish(live, "length", now, token)
+    def _take(self, live: Live, tokens: list[int], rows: int, outputs: Outputs, row: int, now: float) -> None:
+        """What a step's `rows` rows from `row` on made of an unfinished sequence, read at `now`: tokens, the first of
+        which that ends the sequence cuts off the rest; a number below 0 in rows that made none."""
+        seq, output, kept, reason = live.seq, live.output, 0, None
+        room = seq.max_length - len(seq.prompt) - len(seq.output)
+        for token in tokens:
+            if token < 0:
+                reason = "error" if token == NOT_FINITE else None
+                break
+            kept += 1
+            if token in live.stop_ids:
+                reason = "stop"
+                break
+            if outputs.logprobs is not None and seq.params.logprobs is not None:
+                live.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
+            if not output.may_wait:
+                output.push(token)
+                if output.stopped:
+                    reason = "stop"
+                    break
+            if kept == room:
+                reason = "length"
+                break
+        if kept:
+            if kept < len(tokens):
+                tokens = tokens[:kept]
+            self._scheduler.on_tokens(seq, tokens, rows)
+            self._counts.output_tokens += kept
+            if live.first_token is None:
+                live.first_token = now - live.submitted
+                self._times.first_token.add(live.first_token)
             else:
-                self._events.append(News(live, token))
-            return
-        live.output.push(token)
-        if live.output.stopped:
-            self._finish(live, "stop", now)
-        elif ended:
-            self._finish(live, "length", now)
+                self._newest[live.last_token] += 1
+            live.last_token = now
+            if kept > 1:  # between those of one step there is no time
+                self._newest[now] += kept - 1
+        elif reason is None:
+            raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
+        if reason is not None:
+            self._finish(live, reason, now, tokens[: kept - (reason == "stop")])
+        elif output.may_wait:
+            self._events.append(News(live, tokens))
         else:
-            text, tokens = live.output.take(final=False)
-            if text or tokens:
-                self._events.append(Event(seq.request_id, seq.sample, text, tokens))
+            text, certain = output.take(final=False)
+            if text or certain:
+                self._events.append(Event(seq.request_id, seq.sample, text, certain))
 
-    def _finish(self, live: Live, reason: str, now: float, token: int | None = None) -> None:
-        """now: when its last token was read; token: that one, if its text is still to be made."""
+    def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
+        """now: when its last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""
         seq = live.seq
         if reason == "length" and not live.output.may_wait:
             live.output.finish()
@@ -429,8 +440,7 @@ class Engine:
         self._gate.finish(seq, reason)
         if self._trace:
             self._trace.end(seq, reason)
-        del self._live[seq.request_id, seq.sample]
-        self._requests[seq.request_id].unfinished -= 1
+        del self._live[seq], self._requests[seq.request_id].unfinished[seq.sample]
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
             self._counts.requests_aborted += reason == "abort"
@@ -438,13 +448,13 @@ class Engine:
         total = now - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
-        self._events.append(News(live, token, reason, total))
+        self._events.append(News(live, tokens if live.output.may_wait else (), reason, total))
 
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""
         why = f"{type(error).__name__}: {_first_line(error)}"
         warnings.warn(f"request {seq.request_id} ends: its steps could not be compiled ({why})", stacklevel=2)
-        self._finish(self._live[seq.request_id, seq.sample], "error", time.perf_counter())
+        self._finish(self._live[seq], "error", time.perf_counter())
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""

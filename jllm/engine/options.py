@@ -10,7 +10,7 @@ from jllm.batch import FEW_SLOTS, Rung, make_ladder
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy
 from jllm.engine.pages import PagePool
-from jllm.engine.plan import Limits
+from jllm.engine.plan import Limits, most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
@@ -162,6 +162,6 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         max_chunks=top.chunks,
         page_size=P,
         num_pages=num_pages,
-        max_deltas=2 * S + -(-tokens // P),
+        max_deltas=most_deltas(S, tokens, P),
     )
     return Sizes(limits, min(whole, num_pages), ladder)

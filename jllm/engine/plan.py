@@ -13,8 +13,9 @@ from jllm.errors import ConfigError
 class Limits:
     """Sizes that no plan exceeds.
 
-    A step takes one token and at most one new page from each decoding slot, hence max_step_tokens >= max_slots and
-    max_deltas >= max_slots: the decodes always fit, and a slot that prefills can always add a token.
+    A step has rows for a short segment and at most one new page that is not for drafts from each decoding slot, hence
+    max_step_tokens >= max_slots * short_rows and max_deltas >= max_slots: the decodes always fit, and a slot that
+    prefills can always add a token.
     """
 
     max_slots: int  # sequences that run at once
@@ -24,6 +25,7 @@ class Limits:
     page_size: int  # tokens a page
     num_pages: int
     max_deltas: int  # page table changes in a step
+    short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
 
     def __post_init__(self):
         for f in fields(self):
@@ -33,6 +35,15 @@ class Limits:
             if getattr(self, name) < self.max_slots:
                 least = f"max_slots = {self.max_slots} (one {unit} a slot)"
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.max_step_tokens < self.max_slots * self.short_rows:
+            least = f"max_slots * short_rows = {self.max_slots * self.short_rows}"
+            raise ConfigError(f"max_step_tokens must be at least {least}, not {self.max_step_tokens}")
+
+
+def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
+    """Page table changes that a step may ask for: of each slot those of a short segment that ends with a page for the
+    token after it, of each prompt chunk its pages, the first and the last of which it may fill in part."""
+    return max_slots * (1 + -(-(short_rows + 1) // page_size)) + -(-max_step_tokens // page_size)
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. Each decode computes the KV of its slot's newest token, at position seq.computed - 1, and samples.
+    """One step. Each decode computes the KV of its slot's newest token and of the drafts in its other rows, if it has
+    more than one, and samples. The host knows the index of its first row as an interval: it ends at
+    seq.computed + seq.ahead - rows, and begins at seq.computed - 1. No row at or past max_length - 1 is written.
 
     Copies come first, all at once (no page is both read and written), and after all steps that were dispatched before.
     Rarely a plan has page table changes and nothing else.
@@ -55,6 +68,7 @@ class Plan:
 
     step: int
     decodes: tuple[Sequence, ...]
+    rows: tuple[int, ...]  # of each decode, 1 .. Q
     chunks: tuple[Chunk, ...]
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step

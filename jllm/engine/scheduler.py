@@ -5,8 +5,8 @@ The loop that drives it:
 
     plan = scheduler.schedule()         the plan counts as dispatched from here on
     dispatch it to the device; then, one step late, for the oldest unread step:
-        on_token(seq, token)            for each sequence that sampled in it; ignored once the sequence has ended
-        finish(seq, reason)             where the token ended it: end token, stop text, max_length
+        on_tokens(seq, tokens, rows)    for each sequence that sampled in it; ignored once the sequence has ended
+        finish(seq, reason)             where a token ended it: end token, stop text, max_length
         step_read(step)                 releases what only that step kept
 
 schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
@@ -16,6 +16,11 @@ Fairness: running sequences and waiting ones each stand in the order of arrival,
 that waits. Every decode and the oldest prefill advance in every step, but for a few steps that many slots spend to fill
 the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
 oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
+
+Drafts: where a short segment has more than one row, a decode gets rows beside its newest token's as far as their pages
+are there: pages for all that unread steps may have advanced it, for the rows, and for the token after them, so that the
+next step can always follow. Drafts take pages that are left over, and give them back before a sequence waits for a page
+or is preempted.
 
 What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
 (sharing.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
@@ -132,7 +137,8 @@ class Scheduler:
             self.counts.drains += 1
             return None
         decodes, short, prefills = room
-        budget = min(self.limits.max_step_tokens - len(decodes), self.limits.max_prompt_tokens)
+        limits = self.limits
+        budget = min(limits.max_step_tokens - len(decodes) * limits.short_rows, limits.max_prompt_tokens)
         draft = Draft()
         self._map(short, draft)
         self._prefill(prefills, self._fill(prefills, budget, len(decodes)), draft)
@@ -150,6 +156,7 @@ class Scheduler:
 
     def _plan(self, decodes: list[Sequence], draft: Draft) -> Plan:
         """The draft as a plan, which counts as dispatched."""
+        rows = self._rows(decodes, draft)
         self.dispatched += 1
         for seq in decodes:
             seq.computed += 1
@@ -167,6 +174,7 @@ class Scheduler:
         return Plan(
             self.dispatched,
             tuple(decodes),
+            rows,
             tuple(draft.chunks),
             tuple(draft.deltas),
             copies,
@@ -180,15 +188,19 @@ class Scheduler:
         for each of these. None: pages are short and a step is unread. Reading it may end a sequence, and the tokens of
         one must be known before it is preempted."""
         size = self.pool.page_size
+        if self.waiting and self.free_slots:
+            self._return_borrowed()
         while True:
             prefills = [s for s in self.running if s.computed < s.prefill_end]
             decodes = self._decoding(prefills)
-            short = [s for s in decodes if s.computed == s.mapped * size]
+            short = [s for s in decodes if s.computed + s.ahead >= s.mapped * size]
             short += [s for s in prefills[:1] if s.computed >= s.mapped * size]
-            lacking = [s for s in short if s.computed == len(s.pages) * size]
+            lacking = [s for s in short if s.reach > len(s.pages) * size]
             missing = len(lacking) - self.pool.num_available
             if missing <= 0:
                 return decodes, short, prefills
+            if self._return_borrowed():
+                continue
             if self.unread:
                 return None
             self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
@@ -201,7 +213,48 @@ class Scheduler:
     def _map(self, short: list[Sequence], draft: Draft) -> None:
         """A page for the next token of each, of those as well that may sit out this step."""
         for left, seq in zip(range(len(short) - 1, -1, -1), short):
-            self._grow(seq, 1, draft, left)
+            self._grow(seq, seq.reach, draft, left)
+
+    def _rows(self, decodes: list[Sequence], draft: Draft) -> tuple[int, ...]:
+        """Rows of each decode: all that a short segment has where their pages are there or left over, else one."""
+        most = self.limits.short_rows
+        if most == 1:
+            return (1,) * len(decodes)
+        spare = 0 if self.waiting and self.free_slots else self.pool.num_available - len(self.running)
+        rows = []
+        for seq in decodes:
+            n, available = min(most, seq.max_length - 1 - seq.computed), self.pool.num_available
+            rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, draft) else 1)
+            spare -= available - self.pool.num_available
+            seq.ahead += rows[-1] - 1
+        return tuple(rows)
+
+    def _lend(self, seq: Sequence, tokens: int, spare: int, draft: Draft) -> bool:
+        """Whether pages for so many tokens of seq are in the page table, or `spare` ones could be put there."""
+        need = self.pool.pages_for(min(tokens, seq.max_length - 1))
+        missing, changes = max(0, need - len(seq.pages)), max(0, need - seq.mapped)
+        if missing > max(0, spare) or changes > self.limits.max_deltas - len(draft.deltas):
+            return False
+        seq.pages += self.pool.allocate(missing) or []
+        seq.borrowed += missing
+        self.empty += missing * self.pool.page_size
+        self._put(seq, need, draft)
+        return True
+
+    def _return_borrowed(self) -> bool:
+        """Gives back pages that were taken for drafts and that no unread step may write; whether there were any."""
+        found = False
+        for seq in self.running if self.limits.short_rows > 1 else ():
+            seq.borrowed = min(seq.borrowed, len(seq.pages) - self.pool.pages_for(seq.reach))
+            if seq.borrowed > 0:
+                found, keep = True, len(seq.pages) - seq.borrowed
+                self.pool.free(seq.pages[keep:])
+                del seq.pages[keep:]
+                seq.mapped = min(seq.mapped, keep)
+                self.empty -= seq.borrowed * self.pool.page_size
+            seq.borrowed = 0
+        self.returns += found
+        return found
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
         """How many prompt tokens to take of at most budget, so that a step of so many decodes has little waste."""
@@ -274,21 +327,20 @@ class Scheduler:
         if not budget or len(draft.chunks) == self.limits.max_chunks:
             return 0
         want = seq.prefill_end - seq.computed
-        n = self._grow(seq, min(budget, want), draft)
+        n = self._grow(seq, seq.computed + min(budget, want), draft)
         if n:
             stop = seq.computed + n
             draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
     def _grow(self, seq: Sequence, tokens: int, draft: Draft, others: int = 0) -> int:
-        """Take the pages that seq's next tokens need and put them into the page table, as far as the policy and the
-        room for changes go, leaving a page and a change to each of so many others; returns how many of the tokens have
-        their page."""
-        assert seq.slot is not None
+        """Take the pages that seq's first `tokens` need and put them into the page table, as far as the policy and the
+        room for changes go, leaving a page and a change to each of so many others; returns how many of the tokens that
+        are not computed have their page."""
         room = self.limits.max_deltas - len(draft.deltas) - others
-        need, have = self.pool.pages_for(seq.computed + tokens), len(seq.pages)
+        need, have = self.pool.pages_for(tokens), len(seq.pages)
         if need > have:
-            missing = min(need - have, room)
+            seq.borrowed, missing = 0, min(need - have, room)
             self.counts.outgrown += 0 < seq.expected <= seq.computed
             copies = self.policy.grow(seq, missing, others, room) if missing > 0 else []
             self.empty += (len(seq.pages) - have) * self.pool.page_size
@@ -297,19 +349,30 @@ class Scheduler:
                 draft.copy(copies)
                 seq.mapped = have - len(copies)
                 self.retired.append((self.dispatched + 1, [page for page, _ in copies]))
-        new = seq.pages[seq.mapped : min(need, seq.mapped + room)]
+        self._put(seq, min(need, seq.mapped + room), draft)
+        return max(0, min(tokens, seq.mapped * self.pool.page_size) - seq.computed)
+
+    def _put(self, seq: Sequence, pages: int, draft: Draft) -> None:
+        """Puts the first `pages` pages of seq into the page table, as far as it has them."""
+        assert seq.slot is not None
+        new = seq.pages[seq.mapped : pages]
         draft.deltas.extend((seq.slot, seq.mapped + i, page) for i, page in enumerate(new))
         seq.mapped += len(new)
-        return max(0, min(tokens, seq.mapped * self.pool.page_size - seq.computed))
 
-    def on_token(self, seq: Sequence, token: int) -> None:
-        """A token read from the device. What comes after the end of a sequence is surplus, and dropped."""
+    def on_tokens(self, seq: Sequence, tokens: list[int], rows: int = 1) -> None:
+        """What a step made of seq, at least one token, read from the device; the step had so many rows for it. What
+        comes after the end of a sequence is surplus, and dropped."""
         if seq.finish_reason is not None:
             return
         if not seq.in_flight:
-            raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a token that was not in flight")
+            raise AssertionError(f"request {seq.request_id} sample {seq.sample}: tokens that were not in flight")
         seq.in_flight -= 1
-        seq.output.append(token)
+        if rows > 1:
+            more = len(tokens) - 1
+            seq.computed += more
+            seq.ahead -= rows - 1
+            self.empty -= more
+        seq.output += tokens
         if len(seq.output) == seq.prefill_end + 1 - len(seq.prompt):
             self.sharing.on_first_token(seq)
 
@@ -367,7 +430,8 @@ class Scheduler:
         self._requeue(seq)
 
     def _requeue(self, seq: Sequence) -> None:
-        seq.lost, seq.computed, seq.cached, seq.in_flight = seq.computed, 0, 0, 0
+        seq.lost, seq.computed, seq.ahead, seq.cached, seq.in_flight = seq.computed, 0, 0, 0, 0
+        seq.borrowed = 0
         self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
@@ -384,6 +448,6 @@ class Scheduler:
         self.policy.release(seq)
         self.returns += 1
         self.free_slots.append(seq.slot)
-        seq.slot, seq.mapped = None, 0
+        seq.slot, seq.mapped, seq.borrowed = None, 0, 0
         if seq.finished:
             seq.origin = seq.snapshot = None

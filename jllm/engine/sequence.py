@@ -17,6 +17,9 @@ class Sequence:
     slot and pages stay its own until the last step that may write them has been read). While it runs, it prefills
     until its KV reaches prefill_end and then decodes, where computed == length + in_flight - 1: the newest token has
     no KV yet, it is the input of the next step.
+
+    A step with drafts may advance it by more than one token, which the host learns when it reads the step. Until then
+    the tokens with KV on the device are between computed, which counts one for each unread step, and computed + ahead.
     """
 
     request_id: int
@@ -30,10 +33,12 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # all that it holds
     mapped: int = 0  # how many of them, from the first, the device's page table has
     cached: int = 0  # tokens that it found computed when it was admitted, in full pages that it shares
-    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched
+    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched: at least so many
+    ahead: int = 0  # tokens that unread steps may have computed beyond these
+    borrowed: int = 0  # pages at the end of `pages` that were taken for drafts alone
     lost: int = 0  # tokens that were computed when it had to give up its pages, until it is admitted again
     prefill_end: int = 0  # tokens to prefill: those known at admission
-    in_flight: int = 0  # tokens sampled on the device and not yet read
+    in_flight: int = 0  # dispatched steps that sample for it and are not yet read
     expected: int = 0  # tokens of KV that it is thought to come to, once somebody asked
     arrival: int = -1  # the place in the order of arrival, given by the scheduler
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
@@ -56,6 +61,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether KV of tokens known at admission is still to be computed (running sequences only)."""
         return self.computed < self.prefill_end
+
+    @property
+    def reach(self) -> int:
+        """Tokens that need a page before the next one is decoded. The last token of all never gets KV."""
+        return min(self.computed + self.ahead + 1, self.max_length - 1)
 
     @property
     def finished(self) -> bool:

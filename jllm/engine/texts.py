@@ -17,18 +17,18 @@ FEW = 64  # tokens, whose text is made at once: a step of so few is waiting for 
 
 
 class News(NamedTuple):
-    """What a sample's next event will be made of: a new token, the reason of its end, or both."""
+    """What a sample's next event will be made of: new tokens, the reason of its end, or both."""
 
     live: Live
-    token: int | None = None
+    tokens: Sequence[int] = ()
     reason: str | None = None
     seconds: float = 0.0  # from its submission to its end
 
     def event(self) -> Event | None:
         """None where nothing is certain yet. Each of a sample's news once, in order."""
         seq, output = self.live.seq, self.live.output
-        if self.token is not None:
-            output.push(self.token)
+        for token in self.tokens:
+            output.push(token)
         if self.reason is None:
             text, tokens = output.take(final=False)
             return Event(seq.request_id, seq.sample, text, tokens) if text or tokens else None

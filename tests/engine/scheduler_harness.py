@@ -1,6 +1,7 @@
 """A model of the device, which reads its KV through the page table that the plans built, and a loop that drives a
 scheduler against it and checks whatever must hold."""
 
+import random
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -51,15 +52,27 @@ class Row:
     done: bool = True
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What a step made of a sequence that had so many rows in it."""
+
+    seq: Sequence
+    tokens: list[int]
+    rows: int = 1
+
+
 class Device:
-    """Executes plans in order, as they are dispatched; a slot that it knows to be done writes nothing."""
+    """Executes plans in order, as they are dispatched; a slot that it knows to be done writes nothing. A decode of
+    several rows advances by any number of tokens that they allow, as if so many drafts were right."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
+        self.random = random.Random(0)
+        self.written: set[tuple[Sequence, int]] = set()  # pages, since somebody cleared it
         self.rows = [Row() for _ in range(limits.max_slots)]
         self.memory: dict[tuple[int, int], int] = {}  # (page, offset) -> token
 
-    def run(self, plan: Plan) -> list[tuple[Sequence, int]]:
+    def run(self, plan: Plan) -> list[Sampled]:
         assert len({(slot, index) for slot, index, _ in plan.deltas}) == len(plan.deltas), "two changes of one entry"
         sources, targets = {page for page, _ in plan.copies}, {page for _, page in plan.copies}
         assert len(targets) == len(plan.copies), "a page is copied to twice"
@@ -69,13 +82,12 @@ class Device:
         for slot, index, page in plan.deltas:
             self.rows[slot].table[index] = page
         out = []
-        for seq in plan.decodes:
+        for seq, rows in zip(plan.decodes, plan.rows, strict=True):
             row = self.rows[seq.slot]
             assert row.seq is seq, "a slot decodes that was never filled"
             if not row.done:
-                assert row.length == seq.computed - 1
-                self.write(row, [row.last])
-                out.append(self.sample(row))
+                assert seq.computed - 1 <= row.length <= seq.computed + seq.ahead - rows, "another length than is known"
+                out.append(Sampled(seq, self.decode(row, rows), rows))
         for chunk in plan.chunks:
             row = self.rows[chunk.seq.slot]
             if self.begins(row, chunk):
@@ -84,8 +96,20 @@ class Device:
             assert row.length == chunk.start, "a position is left out or written twice"
             self.write(row, chunk.tokens)
             if chunk.final:
-                out.append(self.sample(row))
+                out.append(Sampled(row.seq, [self.sample(row)]))
         return out
+
+    def decode(self, row: Row, rows: int) -> list[int]:
+        """Writes all rows, and then the right tokens over the first drafts."""
+        start = row.length
+        self.write(row, [row.last, *[GARBAGE] * min(rows - 1, row.seq.max_length - 2 - start)])
+        row.length, tokens = start, []
+        for _ in range(self.random.randint(1, rows)):
+            self.write(row, [row.last])
+            tokens.append(self.sample(row))
+            if row.done:
+                break
+        return tokens
 
     def begins(self, row: Row, chunk: Chunk) -> bool:
         """Whether this chunk is the first of its slot's new sequence."""
@@ -95,14 +119,16 @@ class Device:
         for token in tokens:
             index, offset = divmod(row.length, self.limits.page_size)
             assert index in row.table, "the device's page table is another"
+            assert row.table[index] in row.seq.pages, "a page is written that its sequence does not hold"
+            self.written.add((row.seq, row.table[index]))
             self.memory[row.table[index], offset] = token
             row.length += 1
 
-    def sample(self, row: Row) -> tuple[Sequence, int]:
+    def sample(self, row: Row) -> int:
         size = self.limits.page_size
         row.last = sample([self.memory.get((row.table[i // size], i % size), GARBAGE) for i in range(row.length)])
         row.done = row.last in row.seq.params.stop_token_ids or row.length + 1 == row.seq.max_length
-        return row.seq, row.last
+        return row.last
 
 
 class Loop:
@@ -144,16 +170,22 @@ class Loop:
         self.admitted = s.counts.admitted > admissions
         assert plan.step == s.dispatched
         self.check(plan, {seq: 0 if seq.preemptions > preempted[seq] else n for seq, n in before.items()})
-        read = [page for page, _ in plan.copies]
-        held = [(seq, seq.slot, seq.pages + read) for seq in in_plan(plan)]
-        self.unread.append((plan, self.device.run(plan), held))
+        if s.counts.preempted > sum(preempted.values()):
+            assert not any(seq.borrowed for seq in s.running), "preempted though drafts held pages"
+        read, size = [page for page, _ in plan.copies], self.limits.page_size
+        self.device.written.clear()
+        outputs = self.device.run(plan)
+        held = [(seq, seq.slot, seq.pages[: -(-seq.computed // size)] + read) for seq in in_plan(plan)]
+        held += [(seq, seq.slot, [page]) for seq, page in self.device.written]
+        self.unread.append((plan, outputs, held))
         return plan
 
     def check(self, plan: Plan, before: dict[Sequence, int]):
         s, limits = self.scheduler, self.limits
         chunk_tokens = sum(len(c.tokens) for c in plan.chunks)
         assert plan.decodes or plan.chunks or plan.deltas, "a step for nothing"
-        assert len(plan.decodes) + chunk_tokens <= limits.max_step_tokens
+        assert len(plan.decodes) * limits.short_rows + chunk_tokens <= limits.max_step_tokens
+        assert all(1 <= rows <= limits.short_rows for rows in plan.rows)
         assert chunk_tokens <= limits.max_prompt_tokens
         assert len(plan.chunks) <= limits.max_chunks
         assert len(plan.deltas) <= limits.max_deltas
@@ -164,7 +196,8 @@ class Loop:
             assert seq.last_step == plan.step
             assert seq.length + seq.in_flight <= seq.max_length, "dispatched beyond max_length"
             assert seq.computed < seq.max_length, "KV that nothing reads"
-            assert limits.page_size * seq.mapped >= seq.computed, "no page for a position that is written"
+            written = min(seq.computed + seq.ahead, seq.max_length - 1)
+            assert limits.page_size * seq.mapped >= written, "no page for a position that is written"
         for seq in plan.decodes:
             assert seq.computed == before[seq] + 1, "a position is left out or written twice"
         for c in plan.chunks:
@@ -175,15 +208,20 @@ class Loop:
         mapped = {slot for slot, _, _ in plan.deltas}  # its page table may take more than a step
         taking_part = oldest in in_plan(plan) or (oldest.prefilling and oldest.slot in mapped)
         assert taking_part or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
-        left = min(limits.max_step_tokens - len(plan.decodes), limits.max_prompt_tokens) - chunk_tokens
+        left = limits.max_step_tokens - len(plan.decodes) * limits.short_rows
+        left = min(left, limits.max_prompt_tokens) - chunk_tokens
         if left and len(plan.chunks) < limits.max_chunks and len(plan.deltas) < limits.max_deltas and s.pool.num_free:
             assert all(not seq.prefilling for seq in s.running), "a prompt waits though there is room for it"
 
     def read(self):
         plan, outputs, _ = self.unread.popleft()
-        for seq, token in outputs:
-            self.scheduler.on_token(seq, token)
-            if not seq.finished and (reason := ends(seq.params, token, len(seq.output))):
+        for sampled in outputs:
+            seq, known, reason = sampled.seq, len(sampled.seq.output), None
+            for n, token in enumerate(sampled.tokens, 1):
+                if reason := ends(seq.params, token, known + n):
+                    break
+            self.scheduler.on_tokens(seq, sampled.tokens[:n], sampled.rows)
+            if reason and not seq.finished:
                 self.scheduler.finish(seq, reason)
         self.scheduler.step_read(plan.step)
 
@@ -238,6 +276,9 @@ class Loop:
             assert [table.get(i) for i in range(seq.mapped)] == seq.pages[: seq.mapped], (
                 "the device's page table is another"
             )
+            row = self.device.rows[seq.slot]
+            if not seq.in_flight and not seq.finished and row.seq is seq:
+                assert (seq.ahead, seq.computed) == (0, row.length), "the host knows another length than the device"
         for _, _, held in self.unread:
             for seq, slot, taken in held:
                 assert seq.slot == slot, "a slot was given back though an unread step uses it"

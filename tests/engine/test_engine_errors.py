@@ -200,10 +200,10 @@ def test_an_interrupted_step_closes_the_engine_and_every_request_has_its_end(mod
     two, short = engine.submit(PROMPTS[0], greedy(20, n=2)), engine.submit(PROMPTS[2], greedy(3))
     waits = engine.submit(PROMPTS[1], greedy(20, n=2))  # the second one: there are four slots
 
-    def interrupt(live, token=None, reason=None, seconds=0.0):  # right when the short one has ended
+    def interrupt(live, tokens=(), reason=None, seconds=0.0):  # right when the short one has ended
         if reason == "length":
             raise KeyboardInterrupt
-        return News(live, token, reason, seconds)
+        return News(live, tokens, reason, seconds)
 
     monkeypatch.setattr("jllm.engine.loop.News", interrupt)
     with pytest.raises(KeyboardInterrupt):

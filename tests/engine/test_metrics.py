@@ -126,7 +126,7 @@ def prompt_tokens(scheduler: Scheduler) -> int:
     plan = scheduler.schedule()
     assert plan is not None
     for seq in [*plan.decodes, *(c.seq for c in plan.chunks if c.final)]:
-        scheduler.on_token(seq, 1)
+        scheduler.on_tokens(seq, [1])
     scheduler.step_read(plan.step)
     return sum(len(c.tokens) for c in plan.chunks)
 
@@ -156,7 +156,7 @@ def test_a_few_decodes_too_many_sit_out_in_turn():
             assert plan is not None
             assert all(len(seq.pages) * 4 >= seq.computed for seq in plan.decodes)
             for seq in plan.decodes:
-                scheduler.on_token(seq, 1)
+                scheduler.on_tokens(seq, [1])
             scheduler.step_read(plan.step)
             steps.append([seq.request_id for seq in plan.decodes])
         return steps

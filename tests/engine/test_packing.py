@@ -24,7 +24,9 @@ def test_a_plan_as_the_device_reads_it():
     decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot) for slot in (3, 1))
     chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
     stops = {first: range(40, 40 + STOP_IDS + 3), second: {9, 2}}
-    buffer = pack_plan(LAYOUT, Plan(0, decodes, chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq])
+    buffer = pack_plan(
+        LAYOUT, Plan(0, decodes, (1,) * len(decodes), chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq]
+    )
     batch = LAYOUT.unpack(buffer)
     assert buffer.dtype == np.int32
     want = {

@@ -168,7 +168,7 @@ def test_slot_and_pages_stay_until_the_last_step_that_may_write_them_is_read():
     assert loop.dispatch() is None
     loop.read()
     assert (seq.slot, seq.pages, loop.scheduler.pool.num_free) == (None, [], 32)
-    loop.scheduler.on_token(seq, 5)  # surplus
+    loop.scheduler.on_tokens(seq, [5])  # surplus
     assert len(seq.output) == 1
     assert loop.dispatch().chunks[0].seq is waiting
     loop.read()
@@ -257,11 +257,11 @@ def test_misuse_by_the_loop_is_an_error_and_no_hang():
     loop = make()
     seq = loop.add(3, new_tokens=1)
     with pytest.raises(AssertionError, match="not in flight"):
-        loop.scheduler.on_token(seq, 5)
+        loop.scheduler.on_tokens(seq, [5])
     loop.dispatch()
     with pytest.raises(AssertionError, match="step 1 read after -1, dispatched up to 0"):
         loop.scheduler.step_read(1)
-    loop.scheduler.on_token(seq, 5)
+    loop.scheduler.on_tokens(seq, [5])
     loop.scheduler.step_read(0)
     with pytest.raises(AssertionError, match="was read but not finished"):
         loop.scheduler.schedule()

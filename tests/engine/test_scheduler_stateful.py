@@ -30,15 +30,16 @@ from hypothesis.stateful import (  # noqa: E402
 
 @st.composite
 def limits(draw):
-    slots = draw(st.integers(1, 4))
+    slots, rows = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3, 5]))
     return Limits(
         max_slots=slots,
-        max_step_tokens=slots + draw(st.integers(0, 12)),
+        max_step_tokens=slots * rows + draw(st.integers(0, 12)),
         max_prompt_tokens=draw(st.integers(1, 12)),
         max_chunks=draw(st.integers(1, 3)),
         page_size=draw(st.integers(1, 4)),
         num_pages=slots + draw(st.integers(0, 8)),
         max_deltas=slots + draw(st.integers(0, 8)),
+        short_rows=rows,
     )
 
 
@@ -180,7 +181,7 @@ class RequeuesBehind(Scheduler):
 class WritesPastItsPages(Scheduler):
     def _grow(self, seq, tokens, draft, others=0):
         super()._grow(seq, tokens - (seq.computed > 5), draft, others)
-        return tokens
+        return tokens - seq.computed
 
 
 class KeepsComputed(Scheduler):
@@ -259,7 +260,7 @@ class CountsNoRoom(Scheduler):
 
 FAULTS = {
     FreesAtOnce: "given back though an unread step",
-    ForgetsDelta: "the device's page table is another|a prompt waits though there is room",
+    ForgetsDelta: "the device's page table is another|a prompt waits though|a page is written that its",
     PreemptsInFlight: "given back though an unread step",
     LosesPages: "a page is lost or has two owners",
     RequeuesBehind: "one that came later stands before one that came earlier",
@@ -276,15 +277,66 @@ MOVING = {
     ForgetsMovedPages: "a page is lost or has two owners",
     KeepsTheOldTable: "the device's page table is another",
 }
+
+
+class IgnoresDrafts(Scheduler):
+    """Takes a step that is unread to have advanced everyone by one token."""
+
+    def _rows(self, decodes, draft):
+        rows = super()._rows(decodes, draft)
+        for seq in decodes:
+            seq.ahead = 0
+        return rows
+
+
+class CountsOneToken(Scheduler):
+    def on_tokens(self, seq, tokens, rows=1):
+        super().on_tokens(seq, tokens, rows)
+        if not seq.finished:
+            seq.computed -= len(tokens) - 1
+
+
+class ReturnsWhatMayBeWritten(Scheduler):
+    """Gives pages of drafts back though the step in flight may write them."""
+
+    def _return_borrowed(self):
+        for seq in self.running:
+            keep = self.pool.pages_for(seq.computed)
+            self.pool.free(seq.pages[keep:])
+            self.empty -= (len(seq.pages) - keep) * self.pool.page_size
+            del seq.pages[keep:]
+            seq.mapped = min(seq.mapped, keep)
+        return False
+
+
+class DraftsKeepTheirPages(Scheduler):
+    def _return_borrowed(self):
+        return False
+
+
+class DraftsPastTheEnd(Scheduler):
+    def _lend(self, seq, tokens, spare, draft):
+        return super()._lend(seq, tokens - self.limits.short_rows - 1, spare, draft)
+
+
+DRAFTS = {
+    IgnoresDrafts: "another length than is known|a page is written that its sequence does not hold|no page for a",
+    CountsOneToken: "another length|the room in pages is miscounted|the host knows another length",
+    ReturnsWhatMayBeWritten: "given back though an unread|a page is written|the device's page|another output",
+    DraftsKeepTheirPages: "preempted though drafts held pages",
+    DraftsPastTheEnd: "no page for a position that is written|a page is written",
+}
 EXTENT = make_policy("extent", predictor=Wrong(), overflow="move")
 
 
-def play(scheduler, policy, runs: int) -> Counter[str]:
+def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2) -> Counter[str]:
     """Random requests, some of them aborted, on small pools; returns what happened in all runs together."""
     total: Counter[str] = Counter()
     for seed in range(runs):
         rng = random.Random(seed)
-        loop = Loop(Limits(3, 12, 9, 3, 2, rng.randint(8, 16), 16), partial(scheduler, policy=policy))
+        loop = Loop(
+            Limits(3, 12, 9, 3, page, rng.randint(8, 16) * 2 // page, 16, rows), partial(scheduler, policy=policy)
+        )
         for _ in range(60):
             if len(loop.seqs) < 12 and rng.random() < 0.3:
                 loop.add([rng.randint(2, 11) for _ in range(rng.randint(1, 5))], rng.randint(1, 12), rng.random() < 0.5)
@@ -294,6 +346,12 @@ def play(scheduler, policy, runs: int) -> Counter[str]:
         loop.run()
         total.update({k: v for k, v in vars(loop.scheduler.counts).items() if isinstance(v, int)})
     return total
+
+
+@pytest.mark.parametrize(("fault", "message"), DRAFTS.items())
+def test_the_checks_catch_faults_with_drafts(fault, message):
+    with pytest.raises(AssertionError, match=message):
+        play(fault, OnDemand, 100, rows=4, page=1)
 
 
 @pytest.mark.parametrize(("fault", "message"), {**FAULTS, **MOVING}.items())
@@ -309,3 +367,6 @@ def test_what_the_faults_are_tried_on_does_happen():
     assert min(moving["preempted"], moving["moved"]) > 10
     assert moving["copied_pages"] > moving["moved"]
     assert moving["outgrown"] > moving["moved"]
+    drafts = play(Scheduler, OnDemand, 100, rows=4)
+    assert drafts["preempted"] > 20
+    assert drafts["steps"] < 0.8 * paged["steps"]

@@ -75,7 +75,7 @@ def play(model, jobs, few: int, forks: set[int]):
                 if abort is not None and arrival + abort == clock and ids[i] in engine._requests:
                     engine.abort(ids[i])
             if clock in forks and engine._live:
-                engine.fork(*min(engine._live))
+                engine.fork(*min((seq.request_id, seq.sample) for seq in engine._live))
             events += engine.step()
             clock += 1
             assert clock < 500, "a request hangs"
@@ -164,7 +164,7 @@ def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
 
     engine = Engine(model, **OPTIONS)
     broken, ends, runs = (engine.submit([5, 6, 7], greedy(count)) for count in (9, 1, 9))
-    engine._live[broken, 0].output.decoder = Broken()
+    engine._find(broken, 0).output.decoder = Broken()
     with pytest.raises(ValueError, match="a broken tokenizer"):
         list(engine.run())
     last = {e.id: e.completion for e in engine.last_events if e.completion}

@@ -230,7 +230,7 @@ def simulate(policy, pages=300, slots=32, requests=400) -> Scheduler:
         plan = scheduler.schedule()
         if before is not None:
             for s in [*before.decodes, *(c.seq for c in before.chunks if c.final)]:
-                scheduler.on_token(s, 1)
+                scheduler.on_tokens(s, [1])
                 if not s.finished and len(s.output) == s.params.seed:
                     scheduler.finish(s, "stop" if len(s.output) < 200 else "length")
             scheduler.step_read(before.step)
