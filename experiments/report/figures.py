@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -157,8 +157,8 @@ def strips(results: Results) -> list[Strip]:
         Strip("decode attention", "cuDNN, contiguous", _cudnn(results)),
         Strip("prefill attention", "FlashInfer", _of_bars(results, "prefill_attention", r"^(\S+) causal$"), True),
         Strip("prefill attention", "cuDNN", _pairs(results, "prefill_attention", "cudnn", _prefill_case, kv="bf16")),
-        Strip("bf16 product, by rows", "XLA", _pairs(results, "matmul-many", "xla", "{M}")),
-        Strip("bf16 SwiGLU, by rows", "two kernels", _pairs(results, "swiglu", "default", "{M}")),
+        Strip("bf16 product, by rows", "XLA", _by_rows(results, ("matmul-other", "matmul-many"), "xla")),
+        Strip("bf16 SwiGLU, by rows", "two kernels", _by_rows(results, ("swiglu", "swiglu-other"), "default")),
         Strip("int8 product, by rows", "torch's fp8", _of_bars(results, "int8_matmul", TORCH_FP8, slack=1.1), True),
         Strip("fp8 product, by rows", "torch's fp8", _of_bars(results, "fp8_matmul", TORCH_FP8, slack=1.1), True),
         Strip("w4a16-g128 product, by rows", "XLA's bf16", _weights(results)),
@@ -200,6 +200,15 @@ def _pairs(
         if len(pair) == 2:
             cells.setdefault(name(pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
     return cells
+
+
+def _by_rows(results: Results, labels: Sequence[str], peer: str) -> Cells:
+    """Products of several files, by their rows."""
+    cells: Cells = {}
+    for label in labels:
+        for rows, times in _pairs(results, label, peer, "{M}").items():
+            cells.setdefault(rows, []).extend(times)
+    return {rows: cells[rows] for rows in sorted(cells, key=int)}
 
 
 def _prefill_case(row: Row) -> str:
