@@ -1,24 +1,76 @@
 """Which implementation of an operation runs: all rules about that are here.
 
-- "xla", "reference" or "mosaic" is that implementation. A name never falls back: where the implementation lacks the
-  arguments, it raises NotImplementedError.
-- "hopper" is what a GPU of compute capability 9.0 runs unasked, on whatever machine it is said: mosaic where the
-  operation has such a kernel, the kernel supports the arguments, and it was not measured to be slower than XLA; else
-  xla.
-- None is the choice of the device that computes: "hopper" on such a GPU, "xla" anywhere else.
+An operation has a registry, BACKENDS in its api.py: backends by name, each with what it supports, how it runs, and, if
+all layers of a step share preparations, how these are planned. A new backend is a file beside the others and a line in
+that registry. The `backend` of an operation is one of
+
+- a name ("mosaic": Pallas kernels for Hopper; "xla": plain jnp, everywhere). A name never falls back: where the backend
+  lacks the arguments, it raises NotImplementedError;
+- a kind of device ("hopper": a GPU of compute capability 9.0), on whatever machine it is said: the first of the
+  backends of such a device that supports the arguments and was not measured to be slower with them than the next;
+- None: the kind of the device that computes.
 
 A model hands its `backend` to each of its operations. A Hopper GPU is meant to use XLA's own products of 16 bits for
 many rows, and mosaic has no kernel for those: so for operations whose operands all have 16 bits (the plain product,
 SwiGLU, SiLU) a model that is told "mosaic" says "hopper" (`where_faster`). Thus it runs the kernels that it would run
 unasked, and is refused where one of the others lacks the arguments.
+
+The references (reference.py of each operation) are for tests, and no backends.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-BACKENDS = ("xla", "reference", "mosaic", "hopper")
+BACKENDS = ("xla", "mosaic")
+DEVICES = {"hopper": ("mosaic", "xla")}  # backends of a kind of device, the first choice first; of others: xla
+
+
+def check_nothing(*_: Any) -> None:
+    """The check of a backend that supports everything."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation. Both checks get the same arguments, those of which shapes, dtypes and formats
+    decide, and raise NotImplementedError that says what is supported."""
+
+    run: Callable[..., Any]
+    check: Callable[..., None] = check_nothing  # what the backend lacks
+    check_unasked: Callable[..., None] | None = None  # that, and what it should not run unless named; None: the same
+    plan: Callable[..., Any] | None = None  # what all layers of a step share
+
+    def supports(self, *args: Any, unasked: bool = False) -> str | None:
+        """The reason why the backend does not run these arguments; None if it does."""
+        try:
+            ((self.check_unasked if unasked else None) or self.check)(*args)
+        except NotImplementedError as refusal:
+            return str(refusal)
+        return None
+
+
+def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Backend:
+    """The backend of an operation that `name` stands for with these arguments of its checks.
+
+    Raises NotImplementedError where it lacks the arguments, and ValueError for an unknown name.
+    """
+    if name is not None and name not in (*BACKENDS, *DEVICES):
+        raise ValueError(f"unknown backend {name!r}; backends: {', '.join((*BACKENDS, *DEVICES))}")
+    unasked = name not in BACKENDS
+    order = (name,) if name in BACKENDS else DEVICES[name or "hopper"] if name or on_hopper() else ("xla",)
+    reasons = []
+    for each in order:
+        if each in backends:
+            reason = backends[each].supports(*args, unasked=unasked)
+            if reason is None:
+                if each == "mosaic":
+                    _ask_ptxas_once()
+                return backends[each]
+            reasons.append(reason)
+    raise NotImplementedError("; ".join(reasons) or f"no {name} kernel yet; backends: {', '.join(backends)}")
 
 
 def choose_backend(
@@ -35,15 +87,30 @@ def choose_backend(
     """
     if backend is None:
         backend = "hopper" if on_hopper() else "xla"
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; backends: {', '.join(BACKENDS)}")
+    names = (*BACKENDS, "reference", "hopper")
+    if backend not in names:
+        raise ValueError(f"unknown backend {backend!r}; backends: {', '.join(names)}")
     if backend == "hopper":
-        return "mosaic" if _passes(check_faster or check_supported) else "xla"
+        if not _passes(check_faster or check_supported):
+            return "xla"
+        _ask_ptxas_once()
+        return "mosaic"
     if backend == "mosaic":
         if check_supported is None:
             raise NotImplementedError("no mosaic kernel yet; backends: xla, reference")
         check_supported()
+        _ask_ptxas_once()
     return backend
+
+
+def _passes(check: Callable[[], None] | None) -> bool:
+    if check is None:
+        return False
+    try:
+        check()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def where_faster(backend: str | None) -> str | None:
@@ -59,25 +126,18 @@ def on_hopper() -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
 
 
-def _passes(check: Callable[[], None] | None) -> bool:
-    if check is None:
-        return False
-    try:
-        check()
-    except NotImplementedError:
-        return False
-    return True
-
-
 def _ask_ptxas_once() -> None:
-    """JAX 0.11.2 starts `ptxas --version` for each conversion to or from 8 bits or fewer (masks too) in every kernel
-    that it lowers: 493 times, or 3 of 4 seconds, for decode attention. The answer does not change: it is remembered."""
+    """Makes JAX remember what `ptxas --version` says, once the first Mosaic kernel is chosen.
+
+    JAX 0.11.2 starts it for each conversion to or from 8 bits or fewer (masks too) in every kernel that it lowers: 493
+    times, or 3 of 4 seconds, for decode attention. The answer does not change. A JAX that does not ask so is left as it
+    is.
+    """
     try:
         from jax._src.lib import mosaic_gpu
     except ImportError:  # no GPU plugin: JAX asks nothing
         return
-    binding = mosaic_gpu._mosaic_gpu_ext
-    binding._get_ptxas_isa_version = functools.cache(binding._get_ptxas_isa_version)
-
-
-_ask_ptxas_once()
+    binding: Any = getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
+    ask = getattr(binding, "_get_ptxas_isa_version", None)
+    if ask is not None and not hasattr(ask, "cache_info"):
+        binding._get_ptxas_isa_version = functools.cache(ask)

@@ -16,9 +16,9 @@ from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
 from jllm.kv_policies.length import Predictor
 from jllm.kv_policies.options import check_policy, policy_of
+from pallas_kernels.backends import BACKENDS
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
-BACKENDS = ("xla", "mosaic")
 MAX_SLOTS = 16  # by default
 
 

@@ -1,15 +1,13 @@
 """cache_update: rotate Q and K, quantize K and V, write them into pages."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.cache_update import reference, xla
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.cache_update import xla
 from pallas_kernels.cache_update.config import check_supported
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_heads, check_int32, check_pages
+from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
 
 
@@ -46,16 +44,8 @@ def cache_update(
     check_pages(pages, sizes["K"], sizes["D"])
     if debug:
         _check_slots(page, offset, pages)
-    chosen = _choose(backend, q, sizes["D"], pages)
-    if chosen == "mosaic":
-        from pallas_kernels.cache_update import mosaic_sm90  # imports all of Pallas
-
-        return mosaic_sm90.cache_update(q, k, v, cos, sin, pages, page, offset)
-    if chosen == "reference":
-        check_concrete(q, k, v, cos, sin, pages, page, offset)
-        rotated, pages = reference.cache_update(q, k, v, cos, sin, pages, page, offset)
-        return jnp.asarray(rotated).astype(q.dtype), jax.tree.map(jnp.asarray, pages)
-    return xla.cache_update(q, k, v, cos, sin, pages, page, offset)
+    chosen = choose(BACKENDS, backend, str(q.dtype), sizes["D"], pages)
+    return chosen.run(q, k, v, cos, sin, pages, page, offset)
 
 
 def cache_update_fused(
@@ -83,21 +73,13 @@ def cache_update_fused(
     num_heads = width // dim - 2 * num_kv_heads
     if width % dim or num_heads < 1:
         raise ValueError(f"qkv has shape {qkv.shape}, expected [T, (H + 2K) D] with K={num_kv_heads}, D={dim}")
-    split = qkv.reshape(-1, width // dim, dim)
-    if _choose(backend, qkv, dim, pages) != "mosaic":
-        q, k, v = jnp.split(split, (num_heads, num_heads + num_kv_heads), axis=1)
-        return cache_update(q, k, v, cos, sin, pages, page, offset, backend=backend, debug=debug)
     check_int32(page=page, offset=offset)
     check_heads(num_heads, num_kv_heads)
     check_pages(pages, num_kv_heads, dim)
     if debug:
         _check_slots(page, offset, pages)
-    from pallas_kernels.cache_update import mosaic_sm90
-
-    first = (0, num_heads, num_heads + num_kv_heads)
-    return mosaic_sm90.cache_update(
-        split, split, split, cos, sin, pages, page, offset, first=first, num_heads=num_heads
-    )
+    chosen = choose(FUSED, backend, str(qkv.dtype), dim, pages)
+    return chosen.run(qkv.reshape(-1, width // dim, dim), num_heads, cos, sin, pages, page, offset)
 
 
 def _check_slots(page: jax.Array, offset: jax.Array, pages: KVPages) -> None:
@@ -116,5 +98,28 @@ def _check_slots(page: jax.Array, offset: jax.Array, pages: KVPages) -> None:
         taken[slot] = row
 
 
-def _choose(backend: str | None, q: jax.Array, head_dim: int, pages: KVPages) -> str:
-    return choose_backend(backend, partial(check_supported, str(q.dtype), head_dim, pages))
+def _mosaic(*args, **options) -> tuple[jax.Array, KVPages]:
+    from pallas_kernels.cache_update import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.cache_update(*args, **options)
+
+
+def _mosaic_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPages]:
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    first = (0, num_heads, num_heads + num_kv_heads)
+    return _mosaic(qkv, qkv, qkv, *args, first=first, num_heads=num_heads)
+
+
+def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPages]:
+    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    return xla.cache_update(*jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1), *args)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported),
+    "xla": Backend(xla.cache_update),
+}
+FUSED = {
+    "mosaic": Backend(_mosaic_fused, check_supported),
+    "xla": Backend(_xla_fused),
+}

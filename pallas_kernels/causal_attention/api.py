@@ -1,11 +1,10 @@
 """causal_attention: segments of one flat token axis, no cache; for training."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.causal_attention import reference, xla
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_heads, check_int32, check_window
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.causal_attention import xla
+from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_window
 
 
 def causal_attention(
@@ -23,13 +22,13 @@ def causal_attention(
     Key j is visible to query i iff segments[i] == segments[j] (i32[T]) and 0 <= i - j < window. Differentiable, and
     works under vmap. Raises ValueError where shapes or dtypes disagree.
     """
-    chosen = choose_backend(backend)
+    chosen = choose(BACKENDS, backend)
     sizes = bind_shapes(q=(q, "T H D"), k=(k, "T K D"), v=(v, "T K D"), segments=(segments, "T"))
     check_floats(q=q, k=k, v=v)
     check_int32(segments=segments)
     check_heads(sizes["H"], sizes["K"])
     check_window(window)
-    if chosen == "reference":
-        check_concrete(q, k, v, segments)
-        return jnp.asarray(reference.causal_attention(q, k, v, segments, scale, window)).astype(q.dtype)
-    return xla.causal_attention(q, k, v, segments, scale, window)
+    return chosen.run(q, k, v, segments, scale, window)
+
+
+BACKENDS = {"xla": Backend(xla.causal_attention)}

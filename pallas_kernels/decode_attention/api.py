@@ -1,14 +1,11 @@
 """decode_attention: one query token a sequence, or a short segment of them."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
+from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import (
     bind_shapes,
-    check_concrete,
     check_floats,
     check_heads,
     check_int32,
@@ -16,11 +13,12 @@ from pallas_kernels.checks import (
     check_window,
 )
 from pallas_kernels.debug import check_decode_values
-from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.decode_attention import xla
 from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import MOST_ROWS, Segments
+from pallas_kernels.tiled_attention import check_page_size
 
 
 def decode_attention(
@@ -59,17 +57,8 @@ def decode_attention(
     check_window(window)
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
-    chosen = _choose(backend, q, pages, rows, segments)
-    if chosen == "mosaic":
-        from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
-
-        return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work)
-    if chosen == "reference":
-        check_concrete(q, pages, page_table, lengths)
-        parts = (None, None) if segments is None else (segments.rows, segments.ancestors)
-        out = reference.decode_attention(q, pages, page_table, lengths, scale, window, *parts)
-        return jnp.asarray(out).astype(q.dtype)
-    return xla.decode_attention(q, pages, page_table, lengths, scale, window, segments)
+    chosen = choose(BACKENDS, backend, q, pages, rows > 1 or segments is not None)
+    return chosen.run(q, pages, page_table, lengths, scale, window, segments, work)
 
 
 def plan(
@@ -81,20 +70,11 @@ def plan(
     segments: Segments | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """The work list of decode_attention with these arguments, where the kernel that has one is chosen. It depends on
+    """The work list of decode_attention with these arguments, where the backend that is chosen has one. It depends on
     lengths i32[R], sizes and dtypes alone, so that the layers of a step share it; of q [R Q, H, D] and pages the
     shapes and dtypes are enough."""
-    if _choose(backend, q, pages, _rows_each(q, lengths), segments) != "mosaic":
-        return None
-    sizes = q.shape[1], pages.k.values.shape[1], q.shape[2]
-    return make_work(lengths, *sizes, window=window, narrow=pages.narrow)
-
-
-def _choose(
-    backend: str | None, q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int, segments: Segments | None
-) -> str:
-    more = rows > 1 or segments is not None
-    return choose_backend(backend, partial(check_supported, q, pages, more), partial(check_proven, q, pages, more))
+    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths) > 1 or segments is not None).plan
+    return None if make is None else make(q, pages, lengths, window)
 
 
 def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array) -> int:
@@ -113,3 +93,24 @@ def _check_segments(segments: Segments, R: int, Q: int) -> None:
     masks = segments.ancestors
     if masks is not None and (masks.shape != (R, Q) or masks.dtype != jnp.uint32):
         raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32[{R}, {Q}]")
+
+
+def _mosaic(q, pages, page_table, lengths, scale, window, _, work) -> jax.Array:
+    from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work)
+
+
+def _mosaic_plan(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, lengths: jax.Array, window: int | None) -> Work:
+    sizes = q.shape[1], pages.k.values.shape[1], q.shape[2]
+    return make_work(lengths, *sizes, window=window, narrow=pages.narrow)
+
+
+def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
+    return xla.decode_attention(q, pages, page_table, lengths, scale, window, segments)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, check_proven, plan=_mosaic_plan),
+    "xla": Backend(_xla, lambda q, pages, segments: check_page_size(pages.k.page_size)),
+}

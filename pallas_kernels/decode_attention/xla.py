@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import Segments, depths
-from pallas_kernels.tiled_attention import Trees, attend, check_page_size
+from pallas_kernels.tiled_attention import Trees, attend
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))
@@ -21,7 +21,6 @@ def decode_attention(
     segments: Segments | None = None,
 ) -> jax.Array:
     """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py."""
-    check_page_size(pages.k.page_size)
     if q.shape[0] == 0:
         return q
     R = lengths.shape[0]

@@ -1,14 +1,11 @@
 """matmul: x @ w.T + bias + residual."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats, check_out_dtype
-from pallas_kernels.matmul import reference, xla
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import check_floats, check_out_dtype
+from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import check_faster, check_supported
 
 
@@ -38,13 +35,17 @@ def matmul(
             if term.shape != shape:
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
-    arguments = x, w, residual, out_dtype
-    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, *arguments))
-    if chosen == "mosaic":
-        from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
+    chosen = choose(BACKENDS, backend, x, w, residual, out_dtype)
+    return chosen.run(x, w, bias, residual, out_dtype)
 
-        return mosaic_sm90.matmul(x, w, bias, residual, out_dtype)
-    if chosen == "reference":
-        check_concrete(x, w, bias, residual)
-        return jnp.asarray(reference.matmul(x, w, bias, residual)).astype(out_dtype)
-    return xla.matmul(x, w, bias, residual, out_dtype)
+
+def _mosaic(*args):
+    from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.matmul(*args)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, check_faster),
+    "xla": Backend(xla.matmul),
+}

@@ -1,14 +1,12 @@
 """norm_quant: the residual addition and the norm before a projection, in 16 bits or quantized for that projection."""
 
-from functools import partial
 from typing import overload
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
-from pallas_kernels.norm_quant import reference, xla
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import bind_shapes, check_floats
+from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 
@@ -43,8 +41,8 @@ def norm_quant(
     and rounded again; then it is quantized as quantize_rows does where `kind` is "int8" or "fp8". `eps` is a Python
     number, static under jit.
 
-    The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends but
-    reference; so is summed. The rounded row itself differs between them by one unit in the last place in at most five
+    The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends;
+    so is summed. The rounded row itself differs between them by one unit in the last place in at most five
     values of a thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
     shapes or dtypes that don't fit, NotImplementedError for what a backend that was named doesn't do.
     """
@@ -56,13 +54,17 @@ def norm_quant(
     rows, width = sizes["T"], sizes["E"]
     if width < 1:
         raise ValueError(f"x has shape {x.shape}, expected [T, E] with E of at least 1")
-    chosen = choose_backend(backend, partial(check_supported, str(x.dtype), rows, width))
-    if chosen == "mosaic":
-        from pallas_kernels.norm_quant import mosaic_sm90  # imports all of Pallas
+    chosen = choose(BACKENDS, backend, str(x.dtype), rows, width)
+    return chosen.run(x, weight, eps=eps, residual=residual, kind=kind)
 
-        return mosaic_sm90.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
-    if chosen == "reference":
-        check_concrete(x, weight, residual)
-        out = reference.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
-        return jax.tree.map(jnp.asarray, out)
-    return xla.norm_quant(x, weight, eps=eps, residual=residual, kind=kind)
+
+def _mosaic(*args, **options):
+    from pallas_kernels.norm_quant import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.norm_quant(*args, **options)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported),
+    "xla": Backend(xla.norm_quant),
+}

@@ -1,14 +1,10 @@
 """prefill_attention: ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
+from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import (
     bind_shapes,
-    check_concrete,
     check_floats,
     check_heads,
     check_int32,
@@ -17,9 +13,10 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.prefill_attention import reference, xla
+from pallas_kernels.prefill_attention import xla
 from pallas_kernels.prefill_attention.config import check_supported
 from pallas_kernels.prefill_attention.work import Work, make_work
+from pallas_kernels.tiled_attention import check_page_size
 
 
 def prefill_attention(
@@ -56,16 +53,8 @@ def prefill_attention(
     check_window(window)
     if debug:
         check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
-    chosen = _choose(backend, q, pages, scale)
-    if chosen == "mosaic":
-        from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
-
-        return mosaic_sm90.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work)
-    if chosen == "reference":
-        check_concrete(q, pages, page_table, cu_q_lens, kv_lens)
-        out = reference.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
-        return jnp.asarray(out).astype(q.dtype)
-    return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
+    chosen = choose(BACKENDS, backend, q, pages, scale)
+    return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work)
 
 
 def plan(
@@ -78,13 +67,24 @@ def plan(
     window: int | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """The work list of prefill_attention with these arguments, where the kernel that has one is chosen. It depends on
+    """The work list of prefill_attention with these arguments, where the backend that is chosen has one. It depends on
     lengths, sizes and dtypes alone, so that the layers of a step share it; of q and pages the shapes and dtypes are
     enough."""
-    if _choose(backend, q, pages, scale) != "mosaic":
-        return None
-    return make_work(q, pages, cu_q_lens, kv_lens, window=window)
+    make = choose(BACKENDS, backend, q, pages, scale).plan
+    return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
 
 
-def _choose(backend: str | None, q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> str:
-    return choose_backend(backend, partial(check_supported, q, pages, scale))
+def _mosaic(*args) -> jax.Array:
+    from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.prefill_attention(*args)
+
+
+def _xla(q, pages, page_table, cu_q_lens, kv_lens, scale, window, _) -> jax.Array:
+    return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, plan=make_work),
+    "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
+}

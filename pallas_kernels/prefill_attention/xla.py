@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.tiled_attention import attend, check_page_size
+from pallas_kernels.tiled_attention import attend
 
 MAX_TILE = 32  # query rows
 
@@ -22,7 +22,6 @@ def prefill_attention(
     window: int | None,
 ) -> jax.Array:
     """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py."""
-    check_page_size(pages.k.page_size)
     num_rows, num_heads, head_dim = q.shape
     num_chunks = page_table.shape[0]
     if num_rows == 0 or num_chunks == 0:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_out_dtype
-from pallas_kernels.scaled_matmul import reference, xla
-from pallas_kernels.scaled_matmul.config import Config, check_supported, choose_config, is_skinny
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
+from pallas_kernels.scaled_matmul import xla
+from pallas_kernels.scaled_matmul.config import check_supported, choose_config, is_skinny
 
 
 def scaled_matmul(
@@ -36,17 +36,8 @@ def scaled_matmul(
             check_floats(**{name: addend})
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
     out_dtype = check_out_dtype(out_dtype)
-
-    def check() -> None:
-        check_supported(sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
-
-    chosen = choose_backend(backend, check)
-    if chosen == "mosaic":
-        return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype, choose_config(*(sizes[s] for s in "MNK")))
-    if chosen == "reference":
-        check_concrete(x, w, x_scale, w_scale, bias, residual)
-        return jnp.asarray(reference.scaled_matmul(x, w, x_scale, w_scale, bias, residual)).astype(out_dtype)
-    return xla.scaled_matmul(x, w, x_scale, w_scale, bias, residual, out_dtype)
+    chosen = choose(BACKENDS, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+    return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
 def _mosaic(
@@ -57,11 +48,17 @@ def _mosaic(
     bias: jax.Array | None,
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
-    config: Config,
 ) -> jax.Array:
     from pallas_kernels.gemm_sm90 import skinny, tall  # import all of Pallas
 
+    config = choose_config(x.shape[0], *w.shape)
     gemm: Any = skinny.gemm if is_skinny(config) else tall.gemm
     bias = None if bias is None else bias.astype(jnp.float32)
     added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     return gemm(x, w, **added, out_dtype=out_dtype, config=config)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported),
+    "xla": Backend(xla.scaled_matmul),
+}

@@ -1,15 +1,13 @@
 """silu_mul_quant: the gated activation of an MLP, in 16 bits or quantized for the product that follows."""
 
-from functools import partial
 from typing import overload
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
-from pallas_kernels.silu_mul_quant import reference, xla
+from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import check_faster, check_supported
 
 
@@ -24,7 +22,7 @@ def silu_mul_quant(
 
     Computed in promote_types(gate_up.dtype, float32) and rounded to gate_up's dtype, then quantized as quantize_rows
     does where `kind` is "int8" or "fp8". The codes and the scale of a row are a function of the rounded row, the same
-    to the last bit on all backends but reference. The rounded row itself differs between them by one unit in the last
+    to the last bit on all backends. The rounded row itself differs between them by one unit in the last
     place in one value of ten thousand (f16; bf16: of four hundred thousand), as mosaic's exponential and reciprocal are
     good to 2^-21. Raises ValueError for an unknown kind and for shapes or dtypes that don't fit, NotImplementedError
     for what a backend that was named doesn't do.
@@ -36,13 +34,16 @@ def silu_mul_quant(
     rows, width = sizes["T"], sizes["X"] // 2
     if sizes["X"] % 2 or width < 1:
         raise ValueError(f"gate_up has shape {gate_up.shape}, expected [T, 2F] with F of at least 1")
-    arguments = str(gate_up.dtype), rows, width
-    chosen = choose_backend(backend, partial(check_supported, *arguments), partial(check_faster, kind, *arguments))
-    if chosen == "mosaic":
-        from pallas_kernels.silu_mul_quant import mosaic_sm90  # imports all of Pallas
+    return choose(BACKENDS, backend, kind, str(gate_up.dtype), rows, width).run(gate_up, kind=kind)
 
-        return mosaic_sm90.silu_mul_quant(gate_up, kind=kind)
-    if chosen == "reference":
-        check_concrete(gate_up)
-        return jax.tree.map(jnp.asarray, reference.silu_mul_quant(gate_up, kind=kind))
-    return xla.silu_mul_quant(gate_up, kind=kind)
+
+def _mosaic(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRows:
+    from pallas_kernels.silu_mul_quant import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.silu_mul_quant(gate_up, kind=kind)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, lambda _, *sizes: check_supported(*sizes), check_faster),
+    "xla": Backend(xla.silu_mul_quant),
+}

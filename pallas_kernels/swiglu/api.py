@@ -1,15 +1,11 @@
 """swiglu: SiLU(x @ gate.T) * (x @ up.T)."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import check_floats
 from pallas_kernels.matmul import matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
-from pallas_kernels.swiglu import reference
 from pallas_kernels.swiglu.config import check_faster, check_supported
 
 
@@ -26,13 +22,21 @@ def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")
     check_floats(x=x, w=w)
-    chosen = choose_backend(backend, partial(check_supported, x, w), partial(check_faster, x, w))
-    if chosen == "mosaic":
-        from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
+    return choose(BACKENDS, backend, x, w).run(x, w, backend)
 
-        return mosaic_sm90.swiglu(x, w)
-    if chosen == "reference":
-        check_concrete(x, w)
-        return jnp.asarray(reference.swiglu(x, w)).astype(x.dtype)
+
+def _mosaic(x: jax.Array, w: jax.Array, _: str | None) -> jax.Array:
+    from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.swiglu(x, w)
+
+
+def _two_operations(x: jax.Array, w: jax.Array, backend: str | None) -> jax.Array:
     rows = matmul(x.reshape(-1, x.shape[-1]), w, backend=backend)
     return silu_mul_quant(rows, backend=backend).reshape(*x.shape[:-1], w.shape[0] // 2)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, check_faster),
+    "xla": Backend(_two_operations),
+}

@@ -1,17 +1,15 @@
 """weight_only_matmul: x @ decode(w).T + bias + residual."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import check_concrete, check_floats, check_listed, check_out_dtype, check_weight
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import check_floats, check_listed, check_out_dtype, check_weight
 from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_only_matmul import reference, xla
+from pallas_kernels.weight_only_matmul import xla
 from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
 
 
@@ -46,26 +44,41 @@ def weight_only_matmul(
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     m, stored = math.prod(x.shape[:-1]), w.values.shape[1] * (2 if w.format.packed else 1)
-    arguments = x.dtype, m, w.values.shape[0], stored, w.format
-
-    def check(check_sizes: Callable[..., None]) -> None:
-        check_listed(("scales in", str(w.scales.dtype), (str(w.format.scale_dtype),)))
-        check_sizes(*arguments)
-
-    chosen = choose_backend(backend, partial(check, check_supported), partial(check, check_faster))
-    if chosen == "reference":
-        check_concrete(x, w, bias, residual)
-        return jnp.asarray(reference.weight_only_matmul(x, w, bias, residual)).astype(out_dtype)
+    chosen = choose(BACKENDS, backend, w, x.dtype, m, w.values.shape[0], stored, w.format)
     rows = x.reshape(m, K)
     if w.columns is not None:
         rows = jnp.take(rows, w.columns, axis=1)
     if stored != K:
         rows = jnp.pad(rows, ((0, 0), (0, stored - K)))
     residual = None if residual is None else residual.reshape(m, N)
-    if chosen == "mosaic" and m:
-        from pallas_kernels.weight_only_matmul import mosaic_sm90  # imports all of Pallas
+    return chosen.run(rows, w, bias, residual, out_dtype).reshape(*x.shape[:-1], N)
 
-        y = mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype)
-    else:
-        y = xla.weight_only_matmul(rows, w, bias, residual, out_dtype)
-    return y.reshape(*x.shape[:-1], N)
+
+def _mosaic(
+    rows: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
+) -> jax.Array:
+    from pallas_kernels.weight_only_matmul import mosaic_sm90  # imports all of Pallas
+
+    if not rows.shape[0]:  # of which no kernel can be launched
+        return jnp.zeros((0, w.shape[0]), out_dtype)
+    return mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype)
+
+
+def _stored_scales(w: QuantizedWeight) -> None:
+    check_listed(("scales in", str(w.scales.dtype), (str(w.format.scale_dtype),)))
+
+
+def _check_supported(w: QuantizedWeight, *sizes) -> None:
+    _stored_scales(w)
+    check_supported(*sizes)
+
+
+def _check_faster(w: QuantizedWeight, *sizes) -> None:
+    _stored_scales(w)
+    check_faster(*sizes)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, _check_supported, _check_faster),
+    "xla": Backend(xla.weight_only_matmul),
+}

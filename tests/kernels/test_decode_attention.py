@@ -124,15 +124,6 @@ def test_no_row_and_all_rows_unused():
     assert not np.any(np.asarray(decode_attention(q, pages, table, lengths * 0, scale=1.0)))
 
 
-def test_reference_backend_is_the_reference_and_needs_values():
-    q, pages, table, lengths = FAULTY.inputs()
-    out = decode_attention(q, pages, table, lengths, scale=1.0, backend="reference")
-    assert out.dtype == q.dtype
-    assert error(out, reference.decode_attention(q, pages, table, lengths, 1.0, None)) < TOLERANCE["bfloat16"]
-    with pytest.raises(NotImplementedError, match="concrete"):
-        jax.jit(lambda q: decode_attention(q, pages, table, lengths, scale=1.0, backend="reference"))(q)
-
-
 def test_reference_catches_values_out_of_range():
     q, pages, table, lengths = FAULTY.inputs()
     for bad_table, bad_lengths, message in (
@@ -161,7 +152,7 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, r"pages.k.values has shape \(.*64\), expected \(.*32\) for head dim 32", {"q": q[..., :32]}),
         (ValueError, "4 query heads cannot share 3 KV heads", {"pages": three}),
         (ValueError, "window is 0", {"window": 0}),
-        (ValueError, "unknown backend 'cuda'; backends: xla, reference", {"backend": "cuda"}),
+        (ValueError, "unknown backend 'cuda'; backends: xla, mosaic", {"backend": "cuda"}),
         (
             NotImplementedError,
             "dtype float32 is not supported by backend mosaic",

@@ -38,7 +38,7 @@ def test_xla_matches_the_definition(case):
     with jax.enable_x64(case.dtype == "float64"):
         gate_up = case.inputs()
         rows = silu_mul_quant(gate_up, kind=case.kind, backend="xla")
-        expected = silu_mul_quant(gate_up, kind=case.kind, backend="reference")
+        expected = jax.tree.map(jnp.asarray, reference.silu_mul_quant(gate_up, kind=case.kind))
         assert jax.tree.map(lambda a: (a.shape, a.dtype), rows) == jax.tree.map(lambda a: (a.shape, a.dtype), expected)
         wanted = reference.silu_mul(gate_up)
         assert error(numbers(rows), wanted) < tolerance(case)
@@ -147,5 +147,3 @@ def test_bad_arguments():
     ):
         with pytest.raises(NotImplementedError, match=message):
             silu_mul_quant(array, backend="mosaic")
-    with pytest.raises(NotImplementedError, match="the reference backend runs on concrete arrays only"):
-        jax.jit(lambda x: silu_mul_quant(x, backend="reference"))(gate_up)

@@ -29,7 +29,6 @@ def test_matches_the_formula(case):
     assert out.dtype == case.dtype
     assert error(out, expected) < 2 * TOLERANCE[case.dtype]  # products are rounded too
     assert same_bits(out, swiglu(x, w))
-    assert error(swiglu(x, w, backend="reference"), expected) < 1.5 * TOLERANCE[case.dtype]  # 16 values in one of them
 
 
 def test_the_formula_takes_any_gate():
@@ -134,7 +133,6 @@ def test_bad_arguments_say_what_is_wrong():
         (NotImplementedError, "x has 513 rows; .* at most 512", lambda: check_supported(shapes[0], shapes[3])),
         (NotImplementedError, "supports F in multiples of 16", lambda: check_supported(shapes[1], shapes[2])),
         (NotImplementedError, "no float32 swiglu", lambda: check_supported(*CASES[-1].inputs())),
-        (NotImplementedError, "concrete", lambda: jax.jit(lambda x: swiglu(x, w, backend="reference"))(x)),
     ):
         with pytest.raises(error_type, match=message):
             call()
