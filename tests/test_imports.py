@@ -12,8 +12,8 @@ PURE = {
     "cache", "attention", "mlp", "model", "merge_step",
 }  # fmt: skip
 FILES = {
-    "chat", "tokenizer", "safetensors_io", "checkpoint", "fingerprint", "fit", "pretrained", "compile_cache",
-    "run_identity", "snapshot",
+    "chat", "tokenizer", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint", "fit", "pretrained",
+    "compile_cache", "run_identity", "snapshot",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
