@@ -22,20 +22,18 @@ def check_decode_values(
     decode_attention's, width is Q."""
     tables, ends = _values(page_table, lengths)
     for row, length in enumerate(ends.tolist()):
-        used = width
-        if segments is not None:
-            used = int(_values(segments.rows)[0][row])
-            if not 0 <= used <= min(width, length):
-                raise ValueError(f"row {row} uses {used} rows of {width}, with {length} keys")
+        used = (width if length else 0) if segments is None else int(_values(segments.rows)[0][row])
+        if length >= 0 and not 0 <= used <= min(width, length):
+            raise ValueError(f"row {row} uses {used} rows of {width}, with {length} keys")
         if segments is not None and segments.ancestors is not None:
             for i, mask in enumerate(_values(segments.ancestors)[0][row, :used].tolist()):
                 if mask.bit_length() != i + 1:
                     raise ValueError(
                         f"row {row}: ancestors of its row {i} are {mask:b}, expected bit {i} as the highest"
                     )
-        _check_sequence(
-            f"row {row}", tables[row], 0 if window is None else max(0, length - used + 1 - window), length, pages
-        )
+        if used or length < 0:  # of an unused segment nothing is read
+            start = 0 if window is None else max(0, length - used + 1 - window)
+            _check_sequence(f"row {row}", tables[row], start, length, pages)
 
 
 def check_prefill_values(

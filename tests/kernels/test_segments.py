@@ -1,5 +1,6 @@
 """decode_attention with segments of several rows: chains and trees of drafts."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -103,6 +104,38 @@ def test_one_row_is_traced_as_before():
     plain = attend.lower(q, pages, table, lengths).as_text()
     one = attend.lower(q, pages, table, lengths, segments=Segments(jnp.ones(2, jnp.int32))).as_text()
     assert plain.count("stablehlo.") == one.count("stablehlo.")
+
+
+def test_each_path_of_a_tree_is_that_path_alone():
+    """A node whose ancestors' keys are put behind the committed ones, alone, gets what the tree gives it."""
+    masks, committed, width = [0b1, 0b11, 0b101, 0b1011, 0b10101], 21, 5
+    with jax.enable_x64(True):
+        formats = {"k_format": "f64", "v_format": "f64", "page_size": 32, "window": 9}
+        case = replace(case_of((committed + width,), **formats), dtype="float64")
+        _, pages, table, lengths = case.inputs()
+        q = queries(case, width)
+        segments = Segments(jnp.asarray([width], jnp.int32), jnp.asarray([masks], jnp.uint32))
+        out, _ = run(case, q, pages, table, lengths, segments)
+        for i, mask in enumerate(masks):
+            path = [committed + n for n in range(width) if mask >> n & 1]
+            stop = committed + len(path)
+
+            def alone(pool, path=path, stop=stop):
+                return replace(pool, values=pool.values.at[:, :, committed:stop].set(pool.values[:, :, np.array(path)]))
+
+            own = replace(pages, k=alone(pages.k), v=alone(pages.v))
+            single, _ = run(case, q[i : i + 1], own, table, jnp.asarray([stop], jnp.int32), None)
+            assert error(out[i : i + 1], single) < 1e-14
+
+
+def test_debug_asks_nothing_of_unused_segments_and_all_rows_of_others():
+    case = case_of((9, 20))
+    _, pages, table, lengths = case.inputs()
+    q, rows = queries(case, 4), jnp.asarray([0, 4], jnp.int32)
+    out, _ = run(case, q, pages, table.at[0].set(-1), lengths, Segments(rows), debug=True)
+    assert not np.asarray(out)[:4].any()
+    with pytest.raises(ValueError, match="row 0 uses 4 rows of 4, with 3 keys"):
+        decode_attention(q, pages, table, lengths.at[0].set(3), scale=1.0, debug=True)
 
 
 def test_seeded_faults_are_caught():
