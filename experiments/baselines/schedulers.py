@@ -3,20 +3,20 @@
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from jllm.engine.plan import Draft, Limits, Plan
+from jllm.engine.plan import Limits, PlanParts, StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class LargerPlan(Plan):
+class LargerPlan(StepPlan):
     """A plan whose step computes padding: at least this number of rows of each kind."""
 
     least_decodes: int = 0
     least_tokens: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, **least: int) -> Self:
+    def of(cls, plan: StepPlan, **least: int) -> Self:
         """The plan with some of its least numbers of rows."""
         return cls(**{f.name: getattr(plan, f.name) for f in fields(plan)} | least)
 
@@ -35,14 +35,14 @@ class StaticBatches(Scheduler):
         self.joining = 0  # of these, how many are still to be admitted
         super().__init__(limits, *sizes, **options)
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         if not self.running and not self.draining:
             self.members = self.joining = min(len(self.waiting), len(self.free_slots))
         self.joining = min(self.joining, len(self.waiting))
         plan = super().schedule()
         return plan and LargerPlan.of(plan, least_decodes=self.members if plan.decodes else 0)
 
-    def _nothing(self) -> Plan | None:
+    def _nothing(self) -> StepPlan | None:
         if not self.joining or self.unread:
             return super()._nothing()
         self.joining = 0  # pages are too few for the rest of the batch: it goes without
@@ -54,8 +54,8 @@ class StaticBatches(Scheduler):
     def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
         return decodes
 
-    def _admit(self, seq: Sequence, draft: Draft) -> bool:
-        admitted = self.joining > 0 and super()._admit(seq, draft)
+    def _admit(self, seq: Sequence, parts: PlanParts) -> bool:
+        admitted = self.joining > 0 and super()._admit(seq, parts)
         self.joining -= admitted
         return admitted
 
@@ -74,25 +74,25 @@ class PaddedPrefill(Scheduler):
         self.budget = 0  # rows for prompts in the step that is being planned
         super().__init__(limits, (), decode_sizes, **options)
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         plan = super().schedule()
         return plan and LargerPlan.of(plan, least_tokens=len(plan.chunks) * _longest(plan))
 
-    def _prefill(self, running: list[Sequence], budget: int, draft: Draft) -> None:
+    def _prefill(self, running: list[Sequence], budget: int, parts: PlanParts) -> None:
         self.budget = budget
-        super()._prefill(running, budget, draft)
+        super()._prefill(running, budget, parts)
 
-    def _admit(self, seq: Sequence, draft: Draft) -> bool:
-        return self._room(seq.length, draft) > 0 and super()._admit(seq, draft)
+    def _admit(self, seq: Sequence, parts: PlanParts) -> bool:
+        return self._room(seq.length, parts) > 0 and super()._admit(seq, parts)
 
-    def _chunk(self, seq: Sequence, budget: int, draft: Draft) -> int:
-        return super()._chunk(seq, min(budget, self._room(seq.prefill_end - seq.computed, draft)), draft)
+    def _chunk(self, seq: Sequence, budget: int, parts: PlanParts) -> int:
+        return super()._chunk(seq, min(budget, self._room(seq.prefill_end - seq.computed, parts)), parts)
 
-    def _room(self, tokens: int, draft: Draft) -> int:
+    def _room(self, tokens: int, parts: PlanParts) -> int:
         """How many of `tokens` one more chunk may have: all of them or none, but for the first chunk."""
-        if not draft.chunks:
+        if not parts.chunks:
             return min(tokens, self.budget)
-        rows = (len(draft.chunks) + 1) * max(tokens, _longest(draft))
+        rows = (len(parts.chunks) + 1) * max(tokens, _longest(parts))
         return tokens if rows <= self.budget else 0
 
 
@@ -100,6 +100,6 @@ class StaticPadded(StaticBatches, PaddedPrefill):
     """Both at once."""
 
 
-def _longest(plan: Plan | Draft) -> int:
+def _longest(plan: StepPlan | PlanParts) -> int:
     """Tokens of the longest chunk."""
     return max((len(chunk.tokens) for chunk in plan.chunks), default=0)

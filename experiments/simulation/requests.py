@@ -17,7 +17,7 @@ WORKLOADS = Path(__file__).parents[1] / "workloads"
 class Sample:
     """One request of a workload, as a user would send it, and what becomes of it."""
 
-    prompt: tuple[int, ...]  # token ids; where a workload has lengths alone, so many ones
+    prompt: tuple[int, ...]  # token ids; where a workload has lengths alone, as many 1s
     output: int  # tokens that it makes before it stops, the end token included
     stop: tuple[str, ...] = ()  # strings that it asked to be stopped at
 

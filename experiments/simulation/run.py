@@ -17,15 +17,15 @@ from experiments.steps.floors import work_of
 from jllm.batch import choose_rung
 from jllm.config import LlamaConfig
 from jllm.engine.metrics import Histogram
-from jllm.engine.options import EngineOptions, Sizes, resolve
-from jllm.engine.plan import Plan
+from jllm.engine.options import EngineOptions, EngineSizes, resolve
+from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.kv_policies.length import Oracle
 
 Row = dict[str, Any]
-TIMED = 16  # of so many turns of the loop one is timed: to ask for the time of a thread takes time
+TIMED = 16  # one in TIMED turns of the loop is timed: to ask for the time of a thread takes time
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Simulation:
         context: int | None = None,
     ):
         assert options.num_pages is not None
-        self.sizes: Sizes = resolve(options, config, options.num_pages)
+        self.sizes: EngineSizes = resolve(options, config, options.num_pages)
         self.context, self.cost, self.max_new_tokens = context or config.context, cost, max_new_tokens
         self.truth = truth or Truth()
         self.host_us = host_us  # simulated: for each running sequence and step
@@ -103,13 +103,13 @@ class Simulation:
             pass
         return self.tally
 
-    def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[Plan, float]]:
+    def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[StepPlan, float]]:
         """The same, yielding each step's plan and seconds as it is dispatched."""
         scheduler, tally = self.scheduler, self.tally
         source = iter(coming)
         arrival = next(source, None)
         host = device = 0.0  # when each is free
-        before: tuple[Plan, float] | None = None  # the unread step, and when it ends
+        before: tuple[StepPlan, float] | None = None  # the unread step, and when it ends
         turn = 0
         while arrival is not None or self._live or before is not None:
             while arrival is not None and arrival.at <= host:
@@ -138,7 +138,7 @@ class Simulation:
                 assert arrival is not None, "nothing runs and nothing comes, but requests are unfinished"
                 host = max(host, arrival.at)
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: StepPlan) -> float:
         """What the device takes for a plan, in the compiled size that holds it."""
         work = work_of(plan)
         rung = choose_rung(self.sizes.ladder, *plan.size)
@@ -160,7 +160,7 @@ class Simulation:
         self.tally.prompt_tokens += len(sample.prompt)
         self.tally.output_tokens += output
 
-    def _read(self, plan: Plan, now: float, clock: Callable[[], float]) -> None:
+    def _read(self, plan: StepPlan, now: float, clock: Callable[[], float]) -> None:
         """The tokens of a step, read at `now`: each sampled sequence has one more."""
         live, scheduler, ended = self._live, self.scheduler, []
         newest: Counter[float] = Counter()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jllm.config import LlamaConfig
-from jllm.engine.plan import Limits, Plan
+from jllm.engine.plan import Limits, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
@@ -120,7 +120,7 @@ def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) 
     )
 
 
-def work_of(plan: Plan) -> Work:
+def work_of(plan: StepPlan) -> Work:
     """The work of a step that was just planned: its sequences count the tokens that it computes already."""
     keys = sum([seq.computed for seq in plan.decodes])
     return step_work(len(plan.decodes), keys, ((c.start, len(c.tokens), c.final) for c in plan.chunks))

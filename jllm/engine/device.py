@@ -50,7 +50,7 @@ class Device:
         self._page_size = options.page_size
         self._options, self._memory, self._free = options, memory, memory()
         self.sizes = sizes_for(options, config, params, self._free)
-        self._left: int | None = None  # bytes free beside the state, before steps ran; None where nobody knows
+        self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
         self.programs = Programs(self.sizes.ladder, self._arguments, self._static, files, self._check)
         self.renew()

@@ -58,7 +58,7 @@ class Executables:
             _tell_where_kernels_link()
 
     def path(self, arguments: Any, static: Any) -> Path | None:
-        """Of the program for arguments (a pytree of arrays or of shapes) and static ones; None, with a warning, where
+        """The path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a warning, if
         these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
         try:
             check_unedited(self.sources.values())
@@ -75,7 +75,7 @@ class Executables:
             stat = path.stat()
             found = _read(path, stat.st_mtime_ns, stat.st_size, self.device)
             if stat.st_mtime < time.time() - DAY:
-                with contextlib.suppress(OSError):  # somebody else's
+                with contextlib.suppress(OSError):  # another user's
                     os.utime(path)  # used
             return found
         except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +97,7 @@ class Executables:
         self._forget()
 
     def _forget(self) -> None:
-        """Files of other versions, of models that nobody runs any more, and parts whose writer was killed."""
+        """Files of other versions, of models that are no longer run, and parts whose writer was killed."""
         for path in self.folder.glob("*"):
             with contextlib.suppress(OSError):  # another process was quicker
                 if path.stat().st_mtime < time.time() - KEPT_DAYS * DAY:

@@ -1,8 +1,8 @@
-"""Which requests the scheduler sees: those whose steps are compiled, so that nobody waits for a compiler but who asks.
+"""Which requests the scheduler sees: those whose steps are compiled. Only those that ask for more wait for a compiler.
 
 A request that asks for more than the programs at hand can do (log-probabilities, penalties) waits outside while theirs
 are compiled in the background, and those that ask for less overtake it. Then it takes its place by its arrival.
-Where nothing was compiled ahead and nobody runs, it goes in at once, and its first steps wait for the compiler.
+Where nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
 """
 
 from collections import Counter

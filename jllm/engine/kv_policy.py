@@ -22,7 +22,7 @@ class Policy(Protocol):
     pool: PagePool
 
     def check(self, length: int, max_length: int) -> None:
-        """RequestError when a sequence of so many tokens, alone, could never run to max_length."""
+        """RequestError when a sequence of `length` tokens, alone, could never run to max_length."""
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
         """Takes the pages that seq begins with. False, and nothing is taken, when it must wait: then for a running one
@@ -30,20 +30,20 @@ class Policy(Protocol):
         very next step."""
 
     def admissible(self, waiting: Iterable[Sequence], running: List[Sequence], tokens: int) -> tuple[int, bool]:
-        """About how many tokens of those that wait, in order, could be admitted now, until there are so many; and
+        """About how many tokens of those that wait, in order, could be admitted now, up to `tokens`; and
         whether it is for want of pages that there are fewer. Takes nothing."""
 
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         """Takes `pages` more pages for the next tokens of seq, as far as they are available, and more on top if it
         likes, as long as `spare` stay available. Where all pages of seq are full of tokens, it may move it to others,
-        if the page table has room for so many changes: it then returns copies (from, to) for all pages of seq but some
+        if the page table has `room` for the changes: it then returns copies (from, to) for all pages of seq but some
         first ones that stay, and the scheduler frees the old ones in time. Else it returns none."""
 
     def cause(self, seq: Sequence) -> str:
         """Why seq needs a page that it lacks: a word for the counts of preemptions."""
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
-        """Whom to preempt for so many pages, `running` in the order of arrival: never the first if there are others."""
+        """Whom to preempt for `pages` pages, `running` in the order of arrival: never the first if there are others."""
 
     def observe(self, seq: Sequence) -> None:
         """seq has ended."""
@@ -78,7 +78,7 @@ class OnDemand:
         """The cheapest that frees enough by itself: with the fewest tokens to recompute, and of equals the newest.
         Whoever is preempted, the pages that it frees and the tokens that it loses are in proportion, so the smallest
         loss is that which frees no more than what is wanted. The oldest of all requests is never taken once it runs,
-        and nobody is admitted before it while it waits: so it ends, and then the next is the oldest."""
+        and no other is admitted before it while it waits: so it ends, and then the next is the oldest."""
         others = running[1:] or running
         if len(others) == 1:
             return others[0]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from jllm.batch import Rung
 from jllm.engine.output import OutputText
-from jllm.engine.plan import Plan
+from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
 from jllm.merge_step import Outputs, Variant
@@ -15,7 +15,7 @@ from jllm.merge_step import Outputs, Variant
 class InFlight:
     """A dispatched step whose outputs have not been read."""
 
-    plan: Plan
+    plan: StepPlan
     rung: Rung
     outputs: Outputs
 
@@ -68,7 +68,7 @@ def variant_for(samplings: Collection[SamplingParams]) -> Variant:
 
 
 def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
-    """Of the token sampled in a row, with the n most likely ones."""
+    """The log-probability of the token sampled in a row, with the n most likely ones."""
     assert outputs.logprobs is not None
     assert outputs.top_ids is not None
     assert outputs.top_logprobs is not None
@@ -76,7 +76,7 @@ def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogpro
     return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
 
 
-def take_prompt_scores(plan: Plan, outputs: Outputs, live: Callable[[Sequence], Live | None]) -> None:
+def take_prompt_scores(plan: StepPlan, outputs: Outputs, live: Callable[[Sequence], Live | None]) -> None:
     """Gives the scores of a step's prompt tokens to the samples that asked for them."""
     assert outputs.prompt_logprobs is not None
     assert outputs.prompt_ranks is not None

@@ -19,16 +19,16 @@ from jllm.engine.checks import Prompt, check_request, token_ids
 from jllm.engine.device import Device
 from jllm.engine.gate import Gate
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
-from jllm.engine.metrics import Counts, Metrics, Times
-from jllm.engine.options import EngineKeywords, Sizes, make_options
+from jllm.engine.metrics import Metrics, RequestCounts, Times
+from jllm.engine.options import EngineKeywords, EngineSizes, make_options
 from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
-from jllm.engine.plan import Plan
+from jllm.engine.plan import StepPlan
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
-from jllm.engine.texts import News, Texts
+from jllm.engine.texts import PendingEvent, Texts
 from jllm.engine.trace import Recorder
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
@@ -80,9 +80,9 @@ class Engine:
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._in_flight: InFlight | None = None
         self._next_id = 0
-        self._counts, self._times = Counts(), Times()
+        self._counts, self._times = RequestCounts(), Times()
         self._newest: Counter[float] = Counter()  # when the tokens before those of the step being read had been read
-        self._events: list[News | Event] = []
+        self._events: list[PendingEvent | Event] = []
         self._texts = Texts()
         self._failures = 0  # device errors since the last step that was read
         self._closed: str | None = None
@@ -95,7 +95,7 @@ class Engine:
         return bool(self._live or self._in_flight or self._events or self._texts.waiting)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> EngineSizes:
         """The options made definite: limits, and the ladder of compiled sizes."""
         return self._device.sizes
 
@@ -229,7 +229,7 @@ class Engine:
                     if event.completion is not None:
                         self._owed.pop((event.id, event.sample), None)
                 return events
-            except BaseException as error:  # above all Ctrl-C: half a step may be done, and nobody knows which half
+            except BaseException as error:  # above all Ctrl-C: half a step may be done, and it is unknown which half
                 interrupted = isinstance(error, KeyboardInterrupt)
                 what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
                 self._close(f"a step {what} half-way", "abort" if interrupted else "error")
@@ -272,7 +272,7 @@ class Engine:
     @in_turn
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
-        self._counts, self._times = Counts(), Times()
+        self._counts, self._times = RequestCounts(), Times()
         self._scheduler.reset_counts()
 
     @in_turn
@@ -304,7 +304,7 @@ class Engine:
             with contextlib.suppress(Exception):  # its text may be what failed
                 live.output.finish()
         self._counts.requests_aborted += len(self._requests)
-        return (*events, *self._texts.rest(News(live, (), reason, now - live.submitted) for live in left))
+        return (*events, *self._texts.rest(PendingEvent(live, (), reason, now - live.submitted) for live in left))
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -332,7 +332,7 @@ class Engine:
 
     # One step
 
-    def _dispatch(self, plan: Plan) -> InFlight:
+    def _dispatch(self, plan: StepPlan) -> InFlight:
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
         need = Variant(
             penalties=self._gate.inside.penalties,
@@ -424,7 +424,7 @@ class Engine:
         if reason is not None:
             self._finish(live, reason, now, tokens[: kept - (reason == "stop")])
         elif output.may_wait:
-            self._events.append(News(live, tokens))
+            self._events.append(PendingEvent(live, tokens))
         else:
             text, certain = output.take(final=False)
             if text or certain:
@@ -448,7 +448,7 @@ class Engine:
         total = now - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
-        self._events.append(News(live, tokens if live.output.may_wait else (), reason, total))
+        self._events.append(PendingEvent(live, tokens if live.output.may_wait else (), reason, total))
 
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""

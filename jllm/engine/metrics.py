@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from jllm.engine.compiling import Compiled
-from jllm.engine.plan import Counts as Scheduled
-from jllm.engine.prefix_cache import Counts as Sharing
+from jllm.engine.plan import ScheduleCounts
+from jllm.engine.prefix_cache import PrefixCounts
 from jllm.engine.programs import Programs
 from jllm.engine.scheduler import Scheduler
 
@@ -65,7 +65,7 @@ class Histogram:
 
 
 @dataclass
-class Counts:
+class RequestCounts:
     """Since the engine was made, or its metrics were reset."""
 
     requests: int = 0  # submitted
@@ -102,16 +102,16 @@ class Metrics:
     page_size: int  # tokens
     fragmentation: float  # share of pages_free outside of their longest run
     empty_tokens: int  # tokens that the pages of samples have room for and do not hold
-    cached_pages: int  # that the prefix cache keeps, whether somebody uses them now or not: of free ones and used ones
-    sharing: Sharing  # what was found computed already
+    cached_pages: int  # that the prefix cache keeps, of free pages and of used ones
+    sharing: PrefixCounts  # what was found computed already
     compiled_steps: int  # different ones that this engine needed
     compiled: Compiled  # ahead of requests, behind their steps, and at a step's first use
-    scheduled: Scheduled  # what the scheduler counted
-    counts: Counts
+    scheduled: ScheduleCounts  # what the scheduler counted
+    counts: RequestCounts
     times: Times
 
     @classmethod
-    def of(cls, scheduler: Scheduler, outside: int, programs: Programs, counts: Counts, times: Times) -> Self:
+    def of(cls, scheduler: Scheduler, outside: int, programs: Programs, counts: RequestCounts, times: Times) -> Self:
         """As things stand now. outside: sequences that wait for programs to be compiled."""
         pool, sharing = scheduler.pool, scheduler.sharing
         return cls(

@@ -116,7 +116,7 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """The options made definite."""
 
     limits: Limits
@@ -137,7 +137,7 @@ class Sizes:
         return tuple(sorted({r.decodes for r in self.ladder if not r.tokens and r.decodes > FEW_SLOTS}))
 
 
-def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> Sizes:
+def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> EngineSizes:
     """Fills in defaults; affordable_pages is what the device's memory can hold."""
     P, S = options.page_size, options.max_slots
     whole = -(-config.context // P)
@@ -164,4 +164,4 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         num_pages=num_pages,
         max_deltas=most_deltas(S, tokens, P),
     )
-    return Sizes(limits, min(whole, num_pages), ladder)
+    return EngineSizes(limits, min(whole, num_pages), ladder)

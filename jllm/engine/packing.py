@@ -7,7 +7,7 @@ import numpy as np
 
 from jllm.batch import PromptChunk, fill_batch
 from jllm.engine.layout import Layout
-from jllm.engine.plan import Chunk, Plan
+from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.sampling import STOP_IDS, Penalties, Sampling
@@ -16,7 +16,7 @@ NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for 
 
 
 def pack_plan(
-    layout: Layout, plan: Plan, vocab_size: int, stop_ids: Callable[[Sequence], Collection[int]]
+    layout: Layout, plan: StepPlan, vocab_size: int, stop_ids: Callable[[Sequence], Collection[int]]
 ) -> np.ndarray:
     """The buffer of a planned step; stop_ids gives the tokens that end a sequence."""
     buffer, batch = layout.pack()

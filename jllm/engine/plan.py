@@ -57,7 +57,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step. Each decode computes the KV of its slot's newest token and of the drafts in its other rows, if it has
     more than one, and samples. The host knows the index of its first row as an interval: it ends at
     seq.computed + seq.ahead - rows, and begins at seq.computed - 1. No row at or past max_length - 1 is written.
@@ -86,7 +86,7 @@ class Plan:
 
 
 @dataclass
-class Draft:
+class PlanParts:
     """The parts of the next plan that several hands add to."""
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Draft:
 
 
 @dataclass
-class Counts:
+class ScheduleCounts:
     """What happened since the scheduler was made, or its counts were reset."""
 
     added: int = 0
@@ -127,7 +127,7 @@ class Counts:
     fragmentation: float = 0.0  # PagePool.fragmentation
 
     def planned(self, pool: PagePool, running: int, copies: int, empty: int) -> None:
-        """One more step, of so many sequences, pages to copy, and tokens that pages have room for."""
+        """Counts one more step, of `running` sequences, with `copies` pages to copy and room for `empty` tokens."""
         self.steps += 1
         self.copied_pages += copies
         self.running_peak = max(self.running_peak, running)

@@ -5,7 +5,7 @@ weights, one KV format), so a full page is known by its tokens and by the page b
 these chains: a page's key is its parent and its tokens. A dict hashes it and compares it, so tokens that merely hash
 alike are never taken for one another.
 
-The cache is one more holder of each of its pages (PagePool.share). A page that nobody else holds is idle, and given
+The cache has a reference to each of its pages (PagePool.share). A page without any other is idle, and given
 back when the pool is short: the least recently used first, and no parent before its children, since a page without
 those before it cannot be found. Whoever holds a cached page holds its ancestors, or pages of the same tokens instead
 and none that is cached below (see insert); so below an idle page all are idle, and every idle page can be given back.
@@ -31,7 +31,7 @@ class Match:
 
 
 @dataclass
-class Counts:
+class PrefixCounts:
     """What came of a cache, or of several that followed one another: see sharing.Sharing."""
 
     lookups: int = 0  # sequences that were admitted
@@ -50,19 +50,19 @@ class _Node:
     page: int
     parent: "_Node | None"
     used: int = 0  # when, by the cache's clock
-    idle: bool = False  # nobody but the cache holds the page
+    idle: bool = False  # the cache's is the page's only reference
     children: dict[Tokens, "_Node"] | None = None  # most pages have none
-    sorted: list[Tokens] | None = None  # keys of children, ascending, once somebody looked for the closest
+    sorted: list[Tokens] | None = None  # keys of children, ascending, once the closest was looked for
 
 
 class PrefixCache:
-    """A pool's reclaimer (pages.Reclaimer). Costs are in pages looked at, times the logarithm of how many there are."""
+    """A pool's evictor (pages.Evictor). Costs are in pages looked at, times the logarithm of how many there are."""
 
-    LEAST_PART = 4  # a page is copied for a part of its tokens no smaller than one in so many
+    LEAST_PART = 4  # a page is copied for a part of its tokens no smaller than one in LEAST_PART
 
-    def __init__(self, pool: PagePool, counts: Counts | None = None):
+    def __init__(self, pool: PagePool, counts: PrefixCounts | None = None):
         self.pool = pool
-        self.counts = Counts() if counts is None else counts
+        self.counts = PrefixCounts() if counts is None else counts
         self._root = _Node((), -1, None)
         self._nodes: dict[int, _Node] = {}  # by page
         self._idle = 0
@@ -75,11 +75,11 @@ class PrefixCache:
         return len(self._nodes)
 
     @property
-    def reclaimable(self) -> int:
+    def evictable(self) -> int:
         return self._idle
 
     def idle(self, pages: Iterable[int]) -> int:
-        """How many of these cached pages nobody else holds."""
+        """How many of these cached pages have no other reference."""
         return sum(self._nodes[page].idle for page in pages)
 
     def lookup(self, tokens: Tokens) -> Match:
@@ -118,7 +118,7 @@ class PrefixCache:
                 key = tokens[i * size : (i + 1) * size]
                 child = node.children.get(key) if node.children else None
                 if child is None:
-                    if not ours and not (leaving and self.pool.holders(page) == 1):
+                    if not ours and not (leaving and self.pool.refcount(page) == 1):
                         break
                     child = self._add(node, key, page)
                     new.append(page)
@@ -129,8 +129,8 @@ class PrefixCache:
         self.pool.share(new)
         self.counts.pages_kept += len(new)
 
-    def reclaim(self, pages: int) -> None:
-        """Gives back at least so many pages, or all idle ones."""
+    def evict(self, pages: int) -> None:
+        """Gives back at least `pages` pages, or all idle ones."""
         evicted: list[int] = []
         while len(evicted) < pages and self._leaves:
             used, page = heappop(self._leaves)
@@ -161,7 +161,7 @@ class PrefixCache:
             self._idle -= 1
 
     def on_single(self, page: int) -> None:
-        """A page with two holders has one now: it is the cache, if the page is cached."""
+        """The last reference to this page but one has gone: what is left is the cache's, if the page is cached."""
         node = self._nodes.get(page)
         if node is not None:
             node.idle = True

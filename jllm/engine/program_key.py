@@ -171,7 +171,7 @@ def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[An
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Of JAX, its plugins, Triton, and the makers' compilers and libraries."""
+    """The versions of JAX, its plugins, Triton, and the makers' compilers and libraries."""
     for found in importlib.metadata.distributions():
         name = found.metadata.get("Name") or ""  # one that is half removed has none
         if name.lower().startswith(DISTRIBUTIONS):

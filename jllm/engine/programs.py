@@ -160,7 +160,7 @@ class Programs:
         self._kept.clear()
 
     def path(self, rung: Rung, variant: Variant) -> Path | None:
-        """Of a program's file; None where there is to be none."""
+        """The path of a program's file; None where there is to be none."""
         if self._files is None:
             return None
         return self._files.path(self._arguments(rung, variant), self._static(rung, variant))

@@ -155,7 +155,7 @@ class Completion:
 
 
 class Event(NamedTuple):
-    """News of one sample after a step: the new text and tokens, and the completion once it is finished. A tuple, since
+    """What a step made of one sample: the new text and tokens, and the completion once it is finished. A tuple, since
     each token makes one: a frozen dataclass takes three times as long."""
 
     id: int  # what submit returned

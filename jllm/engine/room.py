@@ -9,7 +9,7 @@ import jax
 from jllm.batch import Rung
 from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
-from jllm.engine.options import EngineOptions, Sizes, resolve
+from jllm.engine.options import EngineOptions, EngineSizes, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.memory import gib, is_host
@@ -17,7 +17,7 @@ from jllm.merge_step import State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
 
-CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or nobody knows its size
+CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
 KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
 
@@ -40,8 +40,8 @@ def largest(ladder: tuple[Rung, ...]) -> Rung:
     return Rung(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in ladder))))
 
 
-def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> Sizes:
-    """The options made definite for a device with so many bytes free beside the weights: by default as many pages as
+def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
+    """The options made definite for a device with `free` bytes beside the weights: by default as many pages as
     fit, but at least one a slot."""
     return _reckon(options, config, params.dtype, free)[0]
 
@@ -64,9 +64,9 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
     )
 
 
-def check_step(step: jax.stages.Compiled, state: State, sizes: Sizes, free: int | None) -> None:
+def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free: int | None) -> None:
     """NoRoomError where a compiled step takes more than is free beside weights and state: exactly, what check_room can
-    only reckon. free: bytes, None where nobody knows."""
+    only reckon. free: bytes, None where that is unknown."""
     needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
     if free is None or needs is None or needs <= free:
         return
@@ -80,7 +80,7 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: Sizes, free: int 
     )
 
 
-def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[Sizes, Need]:
+def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[EngineSizes, Need]:
     """Sizes, with as many pages by default as fit, and what they take."""
     page = page_bytes(config, dtype, options.kv_cache, options.page_size)
     step = step_bytes(config, dtype, largest(resolve(options, config, 0).ladder))
@@ -107,7 +107,7 @@ def _affordable(options: EngineOptions, config: LlamaConfig, page: int, room: in
 
 
 def _options_that_fit(
-    options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: Sizes
+    options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: EngineSizes
 ) -> Iterator[str]:
     """Each a change of one option that makes the engine fit, with what it takes then."""
     dtype, limits = params.dtype, sizes.limits

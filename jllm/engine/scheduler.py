@@ -12,7 +12,7 @@ The loop that drives it:
 schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
 the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
 
-Fairness: running sequences and waiting ones each stand in the order of arrival, and nobody is admitted before the first
+Fairness: running sequences and waiting ones each stand in the order of arrival, and none is admitted before the first
 that waits. Every decode and the oldest prefill advance in every step, but for a few steps that many slots spend to fill
 the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
 oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
@@ -35,9 +35,9 @@ from operator import attrgetter
 
 from jllm.engine.kv_policy import OnDemand, Policy
 from jllm.engine.pages import PagePool
-from jllm.engine.plan import Chunk, Counts, Draft, Limits, Plan
+from jllm.engine.plan import Chunk, Limits, PlanParts, ScheduleCounts, StepPlan
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import Beginning, Sharing
+from jllm.engine.sharing import ReusedPrefix, Sharing
 from jllm.errors import RequestError
 
 
@@ -69,9 +69,9 @@ class Scheduler:
     ):
         self.limits, self.make_policy = limits, policy
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
-        self.turn = 0  # where among the decodes the next to sit out begin
+        self.turn = 0  # round-robin offset of decodes that sit out
         self.held = 0  # steps since prompts first waited for others to fill a step with
-        self.counts = Counts()
+        self.counts = ScheduleCounts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of arrival, as are those that wait
         self.arrivals = 0  # sequences that were ever added
@@ -108,7 +108,7 @@ class Scheduler:
         return not (self.waiting or self.active)
 
     def check(self, length: int, max_length: int) -> None:
-        """RequestError when a sequence of so many tokens could never run to max_length."""
+        """RequestError when a sequence of `length` tokens could never run to max_length."""
         if not 0 < length < max_length:
             raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
         self.policy.check(length, max_length)
@@ -127,10 +127,10 @@ class Scheduler:
         self.counts.added += 1
 
     def reset_counts(self) -> None:
-        self.counts = Counts()
+        self.counts = ScheduleCounts()
         self.sharing.reset_counts()
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
         room = self._make_room()
         if room is None:
@@ -139,46 +139,46 @@ class Scheduler:
         decodes, short, prefills = room
         limits = self.limits
         budget = min(limits.max_step_tokens - len(decodes) * limits.short_rows, limits.max_prompt_tokens)
-        draft = Draft()
-        self._map(short, draft)
-        self._prefill(prefills, self._fill(prefills, budget, len(decodes)), draft)
-        if not draft.chunks:
+        parts = PlanParts()
+        self._map(short, parts)
+        self._prefill(prefills, self._fill(prefills, budget, len(decodes)), parts)
+        if not parts.chunks:
             decodes = self._trim(decodes)
-        if not decodes and draft.empty:
+        if not decodes and parts.empty:
             return self._nothing()
-        return self._plan(decodes, draft)
+        return self._plan(decodes, parts)
 
-    def _nothing(self) -> Plan | None:
+    def _nothing(self) -> StepPlan | None:
         """There is nothing to dispatch now: a read or a request must come first."""
         if self.running and not self.unread:
             raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
         return None
 
-    def _plan(self, decodes: list[Sequence], draft: Draft) -> Plan:
-        """The draft as a plan, which counts as dispatched."""
-        rows = self._rows(decodes, draft)
+    def _plan(self, decodes: list[Sequence], parts: PlanParts) -> StepPlan:
+        """The parts as a plan, which counts as dispatched."""
+        rows = self._rows(decodes, parts)
         self.dispatched += 1
         for seq in decodes:
             seq.computed += 1
             seq.in_flight += 1
             seq.last_step = self.dispatched
         self.empty -= len(decodes)
-        for chunk in draft.chunks:
+        for chunk in parts.chunks:
             self.empty -= len(chunk.tokens)
             chunk.seq.computed += len(chunk.tokens)
             chunk.seq.in_flight += chunk.final
             chunk.seq.last_step = self.dispatched
         preempted, self.preempted = self.preempted, []
-        self.counts.planned(self.pool, len(self.running), len(draft.copies), self.empty)
-        copies = tuple((source, target) for target, source in draft.copies.items())
-        return Plan(
+        self.counts.planned(self.pool, len(self.running), len(parts.copies), self.empty)
+        copies = tuple((source, target) for target, source in parts.copies.items())
+        return StepPlan(
             self.dispatched,
             tuple(decodes),
             rows,
-            tuple(draft.chunks),
-            tuple(draft.deltas),
+            tuple(parts.chunks),
+            tuple(parts.deltas),
             copies,
-            tuple(draft.loads),
+            tuple(parts.loads),
             tuple(preempted),
         )
 
@@ -210,12 +210,12 @@ class Scheduler:
         """Who decodes beside these. A sequence whose sampled tokens already reach max_length waits for its read."""
         return [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
 
-    def _map(self, short: list[Sequence], draft: Draft) -> None:
+    def _map(self, short: list[Sequence], parts: PlanParts) -> None:
         """A page for the next token of each, of those as well that may sit out this step."""
         for left, seq in zip(range(len(short) - 1, -1, -1), short):
-            self._grow(seq, seq.reach, draft, left)
+            self._grow(seq, seq.reach, parts, left)
 
-    def _rows(self, decodes: list[Sequence], draft: Draft) -> tuple[int, ...]:
+    def _rows(self, decodes: list[Sequence], parts: PlanParts) -> tuple[int, ...]:
         """Rows of each decode: all that a short segment has where their pages are there or left over, else one."""
         most = self.limits.short_rows
         if most == 1:
@@ -224,21 +224,21 @@ class Scheduler:
         rows = []
         for seq in decodes:
             n, available = min(most, seq.max_length - 1 - seq.computed), self.pool.num_available
-            rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, draft) else 1)
+            rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
             spare -= available - self.pool.num_available
             seq.ahead += rows[-1] - 1
         return tuple(rows)
 
-    def _lend(self, seq: Sequence, tokens: int, spare: int, draft: Draft) -> bool:
-        """Whether pages for so many tokens of seq are in the page table, or `spare` ones could be put there."""
+    def _lend(self, seq: Sequence, tokens: int, spare: int, parts: PlanParts) -> bool:
+        """Whether the first tokens of seq have pages in the page table, or got them there, with at most `spare` new ones."""
         need = self.pool.pages_for(min(tokens, seq.max_length - 1))
         missing, changes = max(0, need - len(seq.pages)), max(0, need - seq.mapped)
-        if missing > max(0, spare) or changes > self.limits.max_deltas - len(draft.deltas):
+        if missing > max(0, spare) or changes > self.limits.max_deltas - len(parts.deltas):
             return False
         seq.pages += self.pool.allocate(missing) or []
         seq.borrowed += missing
         self.empty += missing * self.pool.page_size
-        self._put(seq, need, draft)
+        self._put(seq, need, parts)
         return True
 
     def _return_borrowed(self) -> bool:
@@ -257,7 +257,7 @@ class Scheduler:
         return found
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
-        """How many prompt tokens to take of at most budget, so that a step of so many decodes has little waste."""
+        """How many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little waste."""
         ready = sum(s.prefill_end - s.computed for s in prefills)
         if not self.prompt_sizes or not (ready or (self.waiting and self.free_slots)):
             return budget
@@ -282,62 +282,62 @@ class Scheduler:
         turned = decodes[self.turn :] + decodes[: self.turn]
         return turned[:fits]
 
-    def _prefill(self, running: list[Sequence], budget: int, draft: Draft) -> None:
+    def _prefill(self, running: list[Sequence], budget: int, parts: PlanParts) -> None:
         """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
         for seq in running:
-            budget -= self._chunk(seq, budget, draft)
-        while self.waiting and self.free_slots and budget and len(draft.chunks) < self.limits.max_chunks:
-            if len(draft.deltas) == self.limits.max_deltas or not self._admit(self.waiting[0], draft):
+            budget -= self._chunk(seq, budget, parts)
+        while self.waiting and self.free_slots and budget and len(parts.chunks) < self.limits.max_chunks:
+            if len(parts.deltas) == self.limits.max_deltas or not self._admit(self.waiting[0], parts):
                 break
-            budget -= self._chunk(self.waiting.popleft(), budget, draft)
+            budget -= self._chunk(self.waiting.popleft(), budget, parts)
 
-    def _admit(self, seq: Sequence, draft: Draft) -> bool:
+    def _admit(self, seq: Sequence, parts: PlanParts) -> bool:
         """Gives seq a slot, the tokens that it need not compute, and what the policy gives it to begin with; False if
         it must wait. Whom the policy refused is not looked at again before pages were given back."""
         if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
             return False
-        for beginning in self.sharing.beginnings(seq, not self.running):
-            self.sharing.take(seq, beginning)
+        for reused in self.sharing.candidates(seq, not self.running):
+            self.sharing.take(seq, reused)
             if self.policy.admit(seq, self.running):
                 break
-            self.sharing.give_back(seq, beginning)
+            self.sharing.give_back(seq, reused)
         else:
             self.refused = seq, self.returns
             return False
-        self._begin(seq, beginning, draft)
+        self._begin(seq, reused, parts)
         return True
 
-    def _begin(self, seq: Sequence, beginning: Beginning, draft: Draft) -> None:
-        self.sharing.begin(seq, beginning)
+    def _begin(self, seq: Sequence, reused: ReusedPrefix, parts: PlanParts) -> None:
+        self.sharing.begin(seq, reused)
         self.counts.recomputed += max(0, seq.lost - seq.computed)
         seq.lost = 0
-        if beginning.source is not None:  # held until its copy has been dispatched
-            draft.copy([(beginning.source, seq.pages[len(beginning.pages)])])
-            self.retired.append((self.dispatched + 1, [beginning.source]))
-        if beginning.snapshot:
-            draft.loads.append(seq)
+        if reused.source is not None:  # held until its copy has been dispatched
+            parts.copy([(reused.source, seq.pages[len(reused.pages)])])
+            self.retired.append((self.dispatched + 1, [reused.source]))
+        if reused.snapshot:
+            parts.loads.append(seq)
         seq.slot = self.free_slots.pop()
         seq.prefill_end = seq.length
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed
         insort(self.running, seq, key=attrgetter("arrival"))
         self.counts.admitted += 1
 
-    def _chunk(self, seq: Sequence, budget: int, draft: Draft) -> int:
+    def _chunk(self, seq: Sequence, budget: int, parts: PlanParts) -> int:
         """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
-        if not budget or len(draft.chunks) == self.limits.max_chunks:
+        if not budget or len(parts.chunks) == self.limits.max_chunks:
             return 0
         want = seq.prefill_end - seq.computed
-        n = self._grow(seq, seq.computed + min(budget, want), draft)
+        n = self._grow(seq, seq.computed + min(budget, want), parts)
         if n:
             stop = seq.computed + n
-            draft.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
+            parts.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
-    def _grow(self, seq: Sequence, tokens: int, draft: Draft, others: int = 0) -> int:
+    def _grow(self, seq: Sequence, tokens: int, parts: PlanParts, others: int = 0) -> int:
         """Take the pages that seq's first `tokens` need and put them into the page table, as far as the policy and the
-        room for changes go, leaving a page and a change to each of so many others; returns how many of the tokens that
+        room for changes go, leaving a page and a change to each of `others` others; returns how many of the tokens that
         are not computed have their page."""
-        room = self.limits.max_deltas - len(draft.deltas) - others
+        room = self.limits.max_deltas - len(parts.deltas) - others
         need, have = self.pool.pages_for(tokens), len(seq.pages)
         if need > have:
             seq.borrowed, missing = 0, min(need - have, room)
@@ -346,21 +346,21 @@ class Scheduler:
             self.empty += (len(seq.pages) - have) * self.pool.page_size
             if copies:
                 self.counts.moved += 1
-                draft.copy(copies)
+                parts.copy(copies)
                 seq.mapped = have - len(copies)
                 self.retired.append((self.dispatched + 1, [page for page, _ in copies]))
-        self._put(seq, min(need, seq.mapped + room), draft)
+        self._put(seq, min(need, seq.mapped + room), parts)
         return max(0, min(tokens, seq.mapped * self.pool.page_size) - seq.computed)
 
-    def _put(self, seq: Sequence, pages: int, draft: Draft) -> None:
+    def _put(self, seq: Sequence, pages: int, parts: PlanParts) -> None:
         """Puts the first `pages` pages of seq into the page table, as far as it has them."""
         assert seq.slot is not None
         new = seq.pages[seq.mapped : pages]
-        draft.deltas.extend((seq.slot, seq.mapped + i, page) for i, page in enumerate(new))
+        parts.deltas.extend((seq.slot, seq.mapped + i, page) for i, page in enumerate(new))
         seq.mapped += len(new)
 
     def on_tokens(self, seq: Sequence, tokens: list[int], rows: int = 1) -> None:
-        """What a step made of seq, at least one token, read from the device; the step had so many rows for it. What
+        """What a step made of seq, at least one token, read from the device; the step had `rows` rows for it. What
         comes after the end of a sequence is surplus, and dropped."""
         if seq.finish_reason is not None:
             return

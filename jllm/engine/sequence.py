@@ -33,13 +33,13 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # all that it holds
     mapped: int = 0  # how many of them, from the first, the device's page table has
     cached: int = 0  # tokens that it found computed when it was admitted, in full pages that it shares
-    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched: at least so many
+    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched, at least
     ahead: int = 0  # tokens that unread steps may have computed beyond these
     borrowed: int = 0  # pages at the end of `pages` that were taken for drafts alone
     lost: int = 0  # tokens that were computed when it had to give up its pages, until it is admitted again
     prefill_end: int = 0  # tokens to prefill: those known at admission
     in_flight: int = 0  # dispatched steps that sample for it and are not yet read
-    expected: int = 0  # tokens of KV that it is thought to come to, once somebody asked
+    expected: int = 0  # tokens of KV that it is thought to come to, once a policy asked
     arrival: int = -1  # the place in the order of arrival, given by the scheduler
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
     common: int = 0  # tokens that both begin with

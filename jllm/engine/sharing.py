@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jllm.engine.pages import PagePool
-from jllm.engine.prefix_cache import Counts, PrefixCache
+from jllm.engine.prefix_cache import PrefixCache, PrefixCounts
 from jllm.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ReusedPrefix:
     """The first `tokens` of a sequence, from elsewhere."""
 
     pages: tuple[int, ...] = ()  # full ones of others, to be shared
@@ -30,26 +30,26 @@ class Beginning:
 
 
 class Sharing:
-    """Beginnings of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache."""
+    """Reused prefixes of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache."""
 
     def __init__(self, keep: bool):
-        self.counts = Counts()
+        self.counts = PrefixCounts()
         self.keep = keep
         self.cache: PrefixCache | None = None
 
     def renew(self, pool: PagePool) -> None:
         """A new pool, and with it an empty cache."""
         self.pool = pool
-        self.cache = pool.reclaimer = PrefixCache(pool, self.counts) if self.keep else None
+        self.cache = pool.evictor = PrefixCache(pool, self.counts) if self.keep else None
 
     def reset_counts(self) -> None:
-        self.counts = Counts()
+        self.counts = PrefixCounts()
         if self.cache is not None:
             self.cache.counts = self.counts
 
     @property
     def num_pages(self) -> int:
-        """Pages that are kept, whether somebody uses them now or not."""
+        """Pages that are kept, in use now or not."""
         return 0 if self.cache is None else self.cache.num_pages
 
     def clear(self) -> None:
@@ -64,45 +64,45 @@ class Sharing:
             return False
         return known_tokens(origin) < min(seq.common, seq.length - 1)
 
-    def beginnings(self, seq: Sequence, alone: bool) -> Iterator[Beginning]:
+    def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
         """What seq could begin with, best first. If it is alone, the last one leaves it all pages of the pool."""
         if seq.snapshot is not None and not self._continues(seq).tokens:
-            yield Beginning(tokens=min(seq.snapshot.length, seq.length - 1), snapshot=True)
+            yield ReusedPrefix(tokens=min(seq.snapshot.length, seq.length - 1), snapshot=True)
             return
         best = self._continues(seq)
         if self.cache is not None and seq.snapshot is None and _may_skip(seq):
             match = self.cache.lookup(seq.tokens)
             if match.tokens >= best.tokens:
-                best = Beginning(match.pages, match.source, match.tokens, cached=True)
+                best = ReusedPrefix(match.pages, match.source, match.tokens, cached=True)
         yield best
         if best.source is not None:  # that page is held besides seq's own until it is copied
-            yield Beginning(best.pages, None, len(best.pages) * self.pool.page_size, cached=best.cached)
+            yield ReusedPrefix(best.pages, None, len(best.pages) * self.pool.page_size, cached=best.cached)
         if alone and best.pages:  # where they lie, they may leave no run of pages that is long enough
-            yield Beginning()
+            yield ReusedPrefix()
 
-    def take(self, seq: Sequence, beginning: Beginning) -> None:
+    def take(self, seq: Sequence, reused: ReusedPrefix) -> None:
         """Gives seq the pages that it shares, and holds the one to be copied."""
-        self.pool.share(beginning.held)
-        seq.pages = list(beginning.pages)
-        seq.computed, seq.cached = beginning.tokens, len(beginning.pages) * self.pool.page_size
+        self.pool.share(reused.held)
+        seq.pages = list(reused.pages)
+        seq.computed, seq.cached = reused.tokens, len(reused.pages) * self.pool.page_size
 
-    def give_back(self, seq: Sequence, beginning: Beginning) -> None:
+    def give_back(self, seq: Sequence, reused: ReusedPrefix) -> None:
         """The reverse of take."""
-        self.pool.free(beginning.held)
+        self.pool.free(reused.held)
         seq.pages, seq.computed, seq.cached = [], 0, 0
 
-    def begin(self, seq: Sequence, beginning: Beginning) -> None:
+    def begin(self, seq: Sequence, reused: ReusedPrefix) -> None:
         """seq was admitted with this: it gets the pages that will hold these tokens, if it has not got them by now."""
-        missing = self.pool.pages_for(beginning.tokens) - len(seq.pages)
+        missing = self.pool.pages_for(reused.tokens) - len(seq.pages)
         if missing > 0:
             pages = self.pool.allocate(missing)
             assert pages is not None, "a sequence was admitted without room for the tokens that it has"
             seq.pages += pages
-        counts, found = self.counts, beginning.tokens if beginning.cached else 0
+        counts, found = self.counts, reused.tokens if reused.cached else 0
         counts.lookups += self.keep
         counts.hits += found > 0
         counts.hit_tokens += found
-        counts.forked_tokens += beginning.tokens - found
+        counts.forked_tokens += reused.tokens - found
 
     def on_first_token(self, seq: Sequence) -> None:
         """The first token since seq was admitted has been read, and so has all that it prefilled."""
@@ -115,18 +115,18 @@ class Sharing:
         if self.cache is not None and seq.snapshot is None and seq.finish_reason != "error":
             self.cache.insert(seq.tokens[: known_tokens(seq)], seq.pages, leaving=True)
 
-    def _continues(self, seq: Sequence) -> Beginning:
+    def _continues(self, seq: Sequence) -> ReusedPrefix:
         """What seq can have of the sequence that it continues, as long as that one holds its pages."""
         origin = seq.origin
         if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
-            return Beginning()
+            return ReusedPrefix()
         tokens = min(known_tokens(origin), seq.common, seq.length - 1)
         full, part = divmod(tokens, self.pool.page_size)
-        return Beginning(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
+        return ReusedPrefix(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
 
 
 def _may_skip(seq: Sequence) -> bool:
-    """Whether nobody asks for what only computing a token gives: its log-probability in a prompt, its count for
+    """Whether seq asks for nothing that only computing a token gives: its log-probability in a prompt, its count for
     penalties, which the device takes from the chunks."""
     return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
 

@@ -1,7 +1,7 @@
 """Text of new tokens. Where a step has many of them, it is made in a thread of its own while the loop goes on.
 
-Making text takes as long as all else that the loop does with a token. Only texts in which nobody looks for stop strings
-are made later: what stops a sequence must be known when its tokens are read.
+Making text takes as long as all else that the loop does with a token. Only texts without stop strings are made
+later: what stops a sequence must be known when its tokens are read.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jllm.engine.request import Event
 FEW = 64  # tokens, whose text is made at once: a step of so few is waiting for its device, not for its host
 
 
-class News(NamedTuple):
+class PendingEvent(NamedTuple):
     """What a sample's next event will be made of: new tokens, the reason of its end, or both."""
 
     live: Live
@@ -44,7 +44,7 @@ class Texts:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._late: Future[None] | None = None
-        self._news: deque[News | Event] = deque()  # whose events are to be made
+        self._news: deque[PendingEvent | Event] = deque()  # whose events are to be made
         self._made: list[Event] = []
 
     @property
@@ -52,7 +52,7 @@ class Texts:
         """Whether there are events that take has not returned."""
         return self._late is not None
 
-    def take(self, news: Sequence[News | Event], *, now: bool) -> list[Event]:
+    def take(self, news: Sequence[PendingEvent | Event], *, now: bool) -> list[Event]:
         """The events that the last call left, then those of `news`, unless these are many: they come with the next
         call. With `now` all come. Raises what their making raised."""
         try:
@@ -61,7 +61,7 @@ class Texts:
         finally:
             self._news.extend(news)
         self._late = None
-        if now or sum(isinstance(one, News) and one.live.output.may_wait for one in news) <= FEW:
+        if now or sum(isinstance(one, PendingEvent) and one.live.output.may_wait for one in news) <= FEW:
             self._make()
             made, self._made = self._made, []
             return made
@@ -71,7 +71,7 @@ class Texts:
         self._late = self._thread.submit(self._make)
         return made
 
-    def rest(self, news: Iterable[News | Event]) -> list[Event]:
+    def rest(self, news: Iterable[PendingEvent | Event]) -> list[Event]:
         """The events that take has not returned, those of `news` after them: all that can be made, where the making of
         some fails."""
         if self._late is not None:

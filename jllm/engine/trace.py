@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jllm.batch import Rung
-from jllm.engine.plan import Limits, Plan
+from jllm.engine.plan import Limits, StepPlan
 from jllm.engine.sequence import Sequence
 from jllm.errors import InputFileError, OutputError
 
@@ -52,7 +52,7 @@ class Recorder:
         """The next step begins to be planned."""
         self._planned = self._now()
 
-    def dispatched(self, plan: Plan, rung: Rung, pages: int) -> None:
+    def dispatched(self, plan: StepPlan, rung: Rung, pages: int) -> None:
         self._steps[plan.step] = {
             "type": "step",
             "step": plan.step,
@@ -147,7 +147,7 @@ class TracedStep:
 
     @property
     def tokens(self) -> int:
-        """Of prompts."""
+        """Prompt tokens of the step."""
         return sum(chunk[3] for chunk in self.chunks)
 
 

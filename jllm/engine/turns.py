@@ -10,7 +10,7 @@ from jllm.errors import EngineBusy
 
 
 class Turns:
-    """A lock that is fair: a thread that steps without a pause keeps nobody waiting for longer than one step. (After a
+    """A lock that is fair: a thread that steps without a pause keeps others waiting no longer than one step. (After a
     threading.Lock is released, the thread that had it is the likeliest to get it again.)"""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class Features:
 
 
 def features(prompt: Sequence[int], stop: Iterable[str]) -> Features:
-    """Of a prompt (token ids) and its stop strings."""
+    """What the network sees of a prompt (token ids) and its stop strings."""
     ids = np.asarray(prompt, np.int64)
     hashed = _hash(ids)
     bag, times = np.unique(hashed % BAG, return_counts=True)
@@ -130,7 +130,7 @@ def corrected(below: np.ndarray, levels: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(model: "Model") -> str:
-    """Of what a model is, however its matrices are stored: its sizes and its last norm's weights."""
+    """A digest of what a model is, however its matrices are stored: its sizes and its last norm's weights."""
     c = model.config
     sizes = (c.architecture, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads)
     norm = np.asarray(model.params.norm).astype(np.float32).tobytes()

@@ -1,7 +1,7 @@
 """How long an output will be: what admission may count on.
 
 A predictor is any object with Predictor's three methods; `Engine(length_predictor=...)` takes one, or the name of one.
-The names: "none" (nobody asks), "longest" (max_new_tokens), "quantile" (what has ended so far says). Oracle knows, for
+The names: "none", "longest" (max_new_tokens), "quantile" (what has ended so far says). Oracle knows, for
 tests and experiments. A learned one looks at the prompt; it is the caller's object, and so is the check that it was
 made for this model.
 """
@@ -28,7 +28,7 @@ class Predictor(Protocol):
         again each time it outgrows the answer. The caller brings it into produced + 1 .. params.max_new_tokens."""
 
     def observe(self, prompt: Tokens, params: SamplingParams, output: int, ended: bool) -> None:
-        """A request is over after so many output tokens: by itself, or (not ended) cut off by its limit or its user."""
+        """A request is over after `output` tokens: by itself, or (not ended) cut off by its limit or its user."""
 
     def alive(self, outputs: Iterable[int]) -> None:
         """The output tokens so far of all that run. They are at least that long: who learns from those alone that have
@@ -110,8 +110,8 @@ class Quantile:
         self._survival = None
 
     def _estimate(self) -> list[float]:
-        """Of those known to reach a bucket, the share that ended in it, multiplied up. What was cut off in a bucket
-        counts as having reached the next no more."""
+        """Survival: the shares of those known to reach a bucket that ended in it, multiplied up. What was cut off in a
+        bucket counts as having reached the next no more."""
         lost = self._ended + self._cut + self._alive
         reached = np.cumsum(lost[::-1])[::-1]
         at_risk = reached - (lost - self._ended) / 2  # the actuary's: cut off half-way through the bucket

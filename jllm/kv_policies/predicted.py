@@ -66,7 +66,7 @@ class Predicted(OnDemand):
 
 
 def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
-    """Most pages of page_size tokens that sequences hold at once if each has so many tokens now and in the end, gains
+    """Most pages of page_size tokens that sequences hold at once if each has now[i] tokens, comes to end[i], gains
     one a step and gives all back at its end; partial pages count as whole ones."""
     tokens = np.array(now, np.int64)
     left = np.array(end, np.int64) - tokens

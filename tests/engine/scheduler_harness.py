@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from jllm.engine.plan import Chunk, Limits, Plan
+from jllm.engine.plan import Chunk, Limits, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
@@ -72,7 +72,7 @@ class Device:
         self.rows = [Row() for _ in range(limits.max_slots)]
         self.memory: dict[tuple[int, int], int] = {}  # (page, offset) -> token
 
-    def run(self, plan: Plan) -> list[Sampled]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         assert len({(slot, index) for slot, index, _ in plan.deltas}) == len(plan.deltas), "two changes of one entry"
         sources, targets = {page for page, _ in plan.copies}, {page for _, page in plan.copies}
         assert len(targets) == len(plan.copies), "a page is copied to twice"
@@ -153,7 +153,7 @@ class Loop:
         self.seqs.append(seq)
         return seq
 
-    def dispatch(self) -> Plan | None:
+    def dispatch(self) -> StepPlan | None:
         s = self.scheduler
         before = {seq: (0 if seq.slot is None else seq.computed) for seq in self.seqs}
         preempted, admissions = {seq: seq.preemptions for seq in self.seqs}, s.counts.admitted
@@ -180,7 +180,7 @@ class Loop:
         self.unread.append((plan, outputs, held))
         return plan
 
-    def check(self, plan: Plan, before: dict[Sequence, int]):
+    def check(self, plan: StepPlan, before: dict[Sequence, int]):
         s, limits = self.scheduler, self.limits
         chunk_tokens = sum(len(c.tokens) for c in plan.chunks)
         assert plan.decodes or plan.chunks or plan.deltas, "a step for nothing"
@@ -234,7 +234,7 @@ class Loop:
         self.device = self.make_device(self.limits)
         self.scheduler.reset()
 
-    def step(self, late=1) -> Plan | None:
+    def step(self, late=1) -> StepPlan | None:
         """Dispatches a step and reads all but the last `late`; everything if there was none to dispatch."""
         plan = self.dispatch()
         self.check_state()
@@ -256,7 +256,7 @@ class Loop:
         """`taken`: pages of sequences, and those that plans still read."""
         pool = self.scheduler.pool
         assert sorted(taken + pool.free_pages()) == list(range(pool.num_pages)), "a page is lost or has two owners"
-        assert all(pool.holders(page) == 1 for page in taken), "holders are miscounted"
+        assert all(pool.refcount(page) == 1 for page in taken), "references are miscounted"
 
     def check_state(self):
         s, limits = self.scheduler, self.limits
@@ -305,5 +305,5 @@ class Loop:
                 assert seq.finish_reason == ends(seq.params, seq.output[-1], len(seq.output))
 
 
-def in_plan(plan: Plan) -> list[Sequence]:
+def in_plan(plan: StepPlan) -> list[Sequence]:
     return [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]

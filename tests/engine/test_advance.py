@@ -10,7 +10,7 @@ import pytest
 from experiments.qps import HostOnly
 from jllm.batch import Rung
 from jllm.engine.loop import Engine
-from jllm.engine.options import Sizes
+from jllm.engine.options import EngineSizes
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.merge_step import NOT_FINITE, TOP_LOGPROBS, Outputs
@@ -40,11 +40,11 @@ class Advancing(HostOnly):
         super().__init__(*arguments)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> EngineSizes:
         return replace(self._sizes, limits=replace(self._sizes.limits, short_rows=self.rows))
 
     @sizes.setter
-    def sizes(self, sizes: Sizes) -> None:
+    def sizes(self, sizes: EngineSizes) -> None:
         self._sizes = sizes
 
     def run(self, buffer, layout, variant) -> Outputs:

@@ -14,7 +14,7 @@ from jllm.batch import Rung
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.engine.texts import News
+from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
 from tests.tiny import greedy, serve, tiny_model
 
@@ -203,9 +203,9 @@ def test_an_interrupted_step_closes_the_engine_and_every_request_has_its_end(mod
     def interrupt(live, tokens=(), reason=None, seconds=0.0):  # right when the short one has ended
         if reason == "length":
             raise KeyboardInterrupt
-        return News(live, tokens, reason, seconds)
+        return PendingEvent(live, tokens, reason, seconds)
 
-    monkeypatch.setattr("jllm.engine.loop.News", interrupt)
+    monkeypatch.setattr("jllm.engine.loop.PendingEvent", interrupt)
     with pytest.raises(KeyboardInterrupt):
         events.extend(engine.run())
     with pytest.raises(EngineClosed, match="a step was interrupted half-way"):

@@ -7,7 +7,7 @@ import numpy as np
 from jllm.batch import PromptChunk, Rung, ragged_batch
 from jllm.engine.layout import Layout
 from jllm.engine.packing import pack_plan
-from jllm.engine.plan import Chunk, Plan
+from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.sampling import STOP_IDS
@@ -25,7 +25,7 @@ def test_a_plan_as_the_device_reads_it():
     chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
     stops = {first: range(40, 40 + STOP_IDS + 3), second: {9, 2}}
     buffer = pack_plan(
-        LAYOUT, Plan(0, decodes, (1,) * len(decodes), chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq]
+        LAYOUT, StepPlan(0, decodes, (1,) * len(decodes), chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq]
     )
     batch = LAYOUT.unpack(buffer)
     assert buffer.dtype == np.int32

@@ -75,10 +75,10 @@ def test_shared_pages_are_free_when_the_last_holder_frees_them():
     pages = pool.allocate(2)
     pool.share(pages)
     pool.share(pages[:1])
-    assert [pool.holders(page) for page in (*pages, 3)] == [3, 2, 0]
+    assert [pool.refcount(page) for page in (*pages, 3)] == [3, 2, 0]
     pool.free(pages)
     pool.free(pages)
-    assert (pool.num_free, pool.holders(pages[0])) == (3, 1)
+    assert (pool.num_free, pool.refcount(pages[0])) == (3, 1)
     pool.free(pages[:1])
     assert pool.num_free == 4
     with pytest.raises(AssertionError, match="page 0 is shared but not taken"):
@@ -95,7 +95,7 @@ class Hoard:
         pool.free(pages[1::2])
 
     @property
-    def reclaimable(self):
+    def evictable(self):
         return len(self.pages)
 
     def holds(self, page):
@@ -104,36 +104,36 @@ class Hoard:
     def on_share(self, page):
         raise AssertionError("nobody shares these")
 
-    def reclaim(self, pages):
+    def evict(self, pages):
         for _ in range(min(pages, len(self.pages))):
             self.pool.free([self.pages.pop()])
 
 
 def test_what_is_short_is_reclaimed_and_no_more():
     pool = PagePool(12, 8)
-    pool.reclaimer = hoard = Hoard(pool)
+    pool.evictor = hoard = Hoard(pool)
     assert (pool.num_free, pool.num_available) == (6, 12)
     assert len(pool.allocate(8)) == 8
     assert len(hoard.pages) == 4
     assert pool.allocate(5) is None
     pool = PagePool(12, 8)
-    pool.reclaimer = hoard = Hoard(pool)
+    pool.evictor = hoard = Hoard(pool)
     assert pool.allocate_run(5) == [7, 8, 9, 10, 11]
-    assert len(hoard.pages) == 4, "reclaimed more than it took"
+    assert len(hoard.pages) == 4, "evicted more than it took"
     assert pool.allocate_run(7) == [0, 1, 2, 3, 4, 5, 6]
     assert pool.allocate_run(1) is None
     pool = PagePool(12, 8)
-    pool.reclaimer = Hoard(pool)
+    pool.evictor = Hoard(pool)
     assert pool.allocate_run(12) == list(range(12)), "all of it"
 
 
 def test_what_can_be_reclaimed_parts_no_run():
     pool = PagePool(12, 8)
-    pool.reclaimer = hoard = Hoard(pool)
+    pool.evictor = hoard = Hoard(pool)
     assert (pool.fragmentation, pool.scattered()) == (pytest.approx(5 / 6), 0)
     hoard.pages.remove(4)  # somebody else holds it
     assert pool.scattered() == pytest.approx(4 / 11)
-    pool.reclaimer = None
+    pool.evictor = None
     assert pool.scattered() == pool.fragmentation
 
 
@@ -141,16 +141,16 @@ class Model:
     """The same by looking at all pages."""
 
     def __init__(self, num_pages):
-        self.holders = [0] * num_pages
+        self.refcounts = [0] * num_pages
 
     @property
     def runs(self) -> list[tuple[int, int]]:
         """(length, start) of each free run, ascending."""
         runs, start = [], None
-        for page, holders in enumerate([*self.holders, 1]):
-            if not holders and start is None:
+        for page, refcounts in enumerate([*self.refcounts, 1]):
+            if not refcounts and start is None:
                 start = page
-            elif holders and start is not None:
+            elif refcounts and start is not None:
                 runs.append((page - start, start))
                 start = None
         return sorted(runs)
@@ -168,7 +168,7 @@ def test_pages_are_conserved(num_pages, actions):
     pool, model, held = PagePool(num_pages, 8), Model(num_pages), []
     for name, n in actions:
         largest = max((length for length, _ in model.runs), default=0)
-        free = model.holders.count(0)
+        free = model.refcounts.count(0)
         taken: list[int] | None = []
         if name == "allocate":
             taken = pool.allocate(n)
@@ -190,22 +190,22 @@ def test_pages_are_conserved(num_pages, actions):
             pages = held.pop(n % len(held))
             pool.free(pages)
             for page in pages:
-                model.holders[page] -= 1
+                model.refcounts[page] -= 1
         elif held:
             pages = held[n % len(held)]
             pool.share(pages)
             held.append(pages)
             for page in pages:
-                model.holders[page] += 1
+                model.refcounts[page] += 1
         if taken:
-            assert all(not model.holders[page] for page in taken), "a page is handed out twice"
+            assert all(not model.refcounts[page] for page in taken), "a page is handed out twice"
             for page in taken:
-                model.holders[page] += 1
+                model.refcounts[page] += 1
             held.append(taken)
-        assert sorted(pool.free_pages()) == [page for page in range(num_pages) if not model.holders[page]]
-        assert [pool.holders(page) for page in range(num_pages)] == model.holders
+        assert sorted(pool.free_pages()) == [page for page in range(num_pages) if not model.refcounts[page]]
+        assert [pool.refcount(page) for page in range(num_pages)] == model.refcounts
         assert pool.largest_run == max((length for length, _ in model.runs), default=0)
-        assert pool.num_free == model.holders.count(0)
+        assert pool.num_free == model.refcounts.count(0)
     for pages in held:
         pool.free(pages)
     assert pool.allocate_run(num_pages) == list(range(num_pages))

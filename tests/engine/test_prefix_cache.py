@@ -22,7 +22,7 @@ from hypothesis.stateful import (  # noqa: E402
 
 def make(num_pages: int, page_size: int, kind=PrefixCache) -> PrefixCache:
     pool = PagePool(num_pages, page_size)
-    pool.reclaimer = cache = kind(pool)
+    pool.evictor = cache = kind(pool)
     return cache
 
 
@@ -88,10 +88,10 @@ def test_least_recently_used_first_and_children_before_parents():
     order = []
     for _ in range(6):
         before = set(cache.pool.free_pages())
-        cache.reclaim(1)
+        cache.evict(1)
         order += set(cache.pool.free_pages()) - before
     assert order == [b[1], c[1], c[0], a[2], a[1], shared]
-    assert cache.num_pages == cache.reclaimable == 0
+    assert cache.num_pages == cache.evictable == 0
     assert cache.counts.pages_evicted == 6
 
 
@@ -142,7 +142,7 @@ def test_clear_forgets_and_takes_nothing_from_anyone():
     cache.insert((1, 1, 2, 2), pages)
     keep(cache, (3, 3))
     cache.clear()
-    assert (cache.num_pages, cache.reclaimable, cache.pool.num_free) == (0, 0, 2)
+    assert (cache.num_pages, cache.evictable, cache.pool.num_free) == (0, 0, 2)
     assert cache.lookup((1, 1, 2, 2, 3)) == Match()
     cache.pool.free(pages)
     assert cache.pool.num_free == 4
@@ -274,15 +274,15 @@ class Machine(RuleBasedStateMachine):
         self.pool.free(seq.pages)
 
     @rule(pages=st.integers(0, 5))
-    def reclaim(self, pages):
-        idle, free = self.cache.reclaimable, self.pool.num_free
-        self.cache.reclaim(pages)
+    def evict(self, pages):
+        idle, free = self.cache.evictable, self.pool.num_free
+        self.cache.evict(pages)
         assert self.pool.num_free - free == min(pages, idle), "available, but not given"
 
     @rule()
     def clear(self):
         self.cache.clear()
-        assert self.cache.num_pages == self.cache.reclaimable == 0
+        assert self.cache.num_pages == self.cache.evictable == 0
 
     @invariant()
     def state(self):
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
         nodes = self.cache._nodes
         held = [page for seq in self.seqs for page in seq.pages]
         for page in range(self.pool.num_pages):
-            assert self.pool.holders(page) == held.count(page) + (page in nodes), "a page has another number of holders"
+            assert self.pool.refcount(page) == held.count(page) + (page in nodes), "references are miscounted"
         assert self.pool.num_available == self.pool.num_pages - len(set(held)), "a page is lost"
         for page, node in nodes.items():
             assert self.memory[page] == list(node.tokens), "a cached page holds other tokens"
@@ -376,8 +376,8 @@ class KeepsWhatIsHalfFull(PrefixCache):
 FAULTS = {
     ComparesHashesOnly: "holds other tokens|reads other tokens",
     EvictsParents: "lost its parent",
-    TakesNoHold: "is freed but not taken|another number of holders|cached page is written",
-    SharesParts: "is written|another number of holders",
+    TakesNoHold: "is freed but not taken|references are miscounted|cached page is written",
+    SharesParts: "is written|references are miscounted",
     FindsAll: "nothing is left to compute",
     ForgetsWhoLeft: "a page is lost|available, but not given",
     KeepsWhatIsHalfFull: "holds other tokens|cached page is written",

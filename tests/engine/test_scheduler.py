@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jllm.engine.scheduler import Limits, Plan
+from jllm.engine.scheduler import Limits, StepPlan
 from jllm.errors import ConfigError, RequestError
 from tests.engine.scheduler_harness import STOP_ID, Loop, alone, sample
 
@@ -13,7 +13,7 @@ def make(slots=4, tokens=16, chunks=4, page=4, pages=32, deltas=64) -> Loop:
     return Loop(Limits(slots, tokens, tokens, chunks, page, pages, deltas))
 
 
-def ids(plan: Plan):
+def ids(plan: StepPlan):
     """Request ids of the decodes; (id, start, tokens, final) of the chunks."""
     chunks = [(c.seq.request_id, c.start, len(c.tokens), c.final) for c in plan.chunks]
     return [seq.request_id for seq in plan.decodes], chunks

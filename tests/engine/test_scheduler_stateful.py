@@ -179,17 +179,17 @@ class RequeuesBehind(Scheduler):
 
 
 class WritesPastItsPages(Scheduler):
-    def _grow(self, seq, tokens, draft, others=0):
-        super()._grow(seq, tokens - (seq.computed > 5), draft, others)
+    def _grow(self, seq, tokens, parts, others=0):
+        super()._grow(seq, tokens - (seq.computed > 5), parts, others)
         return tokens - seq.computed
 
 
 class KeepsComputed(Scheduler):
     """Takes the KV of the first token to outlive a preemption."""
 
-    def _begin(self, seq, beginning, draft):
+    def _begin(self, seq, reused, parts):
         seq.computed = min(seq.preemptions, 1)
-        super()._begin(seq, beginning, draft)
+        super()._begin(seq, reused, parts)
 
 
 class AdmitsGreedily(Scheduler):
@@ -226,11 +226,11 @@ class ForgetsMovedPages(Scheduler):
 class KeepsTheOldTable(Scheduler):
     """Writes only the new pages of a moved sequence into the page table."""
 
-    def _grow(self, seq, tokens, draft, others=0):
+    def _grow(self, seq, tokens, parts, others=0):
         mapped, page = seq.mapped, seq.pages[:1]
-        found = super()._grow(seq, tokens, draft, others)
+        found = super()._grow(seq, tokens, parts, others)
         if page and seq.pages[:1] != page:
-            draft.deltas[:] = [delta for delta in draft.deltas if delta[0] != seq.slot or delta[1] >= mapped]
+            parts.deltas[:] = [delta for delta in parts.deltas if delta[0] != seq.slot or delta[1] >= mapped]
         return found
 
 
@@ -243,10 +243,10 @@ class PreemptsTheOldest(Scheduler):
 class AdmitsWhatFits(Scheduler):
     """Lets a later one pass the first that waits."""
 
-    def _admit(self, seq, draft):
-        if super()._admit(seq, draft):
+    def _admit(self, seq, parts):
+        if super()._admit(seq, parts):
             return True
-        if len(self.waiting) > 1 and super()._admit(self.waiting[1], draft):
+        if len(self.waiting) > 1 and super()._admit(self.waiting[1], parts):
             self.waiting[0], self.waiting[1] = self.waiting[1], self.waiting[0]
             return True
         return False
@@ -282,8 +282,8 @@ MOVING = {
 class IgnoresDrafts(Scheduler):
     """Takes a step that is unread to have advanced everyone by one token."""
 
-    def _rows(self, decodes, draft):
-        rows = super()._rows(decodes, draft)
+    def _rows(self, decodes, parts):
+        rows = super()._rows(decodes, parts)
         for seq in decodes:
             seq.ahead = 0
         return rows
@@ -315,8 +315,8 @@ class DraftsKeepTheirPages(Scheduler):
 
 
 class DraftsPastTheEnd(Scheduler):
-    def _lend(self, seq, tokens, spare, draft):
-        return super()._lend(seq, tokens - self.limits.short_rows - 1, spare, draft)
+    def _lend(self, seq, tokens, spare, parts):
+        return super()._lend(seq, tokens - self.limits.short_rows - 1, spare, parts)
 
 
 DRAFTS = {

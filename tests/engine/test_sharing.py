@@ -13,7 +13,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.pages import PagePool
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import Beginning, Sharing
+from jllm.engine.sharing import ReusedPrefix, Sharing
 from jllm.errors import ConfigError, RequestError, SnapshotError
 from tests.tiny import greedy, tiny_model
 
@@ -256,8 +256,8 @@ def test_what_a_sequence_leaves_to_its_forks_and_to_the_cache():
     sharing, origin, fork = origin_and_fork()
     for reason, held, tokens, kept in ((None, (0, 1), 7, 0), ("error", (), 0, 0), ("stop", (0, 1), 7, 2)):
         origin.finish_reason = reason
-        beginning = next(sharing.beginnings(fork, alone=False))
-        assert (beginning.held, beginning.tokens) == (held, tokens)
+        reused = next(sharing.candidates(fork, alone=False))
+        assert (reused.held, reused.tokens) == (held, tokens)
         if reason is not None:
             sharing.on_release(origin)
         assert sharing.num_pages == kept
@@ -276,11 +276,11 @@ def test_what_a_sequence_begins_with_is_counted_once():
     sharing, origin, fork = origin_and_fork()
     found = Sequence(1, 0, (*range(6), 50, 51, 52), SamplingParams(), 0, 20)
     for seq, tokens in ((fork, 7), (found, 8)):
-        beginning = next(sharing.beginnings(seq, alone=False))
-        sharing.take(seq, beginning)
-        assert (seq.pages, seq.computed) == (list(beginning.pages), tokens)
-        assert seq.cached == 4 * len(beginning.pages), "a page that is copied is its own"
-        sharing.begin(seq, beginning)
+        reused = next(sharing.candidates(seq, alone=False))
+        sharing.take(seq, reused)
+        assert (seq.pages, seq.computed) == (list(reused.pages), tokens)
+        assert seq.cached == 4 * len(reused.pages), "a page that is copied is its own"
+        sharing.begin(seq, reused)
         assert len(seq.pages) == 2
         sharing.on_release(origin)
     counts = sharing.counts
@@ -384,9 +384,9 @@ def test_a_snapshot_of_other_weights_is_refused(model, wide, tmp_path):
 class SharesUnread(Sharing):
     """Shares the page that the copy should be made of."""
 
-    def beginnings(self, seq, alone):
-        for b in super().beginnings(seq, alone):
-            yield b if b.source is None else Beginning((*b.pages, b.source), None, b.tokens, cached=b.cached)
+    def candidates(self, seq, alone):
+        for b in super().candidates(seq, alone):
+            yield b if b.source is None else ReusedPrefix((*b.pages, b.source), None, b.tokens, cached=b.cached)
 
 
 def test_the_oracle_notices_a_page_that_is_not_copied(model, wide, monkeypatch):

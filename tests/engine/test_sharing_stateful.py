@@ -9,7 +9,7 @@ import pytest
 from jllm.engine.plan import Limits
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import Beginning, Sharing
+from jllm.engine.sharing import ReusedPrefix, Sharing
 from tests.engine.scheduler_harness import Device, Loop
 
 pytest.importorskip("hypothesis")
@@ -38,7 +38,7 @@ class SharingDevice(Device):
                 if i // size < len(seq.pages):
                     self.memory[seq.pages[i // size], i % size] = token
         for page, _ in plan.copies:
-            assert pool.holders(page), "a page is given back before it is copied"
+            assert pool.refcount(page), "a page is given back before it is copied"
         return super().run(plan)
 
     def begins(self, row, chunk):
@@ -49,7 +49,7 @@ class SharingDevice(Device):
         copied = [page for _, pages in scheduler.retired for page in pages]  # before this step
         for position in range(row.length, row.length + len(tokens)):
             page = row.table.get(position // size)
-            others = 0 if page is None else scheduler.pool.holders(page) - copied.count(page) - 1
+            others = 0 if page is None else scheduler.pool.refcount(page) - copied.count(page) - 1
             assert not others, "a page is written that others hold"
         super().write(row, tokens)
 
@@ -61,8 +61,8 @@ class Watched(Scheduler):
         super().__init__(*args, **kw)
         self.begun = {}
 
-    def _begin(self, seq, beginning, draft):
-        super()._begin(seq, beginning, draft)
+    def _begin(self, seq, reused, parts):
+        super()._begin(seq, reused, parts)
         self.begun[seq] = seq.computed
 
 
@@ -83,7 +83,7 @@ class SharingLoop(Loop):
         pool, cache, memory = self.scheduler.pool, self.scheduler.sharing.cache, self.device.memory
         nodes = {} if cache is None else cache._nodes
         for page in range(pool.num_pages):
-            assert pool.holders(page) == taken.count(page) + (page in nodes), "holders are miscounted"
+            assert pool.refcount(page) == taken.count(page) + (page in nodes), "references are miscounted"
         assert pool.num_available == pool.num_pages - len(set(taken)), "a page is lost"
         for page, node in nodes.items():
             held = tuple(memory.get((page, i)) for i in range(pool.page_size))
@@ -161,9 +161,9 @@ def of(sharing) -> type[Watched]:
 class SharesTheLastPage(Sharing):
     """Instead of copying it."""
 
-    def beginnings(self, seq, alone):
-        for b in super().beginnings(seq, alone):
-            yield b if b.source is None else Beginning((*b.pages, b.source), None, b.tokens, cached=b.cached)
+    def candidates(self, seq, alone):
+        for b in super().candidates(seq, alone):
+            yield b if b.source is None else ReusedPrefix((*b.pages, b.source), None, b.tokens, cached=b.cached)
 
 
 class TrustsTokensInFlight(Sharing):
@@ -191,9 +191,9 @@ class DoesNotWait(Sharing):
 
 
 class ForgetsLoads(Watched):
-    def _begin(self, seq, beginning, draft):
-        super()._begin(seq, beginning, draft)
-        draft.loads.clear()
+    def _begin(self, seq, reused, parts):
+        super()._begin(seq, reused, parts)
+        parts.loads.clear()
 
 
 FAULTS = {

@@ -171,7 +171,7 @@ def test_an_outgrown_extent_moves_or_is_scattered():
         if overflow == "move":
             assert copies == [(0, 6), (1, 7), (2, 8), (3, 9)]
             assert a.pages == list(range(6, 13))
-            assert pool.holders(0) == 1, "freed though an unread step may write it"
+            assert pool.refcount(0) == 1, "freed though an unread step may write it"
         else:
             assert copies == []
             assert a.pages == [0, 1, 2, 3, 6, 7, 8]
