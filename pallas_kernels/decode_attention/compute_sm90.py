@@ -147,44 +147,49 @@ def compute_item(
     total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
-    @pl.when(whole)
-    def _whole() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
-        first = first_query(shape, item.row, item.head)
-        if shape.by_warps:
-            result = _of_warps(shape, total, part_s).astype(out_s.dtype)
-            warps_sm90.store_rows(result, out_ref, first, shape.queries)
-            return
-        result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
-        out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
-
+    pl.when(whole)(lambda: _store_result(shape, item, total, out_ref, out_s, part_s))
     tiles = tiles + end_tile - first_tile
     if not shape.slots:
         return tiles, heads, part, total, queries
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
-
-    @pl.when(partly)
-    def _part() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if shape.by_warps:
-            warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-            plgpu.commit_smem()
-            for warp in range(4):
-                sums = part_s.at[warp, pl.ds(0, shape.queries)]
-                plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
-            return
-        transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
-        of_query = others["of_query"]
-        for i, number in enumerate((total.top, total.total)):
-            of_query[1 + i] = number
-            part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
-
+    pl.when(partly)(lambda: _store_partial(shape, warpgroup, part, total, part_ref, part_s, others))
     return tiles, heads, part + partly.astype(jnp.int32), total, queries
+
+
+def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any, part_s: Any) -> None:
+    """Writes the result of a head's queries."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
+    first = first_query(shape, item.row, item.head)
+    if shape.by_warps:
+        result = _of_warps(shape, total, part_s).astype(out_s.dtype)
+        warps_sm90.store_rows(result, out_ref, first, shape.queries)
+        return
+    result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
+    out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
+
+
+def _store_partial(
+    shape: Shape, warpgroup: jax.Array, part: jax.Array, total: Sum, part_ref: Any, part_s: Any, others: dict[str, Any]
+) -> None:
+    """Writes a split's sums to the slot of a partial result."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if shape.by_warps:
+        warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
+        plgpu.commit_smem()
+        for warp in range(4):
+            sums = part_s.at[warp, pl.ds(0, shape.queries)]
+            plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
+        return
+    transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
+    part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
+    of_query = others["of_query"]
+    for i, number in enumerate((total.top, total.total)):
+        of_query[1 + i] = number
+        part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
 
 
 def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others: dict[str, Any]) -> Any:

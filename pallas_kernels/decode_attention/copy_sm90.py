@@ -1,5 +1,6 @@
 """The warps of decode_attention that copy: they fill a ring of tiles, on and on across work items."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.lanes_sm90 import arrive_with_copies, copy_rows
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, kv_head_of, tile_range
+from pallas_kernels.decode_attention.storage_sm90 import Storage
+from pallas_kernels.ring_sm90 import drain, free_slot
 
 Parts = list[tuple[int, str]]
 WARPS = 4
@@ -58,113 +61,122 @@ def copy_item(
     state: how many tiles and queries came before.
     """
     tiles, heads = state
-    stages, page_size, size, each = full.shape[0], shape.page_size, shape.k.tokens, shape.k.parts
-
-    def page_of(token: jax.Array) -> jax.Array:
-        return lax.div(token, jnp.int32(page_size))  # `//` minds signs
-
     kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
     if with_queries:
-
-        @pl.when(item.enters)
-        def _queries() -> None:
-            q_slot = lax.rem(heads, jnp.int32(2))
-
-            @pl.when(heads >= 2)
-            def _wait() -> None:
-                plgpu.barrier_wait(q_free.at[q_slot])
-
-            for w in range(shape.config.computing):
-                queries = pl.ds(first_query(shape, item.row, item.head + w), shape.queries)
-                target = q_raw.at[q_slot, w, pl.ds(0, shape.queries)]
-                plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[q_slot])
-
+        pl.when(item.enters)(lambda: _copy_queries(shape, q_ref, item, heads, q_raw, q_full, q_free))
         heads = heads + item.enters.astype(jnp.int32)
-    first_page, last_page = page_of(item.low), page_of(item.high - 1)
+    pages_read = page_of(shape, item.low), page_of(shape, item.high - 1)
     first_tile, end_tile = tile_range(item)
-    numbers = sorted({i % each for i, _ in parts})
-
-    def entries(j: jax.Array) -> tuple[jax.Array, ...]:
-        """The pages of tile j that this warp copies; where there is none to read, another one."""
-        wanted = (page_of(j * ROWS + i * size) for i in numbers)
-        return tuple(table_ref[item.row, jnp.clip(page, first_page, last_page)] for page in wanted)
+    copies = Copies(shape, sources, targets, full, parts, kv_heads, item, *pages_read)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        coming = entries(j + 1)  # read ahead: it takes as long as a copy
-        number = tiles + j - first_tile
-        slot = lax.rem(number, jnp.int32(stages))
-
-        @pl.when(number >= stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(free.at[slot])
-
-        def copy(name: str, page: Any, i: int, offset: Any) -> None:
-            """Part i."""
-            stored = shape.k if name.startswith("k") else shape.v
-            warpgroup, part = divmod(i, each)
-            source: Any
-            target: Any
-            if name in ("k", "v"):
-                source, target = stored.value_slice(kv_heads[warpgroup], offset), stored.value_part(part)
-            else:
-                source, target = stored.scale_slice(kv_heads[warpgroup], offset)[0], part
-            into = targets[name].at[slot, warpgroup, target]
-            plgpu.copy_gmem_to_smem(sources[name].at[page, source], into, full.at[slot])
-
-        def place(part: int) -> tuple[jax.Array, Any]:
-            """Whether a part has tokens to read, and where in its page they begin."""
-            token = j * ROWS + part * size
-            there = jnp.logical_and(page_of(token) >= first_page, page_of(token) <= last_page)
-            return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
-
-        def by_lanes() -> None:
-            for part in numbers:
-                there, offset = place(part)
-
-                @pl.when(there)
-                def _copy(part: int = part, offset: jax.Array = offset) -> None:
-                    for i, name in ((i, name) for i, name in parts if i % each == part):
-                        stored = shape.k if name.startswith("k") else shape.v
-                        bytes_ = stored.token_bytes(name)
-                        token = kv_heads[i // each] * page_size + offset
-                        copy_rows(
-                            sources[name], targets[name], pages[numbers.index(part)], token * bytes_,
-                            (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
-                            page_bytes=shape.kv_heads * page_size * bytes_, size=size * bytes_,
-                            row=bytes_ if name in ("k", "v") else None,
-                        )  # fmt: skip
-
-        def one_by_one() -> None:
-            for i, name in parts:
-                there, offset = place(i % each)
-
-                @pl.when(there)
-                def _copy(i: int = i, name: str = name, offset: Any = offset) -> None:
-                    copy(name, pages[numbers.index(i % each)], i, offset)
-
-                @pl.when(jnp.logical_not(there))
-                def _skip() -> None:  # what the tile holds there is masked
-                    plgpu.barrier_arrive(full.at[slot])
-
+        coming = copies.entries(table_ref, j + 1)  # read ahead: it takes as long as a copy
+        slot = free_slot(tiles + j - first_tile, free)
         if shape.by_lanes:
-            by_lanes()
-            arrive_with_copies(full.at[slot])
+            copies.by_lanes(j, slot, pages)
         else:
-            one_by_one()
+            copies.one_by_one(j, slot, pages)
         return coming
 
-    lax.fori_loop(first_tile, end_tile, copy_tile, entries(first_tile))
+    lax.fori_loop(first_tile, end_tile, copy_tile, copies.entries(table_ref, first_tile))
     return tiles + end_tile - first_tile, heads
 
 
-def drain(shape: Shape, tiles: jax.Array, heads: jax.Array, q_free: Any, free: Any) -> None:
-    """Waits until all copies of a warp have been used: no barrier is left in the middle of a phase."""
-    stages = free.shape[0]
+def drain_item_rings(tiles: jax.Array, heads: jax.Array, q_free: Any, free: Any) -> None:
+    """Waits until all copies of a warp have been used."""
+    drain(heads, q_free)
+    drain(tiles, free)
 
-    @pl.loop(jnp.maximum(heads - 2, 0), heads)
-    def _queries(i: jax.Array) -> None:
-        plgpu.barrier_wait(q_free.at[lax.rem(i, jnp.int32(2))])
 
-    @pl.loop(jnp.maximum(tiles - stages, 0), tiles)
-    def _tiles(i: jax.Array) -> None:
-        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+def _copy_queries(shape: Shape, q_ref: Any, item: Item, heads: jax.Array, q_raw: Any, q_full: Any, q_free: Any) -> None:
+    slot = free_slot(heads, q_free)
+    for w in range(shape.config.computing):
+        queries = pl.ds(first_query(shape, item.row, item.head + w), shape.queries)
+        target = q_raw.at[slot, w, pl.ds(0, shape.queries)]
+        plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[slot])
+
+
+def page_of(shape: Shape, token: jax.Array) -> jax.Array:
+    return lax.div(token, jnp.int32(shape.page_size))  # `//` minds signs
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One warp's copies of an item's keys and values. Part i of a tile is the i % each-th of warpgroup i // each."""
+
+    shape: Shape
+    sources: dict[str, Any]
+    targets: dict[str, Any]
+    full: Any
+    parts: Parts
+    kv_heads: list[jax.Array]
+    item: Item
+    first_page: jax.Array  # entries of the page table that the item reads
+    last_page: jax.Array
+
+    @property
+    def numbers(self) -> list[int]:
+        """The parts of a warpgroup's tile that this warp copies, each of a page."""
+        return sorted({i % self.shape.k.parts for i, _ in self.parts})
+
+    def stored(self, name: str) -> Storage:
+        return self.shape.k if name.startswith("k") else self.shape.v
+
+    def entries(self, table_ref: Any, j: jax.Array) -> tuple[jax.Array, ...]:
+        """The pages of tile j that this warp copies; where there is none to read, another one."""
+        wanted = (page_of(self.shape, j * ROWS + i * self.shape.k.tokens) for i in self.numbers)
+        return tuple(table_ref[self.item.row, jnp.clip(page, self.first_page, self.last_page)] for page in wanted)
+
+    def place(self, j: jax.Array, part: int) -> tuple[jax.Array, Any]:
+        """Whether a part of tile j has tokens to read, and where in its page they begin."""
+        size, page_size = self.shape.k.tokens, self.shape.page_size
+        token = j * ROWS + part * size
+        first, last = page_of(self.shape, token) >= self.first_page, page_of(self.shape, token) <= self.last_page
+        there = jnp.logical_and(first, last)
+        return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
+
+    def by_lanes(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
+        """Each lane copies 16 bytes at a time."""
+        shape, size, each = self.shape, self.shape.k.tokens, self.shape.k.parts
+        for part, page in zip(self.numbers, pages, strict=True):
+            there, offset = self.place(j, part)
+
+            @pl.when(there)
+            def _copy(part: int = part, page: jax.Array = page, offset: jax.Array = offset) -> None:
+                for i, name in ((i, name) for i, name in self.parts if i % each == part):
+                    bytes_ = self.stored(name).token_bytes(name)
+                    token = self.kv_heads[i // each] * shape.page_size + offset
+                    copy_rows(
+                        self.sources[name], self.targets[name], page, token * bytes_,
+                        (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
+                        page_bytes=shape.kv_heads * shape.page_size * bytes_, size=size * bytes_,
+                        row=bytes_ if name in ("k", "v") else None,
+                    )  # fmt: skip
+
+        arrive_with_copies(self.full.at[slot])
+
+    def one_by_one(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
+        """Each part by TMA."""
+        for i, name in self.parts:
+            part = i % self.shape.k.parts
+            there, offset = self.place(j, part)
+            page = pages[self.numbers.index(part)]
+
+            @pl.when(there)
+            def _copy(i: int = i, name: str = name, page: jax.Array = page, offset: Any = offset) -> None:
+                self._copy_part(i, name, page, slot, offset)
+
+            @pl.when(jnp.logical_not(there))
+            def _skip() -> None:  # what the tile holds there is masked
+                plgpu.barrier_arrive(self.full.at[slot])
+
+    def _copy_part(self, i: int, name: str, page: jax.Array, slot: jax.Array, offset: Any) -> None:
+        stored, (warpgroup, part) = self.stored(name), divmod(i, self.shape.k.parts)
+        source: Any
+        target: Any
+        if name in ("k", "v"):
+            source, target = stored.value_slice(self.kv_heads[warpgroup], offset), stored.value_part(part)
+        else:
+            source, target = stored.scale_slice(self.kv_heads[warpgroup], offset)[0], part
+        into = self.targets[name].at[slot, warpgroup, target]
+        plgpu.copy_gmem_to_smem(self.sources[name].at[page, source], into, self.full.at[slot])

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum, no_queries
 from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
-from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain, parts_by_warp
+from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain_item_rings, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
 from pallas_kernels.decode_attention.storage_sm90 import shared_bytes_of_worker, storage
@@ -252,4 +252,4 @@ def _attend_kernel(
                 def _share(w: int = w, parts: Parts = parts) -> None:
                     copy = partial(copy_item, shape, q_ref, table_ref, sources, w == 0, parts)
                     tiles, queries = for_each_item(partial(copy, **scratch), (jnp.int32(0), jnp.int32(0)))
-                    drain(shape, tiles, queries, scratch["q_free"], scratch["free"])
+                    drain_item_rings(tiles, queries, scratch["q_free"], scratch["free"])

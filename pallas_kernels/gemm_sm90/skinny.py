@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
+from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
 from pallas_kernels.row_pieces_sm90 import silu_mul
 from pallas_kernels.smem_sm90 import swizzled
 
@@ -234,7 +235,7 @@ def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
     """The warp that copies x or w, step by step, on and on across tiles; of w perhaps in parts, each of `rows` rows.
     Rows that gate's part has past its end are up's, and results of them are not stored."""
-    steps, stages, tiles = plan.steps, refs.full.shape[0], tiles_of(plan)
+    steps, tiles = plan.steps, tiles_of(plan)
 
     @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
@@ -242,17 +243,13 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
 
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
-            number = i * steps + s
-            slot = lax.rem(number, jnp.int32(stages))
-            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+            slot = free_slot(i * steps + s, refs.free)
             for part in range(parts):
                 at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
                 to = target.at[slot, pl.ds(part * rows, rows)]
                 plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
 
-    @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
-    def _(number: jax.Array) -> None:  # no barrier is left in the middle of a phase
-        plgpu.barrier_wait(refs.free.at[lax.rem(number, jnp.int32(stages))])
+    drain(tiles * steps, refs.free)
 
 
 def copy_vectors(plan: Plan, refs: Refs) -> None:
@@ -283,20 +280,20 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
         def accumulate(acc: Any) -> jax.Array:
             @pl.loop(0, steps)
             def _(s: jax.Array) -> None:
-                slot = lax.rem(i * steps + s, jnp.int32(stages))
+                slot = slot_of(i * steps + s, stages)
                 plgpu.barrier_wait(refs.full.at[slot])
                 plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
 
                 @pl.when(s > 0)
                 def _() -> None:
-                    plgpu.barrier_arrive(refs.free.at[lax.rem(i * steps + s - 1, jnp.int32(stages))])
+                    plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + s - 1, stages)])
 
             return lax.optimization_barrier(acc[...])  # else what is done with the sums may move before the wait
 
         accumulator = jnp.int32 if plan.dtype == jnp.int8 else jnp.float32
         sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), accumulator))
-        plgpu.barrier_arrive(refs.free.at[lax.rem(i * steps + steps - 1, jnp.int32(stages))])
+        plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + steps - 1, stages)])
         finish(plan, refs, warpgroup, row, column, sums)
 
     plgpu.wait_smem_to_gmem(0)

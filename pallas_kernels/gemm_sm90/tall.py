@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.tall_config import Config
 from pallas_kernels.gemm_sm90.tall_plan import ROWS, Place, Plan, Refs, Tile, for_each_tile
+from pallas_kernels.ring_sm90 import drain, free_slot
 
 REGISTERS = 232, 40  # of each thread that computes and that fetches: the CTA's 64 Ki, moved to where they are needed
 
@@ -79,14 +80,12 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
 def fetch(plan: Plan, refs: Refs) -> None:
     """The fetching warpgroup: copies the operands and vectors of every tile of this CTA."""
-    steps, stages = plan.steps, plan.stages
+    steps = plan.steps
 
     def fetch_tile(tile: Tile, n: jax.Array) -> None:
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
-            number = n * steps + s
-            slot = plan.slot(number)
-            pl.when(number >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+            slot = free_slot(n * steps + s, refs.free)
             at = pl.ds(s * plan.step, plan.step)
             x, w = refs.x.at[pl.ds(tile.row, plan.config.tile_m), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
             plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot], refs.full.at[slot])
@@ -99,13 +98,10 @@ def fetch(plan: Plan, refs: Refs) -> None:
             plgpu.copy_gmem_to_smem(source, refs.vectors_s.at[pl.ds(begin, size)], refs.vectors_full)
 
     tiles = for_each_tile(plan, fetch_tile)
-    # No barrier is left in the middle of a phase, and no CTA leaves while another still signals it.
     if plan.vectors:
         pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
 
-    @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
-    def _(number: jax.Array) -> None:
-        plgpu.barrier_wait(refs.free.at[plan.slot(number)])
+    drain(tiles * steps, refs.free)
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.tall_config import Config
 from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.smem_sm90 import swizzled
 
 ROWS = 64  # of one wgmma
@@ -137,7 +138,7 @@ class Plan:
 
     def slot(self, number: jax.Array) -> jax.Array:
         """Where the operands of a CTA's K step lie."""
-        return lax.rem(number, jnp.int32(self.stages))
+        return slot_of(number, self.stages)
 
     def scratch(self) -> dict[str, Any]:
         stages, vectors = self.stages, self.vectors.values()

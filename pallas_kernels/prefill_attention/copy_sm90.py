@@ -30,6 +30,7 @@ from pallas_kernels.prefill_attention.plan_sm90 import (
     quotient,
 )
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
+from pallas_kernels.ring_sm90 import drain
 
 
 def fetch(plan: Plan, refs: Refs) -> None:
@@ -48,16 +49,7 @@ def fetch(plan: Plan, refs: Refs) -> None:
 
     tiles, blocks = for_each_tile(plan, refs, fetch_tile, partial(_fetch_pack, plan, refs))
     pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.q_free))
-    _drain(plan, blocks, [pool.free if pool.raw is None else pool.raw_free for pool in (refs.k, refs.v)])
-
-
-def _drain(plan: Plan, blocks: jax.Array, barriers: Sequence[Any]) -> None:
-    """A barrier must have been seen complete by all who wait on it before the CTA exits."""
-
-    @pl.loop(jnp.maximum(blocks - plan.config.stages, 0), blocks)
-    def _(n: jax.Array) -> None:
-        for barrier in barriers:
-            plgpu.barrier_wait(barrier.at[plan.slot(n)])
+    drain(blocks, *(pool.free if pool.raw is None else pool.raw_free for pool in (refs.k, refs.v)))
 
 
 def _wait_until_free(plan: Plan, n: jax.Array, barrier: Any) -> None:
@@ -189,7 +181,7 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
                 _convert_block(plan, pack.head + w, pool, fmt, blocks + w, None)
 
     _, blocks = for_each_tile(plan, refs, convert_tile, convert_pack)
-    _drain(plan, blocks, [pool.free for pool, _ in pools])
+    drain(blocks, *(pool.free for pool, _ in pools))
 
 
 def _convert_block(

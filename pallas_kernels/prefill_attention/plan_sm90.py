@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVFormat, Pages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
+from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.smem_sm90 import swizzled
 
 # Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them: moved to where
@@ -183,7 +184,7 @@ class Plan:
 
     def slot(self, n: jax.Array) -> jax.Array:
         """Where the n-th KV block of a CTA lies."""
-        return lax.rem(n, jnp.int32(self.config.stages))
+        return slot_of(n, self.config.stages)
 
     def scratch(self) -> dict[str, Any]:
         config, dim = self.config, self.head_dim

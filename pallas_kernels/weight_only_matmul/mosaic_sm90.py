@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
+from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
 from pallas_kernels.weight_only_matmul import stream_sm90, xla
 from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
@@ -178,7 +179,6 @@ def copy_stages(
     if not copies:
         return
     config, steps, full, free = plan.config, plan.steps, scratch["full"], scratch["free"]
-    stages = full.shape[0]
 
     @pl.loop(0, mine)
     def _item(i: jax.Array) -> None:
@@ -186,9 +186,7 @@ def copy_stages(
 
         @pl.loop(0, steps)
         def _step(s: jax.Array) -> None:
-            number = i * steps + s
-            slot = lax.rem(number, jnp.int32(stages))
-            pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            slot = free_slot(i * steps + s, free)
             first = (split * steps + s) * config.fold  # of the parts of K
             for name, part in copies:
                 source, target = sources[name], scratch[f"{name}_s"].at[slot]
@@ -206,9 +204,7 @@ def copy_stages(
                     source = source.at[pl.ds(group, target.shape[0]), pl.ds(row, target.shape[1])]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
-    @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
-    def _drain(number: jax.Array) -> None:  # no barrier is left in the middle of a phase
-        plgpu.barrier_wait(free.at[lax.rem(number, jnp.int32(stages))])
+    drain(mine * steps, free)
 
 
 def copy_vectors(plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, names: list[str]) -> None:
@@ -250,13 +246,13 @@ def compute_item(
         a = operand(plan.tile, refs, j, r, config.row_tiles)
         plgpu.wgmma(acc, a, scratch["x_s"].at[slot, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0)))
 
-    def slot_of(s: Any) -> jax.Array:
-        return lax.rem(i * steps + s, jnp.int32(stages))
+    def slot_at(s: Any) -> jax.Array:
+        return slot_of(i * steps + s, stages)
 
     def accumulate(*accs: Any) -> list[jax.Array]:
         @pl.loop(0, steps)
         def _step(s: jax.Array) -> None:
-            slot = slot_of(s)
+            slot = slot_at(s)
             plgpu.barrier_wait(full.at[slot])
             for j in range(plan.step // COLUMNS):
                 for r, acc in enumerate(accs):
@@ -264,7 +260,7 @@ def compute_item(
                     if config.overlap:
                         plgpu.wgmma_wait(1)
                         if (j, r) == (0, 0):
-                            pl.when(s > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(s - 1)]))
+                            pl.when(s > 0)(lambda: plgpu.barrier_arrive(free.at[slot_at(s - 1)]))
             if not config.overlap:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
@@ -274,7 +270,7 @@ def compute_item(
     accumulators = [plgpu.ACC((ROWS, plan.columns), jnp.float32)] * config.row_tiles
     sums = pl.run_scoped(accumulate, *accumulators)
     if config.overlap:
-        plgpu.barrier_arrive(free.at[slot_of(steps - 1)])
+        plgpu.barrier_arrive(free.at[slot_at(steps - 1)])
     for r, part in enumerate(sums):
         store(plan, warpgroup, item, part, r, out, scratch, bool(vectors))
     if vectors:
