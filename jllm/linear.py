@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.params import Weight
-from pallas_kernels.backends import where_faster
+from pallas_kernels.backends import DIFFERENTIABLE, where_faster
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
@@ -71,7 +71,7 @@ def norm_linear(
         return _linear(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
 
     def straight(x: jax.Array, weight: jax.Array, w: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
-        rows = norm_quant(x, weight, eps=eps, backend="xla")[0]
+        rows = norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
         return _straight(rows, w, bias, None, out_dtype=out_dtype)
 
     return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(x, weight, w, bias)
@@ -104,7 +104,7 @@ def silu_linear(
         return _linear(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
 
     def straight(gate_up: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
-        rows = silu_mul_quant(gate_up, backend="xla")
+        rows = silu_mul_quant(gate_up, backend=DIFFERENTIABLE)
         return _straight(rows, w, bias, residual, out_dtype=residual.dtype)
 
     return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)

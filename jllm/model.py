@@ -19,6 +19,7 @@ from jllm.mlp import mlp_block
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import Tap, of_layer, resolve_taps
+from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
@@ -29,7 +30,7 @@ Taps = dict[str, jax.Array]  # by names of jllm.taps
 def packed_logits(params: Params, config: LlamaConfig, batch: Packed) -> jax.Array:
     """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap."""
     hidden, _ = backbone(params, config, batch, None)
-    return head(params, config, hidden, backend="xla")
+    return head(params, config, hidden, backend=DIFFERENTIABLE)
 
 
 def backbone(
@@ -51,7 +52,8 @@ def tapped_backbone(
     """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
     names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
-    backend = _backend(backend, cache)
+    if backend is None and cache is None:
+        backend = DIFFERENTIABLE
     x = embed(params.embed, batch.tokens, params.dtype)
     found = {"embedding": x} if "embedding" in taps else {}
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
@@ -94,10 +96,6 @@ def head_taps(
         {"norm": norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]} if "norm" in names else {}
     )
     return found | ({"logits": logits} if "logits" in names else {})
-
-
-def _backend(backend: str | None, cache: Cache | None) -> str | None:
-    return "xla" if backend is None and cache is None else backend
 
 
 # One trace and one lowering serve all layers of the same kinds and window.

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 BACKENDS = ("xla", "mosaic")
+DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 DEVICES = {"hopper": ("mosaic", "xla")}  # backends of a kind of device, the first choice first; of others: xla
 
 

@@ -1,7 +1,9 @@
 """Which backend an operation chooses, and JAX's question to ptxas, which is asked once."""
 
+import ast
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax._src.lib
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jllm
 from pallas_kernels import backends
 from pallas_kernels.backends import BACKENDS, DEVICES, Backend, choose
 
@@ -80,6 +83,12 @@ def test_registries_have_known_names_in_order_of_choice(operation):
     assert set(found) <= set(BACKENDS)
     for order in DEVICES.values():
         assert found == [name for name in order if name in found]
+
+
+def test_jllm_names_no_backend_and_no_kind_of_device():
+    for path in sorted(Path(jllm.__file__).parent.rglob("*.py")):
+        names = {node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)}
+        assert not names & {*BACKENDS, *DEVICES}, path
 
 
 def test_ptxas_is_asked_once(monkeypatch: pytest.MonkeyPatch):
