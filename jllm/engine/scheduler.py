@@ -1,7 +1,7 @@
 """Which tokens the next step computes: admission, chunked prefill, page tables, preemption by recompute.
 
-Pure host code over integers; which pages a sequence gets, and who must give up its own, is a policy's (kv_policy.py).
-The loop that drives it:
+Pure host code over integers; which pages a sequence gets, and who must give up its own, is a policy's (kv_policy.py),
+and page_tables.py puts them where the device finds them. The loop that drives it:
 
     plan = scheduler.schedule()         the plan counts as dispatched from here on
     dispatch it to the device; then, one step late, for the oldest unread step:
@@ -17,11 +17,6 @@ that waits. Every decode and the oldest prefill advance in every step, but for a
 the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
 oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
 
-Drafts: where a short segment has more than one row, a decode gets rows beside its newest token's as far as their pages
-are there: pages for all that unread steps may have advanced it, for the rows, and for the token after them, so that the
-next step can always follow. Drafts take pages that are left over, and give them back before a sequence waits for a page
-or is preempted.
-
 What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
 (sharing.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
 seq.computed counts those as well that the plan will bring to pages of its own (copies, loads).
@@ -34,14 +29,15 @@ from itertools import islice
 from operator import attrgetter
 
 from jllm.engine.kv_policy import OnDemand, Policy
+from jllm.engine.page_tables import PageTables
 from jllm.engine.pages import PagePool
 from jllm.engine.plan import Chunk, Limits, PlanParts, ScheduleCounts, StepPlan
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import ReusedPrefix, Sharing
+from jllm.engine.sharing import ReusedPrefix
 from jllm.errors import RequestError
 
 
-class Scheduler:
+class Scheduler(PageTables):
     """prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without waste. While at least half
     of the slots decode, or pages are too few for all prompts that wait and slots that are free, a step takes the
     largest of these that prompts can fill, or waits up to PATIENCE steps for prompts that fill the smallest; otherwise,
@@ -67,29 +63,19 @@ class Scheduler:
         policy: Callable[[PagePool], Policy] = OnDemand,
         prefix_cache: bool = False,
     ):
-        self.limits, self.make_policy = limits, policy
+        super().__init__(limits, policy, prefix_cache)
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
         self.turn = 0  # round-robin offset of decodes that sit out
         self.held = 0  # steps since prompts first waited for others to fill a step with
-        self.counts = ScheduleCounts()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of arrival, as are those that wait
+        self.waiting: deque[Sequence] = deque()  # in the order of arrival, as are those that run
         self.arrivals = 0  # sequences that were ever added
-        self.sharing = Sharing(prefix_cache)
-        self.dispatched = -1  # newest step planned
         self.read = -1  # newest step read
         self._renew()
 
     def _renew(self) -> None:
-        self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
-        self.policy = self.make_policy(self.pool)
-        self.sharing.renew(self.pool)
-        self.returns = 0  # how often pages were given back
+        super()._renew()
         self.refused: tuple[Sequence, int] | None = None  # who had to wait for pages, and when, by self.returns
-        self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))
-        self.empty = 0  # tokens that the pages of sequences have room for and do not hold
         self.preempted: list[Sequence] = []  # since the last plan
-        self.retired: list[tuple[int, list[int]]] = []  # (step that copies them to elsewhere, pages)
         self.draining: list[Sequence] = []  # ended, but an unread step may still write their pages
 
     @property
@@ -229,33 +215,6 @@ class Scheduler:
             seq.ahead += rows[-1] - 1
         return tuple(rows)
 
-    def _lend(self, seq: Sequence, tokens: int, spare: int, parts: PlanParts) -> bool:
-        """Whether the first tokens of seq have pages in the page table, or now get them, at most `spare` new ones."""
-        need = self.pool.pages_for(min(tokens, seq.max_length - 1))
-        missing, changes = max(0, need - len(seq.pages)), max(0, need - seq.mapped)
-        if missing > max(0, spare) or changes > self.limits.max_deltas - len(parts.deltas):
-            return False
-        seq.pages += self.pool.allocate(missing) or []
-        seq.borrowed += missing
-        self.empty += missing * self.pool.page_size
-        self._put(seq, need, parts)
-        return True
-
-    def _return_borrowed(self) -> bool:
-        """Gives back pages that were taken for drafts and that no unread step may write; whether there were any."""
-        found = False
-        for seq in self.running if self.limits.short_rows > 1 else ():
-            seq.borrowed = min(seq.borrowed, len(seq.pages) - self.pool.pages_for(seq.reach))
-            if seq.borrowed > 0:
-                found, keep = True, len(seq.pages) - seq.borrowed
-                self.pool.free(seq.pages[keep:])
-                del seq.pages[keep:]
-                seq.mapped = min(seq.mapped, keep)
-                self.empty -= seq.borrowed * self.pool.page_size
-            seq.borrowed = 0
-        self.returns += found
-        return found
-
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
         """How many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little waste."""
         ready = sum(s.prefill_end - s.computed for s in prefills)
@@ -333,32 +292,6 @@ class Scheduler:
             parts.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
-    def _grow(self, seq: Sequence, tokens: int, parts: PlanParts, others: int = 0) -> int:
-        """Take the pages that seq's first `tokens` need and put them into the page table, as far as the policy and the
-        room for changes go, leaving a page and a change to each of `others` others; returns how many of the tokens that
-        are not computed have their page."""
-        room = self.limits.max_deltas - len(parts.deltas) - others
-        need, have = self.pool.pages_for(tokens), len(seq.pages)
-        if need > have:
-            seq.borrowed, missing = 0, min(need - have, room)
-            self.counts.outgrown += 0 < seq.expected <= seq.computed
-            copies = self.policy.grow(seq, missing, others, room) if missing > 0 else []
-            self.empty += (len(seq.pages) - have) * self.pool.page_size
-            if copies:
-                self.counts.moved += 1
-                parts.copy(copies)
-                seq.mapped = have - len(copies)
-                self.retired.append((self.dispatched + 1, [page for page, _ in copies]))
-        self._put(seq, min(need, seq.mapped + room), parts)
-        return max(0, min(tokens, seq.mapped * self.pool.page_size) - seq.computed)
-
-    def _put(self, seq: Sequence, pages: int, parts: PlanParts) -> None:
-        """Puts the first `pages` pages of seq into the page table, as far as it has them."""
-        assert seq.slot is not None
-        new = seq.pages[seq.mapped : pages]
-        parts.deltas.extend((seq.slot, seq.mapped + i, page) for i, page in enumerate(new))
-        seq.mapped += len(new)
-
     def on_tokens(self, seq: Sequence, tokens: list[int], rows: int = 1) -> None:
         """What a step made of seq, at least one token, read from the device; the step had `rows` rows for it. What
         comes after the end of a sequence is surplus, and dropped."""
@@ -399,9 +332,7 @@ class Scheduler:
         if not self.read + 1 == step <= self.dispatched:
             raise AssertionError(f"step {step} read after {self.read}, dispatched up to {self.dispatched}")
         self.read = step
-        while self.retired and self.retired[0][0] <= step:
-            self.pool.free(self.retired.pop(0)[1])
-            self.returns += 1
+        self._free_retired(step)
         for seq in [s for s in self.draining if s.last_step <= step]:
             self.draining.remove(seq)
             self._release(seq)
@@ -440,14 +371,3 @@ class Scheduler:
         else:
             at = next(i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival)
             self.waiting.insert(at, seq)
-
-    def _release(self, seq: Sequence) -> None:
-        assert seq.slot is not None
-        self.empty -= len(seq.pages) * self.pool.page_size - seq.computed
-        self.sharing.on_release(seq)
-        self.policy.release(seq)
-        self.returns += 1
-        self.free_slots.append(seq.slot)
-        seq.slot, seq.mapped, seq.borrowed = None, 0, 0
-        if seq.finished:
-            seq.origin = seq.snapshot = None
