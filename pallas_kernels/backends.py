@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-BACKENDS = ("xla", "mosaic")
+BACKEND_NAMES = ("xla", "mosaic")
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 DEVICES = {"hopper": ("mosaic", "xla")}  # backends of a kind of device, the first choice first; of others: xla
 
@@ -58,12 +58,11 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
 
     Raises NotImplementedError where it lacks the arguments, and ValueError for an unknown name.
     """
-    if name is not None and name not in (*BACKENDS, *DEVICES):
-        raise ValueError(f"unknown backend {name!r}; backends: {', '.join((*BACKENDS, *DEVICES))}")
-    unasked = name not in BACKENDS
-    order = (name,) if name in BACKENDS else DEVICES[name or "hopper"] if name or on_hopper() else ("xla",)
+    if name is not None and name not in (*BACKEND_NAMES, *DEVICES):
+        raise ValueError(f"unknown backend {name!r}; backends: {', '.join((*BACKEND_NAMES, *DEVICES))}")
+    unasked = name not in BACKEND_NAMES
     reasons = []
-    for each in order:
+    for each in _order(name):
         if each in backends:
             reason = backends[each].supports(*args, unasked=unasked)
             if reason is None:
@@ -72,6 +71,15 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
                 return backends[each]
             reasons.append(reason)
     raise NotImplementedError("; ".join(reasons) or f"no {name} kernel yet; backends: {', '.join(backends)}")
+
+
+def _order(name: str | None) -> tuple[str, ...]:
+    """The names of the backends that may run, the first choice first."""
+    if name in BACKEND_NAMES:
+        return (name,)
+    if name is None and not on_hopper():
+        return ("xla",)
+    return DEVICES[name or "hopper"]
 
 
 def choose_backend(
@@ -88,7 +96,7 @@ def choose_backend(
     """
     if backend is None:
         backend = "hopper" if on_hopper() else "xla"
-    names = (*BACKENDS, "reference", "hopper")
+    names = (*BACKEND_NAMES, "reference", "hopper")
     if backend not in names:
         raise ValueError(f"unknown backend {backend!r}; backends: {', '.join(names)}")
     if backend == "hopper":
