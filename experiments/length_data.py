@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, OutputError, RequestError
@@ -85,8 +85,8 @@ def about_texts(model: Model, longest: int) -> dict[str, object]:
 
 
 def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text]:
-    ladder = (Rung(SLOTS, 0, 0), Rung(SLOTS, SLOTS, SLOTS))  # prompts have one token
-    engine = Engine(model, max_slots=SLOTS, page_size=32, ladder=ladder, max_step_tokens=2 * SLOTS)
+    buckets = (Bucket(SLOTS, 0, 0), Bucket(SLOTS, SLOTS, SLOTS))  # prompts have one token
+    engine = Engine(model, max_slots=SLOTS, page_size=32, buckets=buckets, max_step_tokens=2 * SLOTS)
     longest = min(longest, model.config.context - 1)
     ids = {}
     for seed in seeds:

@@ -95,8 +95,8 @@ class HostOnly(Device):
         self._state = None
 
     def run(self, buffer, layout, variant) -> Outputs:
-        self.programs.used.add((layout.rung, variant))
-        tokens: Any = np.ones(layout.rung.decodes + layout.rung.chunks, np.int32)
+        self.programs.used.add((layout.bucket, variant))
+        tokens: Any = np.ones(layout.bucket.decodes + layout.bucket.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 
     def copy_pages(self, copies) -> None:

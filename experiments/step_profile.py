@@ -30,7 +30,7 @@ from experiments.arguments import add_model_options, claim_memory, positive, sch
 from experiments.result_file import bar, record
 from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -75,7 +75,7 @@ def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any],
     options = {
         "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
         "page_size": args.page_size, "kv_cache": args.kv_cache, "max_step_tokens": batch + prompts,
-        "ladder": (Rung(batch, 0, 0), Rung(batch, prompts, chunks)), "prefix_cache": False,
+        "buckets": (Bucket(batch, 0, 0), Bucket(batch, prompts, chunks)), "prefix_cache": False,
     }  # fmt: skip
     return options, output
 

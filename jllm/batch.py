@@ -242,7 +242,7 @@ def _at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, order=True)
-class Rung:
+class Bucket:
     """One compiled size: R decode rows, C prompt tokens in at most B chunks."""
 
     decodes: int
@@ -254,12 +254,12 @@ class Rung:
         return self.decodes + self.tokens
 
 
-FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # of 128 parts of the slots: see make_ladder
+FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # of 128 parts of the slots: see make_buckets
 FEW_SLOTS = 64  # so few rows cost a GPU no more than one: reading the weights takes longer
 
 
-def make_ladder(max_slots: int, max_step_tokens: int) -> tuple[Rung, ...]:
-    """At most 16 rungs, so that what they round up is little where it costs.
+def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
+    """At most 16 buckets, so that what they round up is little where it costs.
 
     Many slots: eleven numbers of decode rows without prompt tokens, since a full batch runs out row by row, spaced for
     the least waste on conversations (experiments.qps) by a scheduler that lets a few rows too many sit out; with prompt
@@ -275,10 +275,10 @@ def make_ladder(max_slots: int, max_step_tokens: int) -> tuple[Rung, ...]:
         sizes |= {(max_slots, quarter), (-(-max_slots // 16), quarter)}
     else:
         sizes = {(max(1, -(-max_slots // n)), c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
-    return tuple(Rung(r, c, min(max_slots, c)) for r, c in sorted(sizes))
+    return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))
 
 
-def choose_rung(ladder: Sequence[Rung], decodes: int, tokens: int, chunks: int) -> Rung:
-    """The smallest rung that holds a step."""
-    fits = [r for r in ladder if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks]
+def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: int) -> Bucket:
+    """The smallest bucket that holds a step."""
+    fits = [r for r in buckets if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks]
     return min(fits, key=lambda r: (r.size, r))

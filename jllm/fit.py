@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
@@ -20,7 +20,7 @@ from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 
 SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate one first
-LEAST = Rung(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
+LEAST = Bucket(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
 
 
 def tree_bytes(tree: Any) -> int:
@@ -32,14 +32,14 @@ def would_fit(found: list[str], otherwise: str) -> str:
     return f"what would fit: {'; '.join(found)}" if found else otherwise
 
 
-def step_bytes(config: LlamaConfig, dtype: Any, rung: Rung) -> int:
+def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
     """Estimates the bytes that a step needs beside weights, cache and slots: the widest activations of a layer, the
     residual stream, and three float32 copies of the logits of every row that samples (raw, masked, scratch)."""
     E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
     qkv = (config.num_heads + 2 * config.num_kv_heads) * D
     widest = max(3 * F, 2 * qkv + config.num_heads * D)
-    logits = 3 * (rung.decodes + rung.chunks) * config.vocab_size * max(4, size)
-    return rung.size * (2 * E + widest) * size + logits
+    logits = 3 * (bucket.decodes + bucket.chunks) * config.vocab_size * max(4, size)
+    return bucket.size * (2 * E + widest) * size + logits
 
 
 def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:

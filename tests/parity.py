@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 
 PARITY = Path(__file__).parent / "data" / "parity"
 FAMILIES = sorted(p.name for p in PARITY.iterdir() if (p / "expected.npz").exists())
-OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(3, 16, 3),)}
+OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(3, 16, 3),)}
 
 
 def expected(family: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

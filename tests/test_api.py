@@ -11,7 +11,7 @@ import pytest
 import jllm
 from jllm import SamplingParams, api
 from jllm import merge_step as step_module
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine import compiling, executables
 from jllm.engine.loop import Engine
 from jllm.engine.one_run import options_for_run
@@ -93,15 +93,15 @@ def test_mistakes_are_found_before_anything_is_compiled(model, bars):
 def test_sizes_of_a_run():
     run = partial(options_for_run, given={"num_pages": None})
     one, four = SamplingParams(), SamplingParams(n=4)
-    assert run([(3, one)]) == {"max_slots": 1, "max_step_tokens": 65, "ladder": (Rung(1, 0, 0), Rung(1, 64, 1))}
-    assert run([(65, one)])["ladder"] == (Rung(1, 0, 0), Rung(1, 256, 1))
-    assert run([(3, four), (3, one)])["ladder"] == (Rung(8, 0, 0), Rung(8, 64, 8))
-    assert run([(3, four)] * 5)["ladder"] == (Rung(16, 0, 0), Rung(16, 64, 16), Rung(16, 256, 16))
+    assert run([(3, one)]) == {"max_slots": 1, "max_step_tokens": 65, "buckets": (Bucket(1, 0, 0), Bucket(1, 64, 1))}
+    assert run([(65, one)])["buckets"] == (Bucket(1, 0, 0), Bucket(1, 256, 1))
+    assert run([(3, four), (3, one)])["buckets"] == (Bucket(8, 0, 0), Bucket(8, 64, 8))
+    assert run([(3, four)] * 5)["buckets"] == (Bucket(16, 0, 0), Bucket(16, 64, 16), Bucket(16, 256, 16))
     assert run([]) == run([(3, one)])
     given = {"max_slots": 2, "max_step_tokens": 3, "kv_cache": "int8-g8"}
-    assert options_for_run([(3, one)] * 3, given) == given | {"ladder": (Rung(2, 0, 0), Rung(2, 1, 1))}
-    ladder = (Rung(3, 9, 2),)
-    assert options_for_run([(3, one)] * 9, {"ladder": ladder}) == {"ladder": ladder, "max_slots": 3}
+    assert options_for_run([(3, one)] * 3, given) == given | {"buckets": (Bucket(2, 0, 0), Bucket(2, 1, 1))}
+    buckets = (Bucket(3, 9, 2),)
+    assert options_for_run([(3, one)] * 9, {"buckets": buckets}) == {"buckets": buckets, "max_slots": 3}
     assert options_for_run([(3, one)] * 9, {"num_pages": 5})["max_slots"] == 5
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.baselines import BASELINES, PaddedPrefill, StaticBatches, engine_with
 from experiments.qps import HostOnly
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -16,7 +16,12 @@ from jllm.merge_step import Variant
 from tests.engine.scheduler_harness import Loop
 from tests.tiny import greedy, tiny_model
 
-OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "ladder": (Rung(2, 0, 0), Rung(2, 16, 2))}
+OPTIONS: dict[str, Any] = {
+    "max_slots": 2,
+    "page_size": 8,
+    "num_pages": 4,
+    "buckets": (Bucket(2, 0, 0), Bucket(2, 16, 2)),
+}
 PROMPTS = [[5, 6, 7], [8] * 10, [9, 10]]
 
 
@@ -61,7 +66,7 @@ def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, mon
 def test_sorting_sorts_and_thresholds_do_not(model):
     for sampling in BASELINES["sampling"]:
         device = engine_with(model, **OPTIONS, sampling=sampling)._device
-        key = OPTIONS["ladder"][0], Variant()
+        key = OPTIONS["buckets"][0], Variant()
         text = packed_step.lower(*device._arguments(*key), **device._static(*key)).as_text()
         assert ("stablehlo.sort" in text) == (sampling == "sort")
 
@@ -89,10 +94,10 @@ def test_padded_prompts_count_as_long_as_the_longest_and_are_not_cut_to_fit():
 
 
 def test_a_padded_step_computes_the_rows_of_the_longest(model):
-    ladder = (Rung(3, 0, 0), Rung(3, 8, 3), Rung(3, 12, 3), Rung(3, 24, 3))
+    buckets = (Bucket(3, 0, 0), Bucket(3, 8, 3), Bucket(3, 12, 3), Bucket(3, 24, 3))
     rows = {}
     for prefill in ("ragged", "padded"):
-        options = {"max_slots": 3, "num_pages": 12, "ladder": ladder, "max_step_tokens": 24, "prefill": prefill}
+        options = {"max_slots": 3, "num_pages": 12, "buckets": buckets, "max_step_tokens": 24, "prefill": prefill}
         engine = engine_with(model, **{**OPTIONS, **options}, device=HostOnly)
         for n in (8, 1, 2):
             engine.submit([5] * n, greedy(1))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
@@ -27,7 +27,7 @@ from tests.parity import OPTIONS, PARITY, expected
 from tests.tiny import serve
 
 pytestmark = pytest.mark.gpu
-LADDER = (Rung(4, 0, 0), Rung(4, 128, 4))
+BUCKETS = (Bucket(4, 0, 0), Bucket(4, 128, 4))
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -50,7 +50,7 @@ def test_no_copy_of_a_pool(shape, kv_cache):
     anything of their size."""
     model = kernel_model(shape)
     num_pages = 16411  # a number that stands for the pool wherever it occurs
-    layout = Layout(Rung(4, 16, 4), deltas=8)
+    layout = Layout(Bucket(4, 16, 4), deltas=8)
     formats = parse_kv_cache(kv_cache, model.config, jnp.bfloat16)
     state = jax.eval_shape(lambda: State(make_cache(model.config, num_pages, 16, formats), make_slots(4, 64)))
     buffer = np.asarray(pack_chunks(layout))
@@ -92,12 +92,12 @@ def start(folder):
     """In a process of its own: tokens, programs that were loaded, bytes that the largest step needs, and its kernels if
     it was compiled."""
     jax.config.update("jax_enable_compilation_cache", False)  # what that has had cannot be serialized
-    engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, ladder=LADDER, executables=folder)
+    engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, buckets=BUCKETS, executables=folder)
     engine.compile_ahead()
     loaded = engine.metrics()["compile_loaded"]
     ids = [engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=20)) for prompt in ([5] * 150, [6, 7])]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
-    (largest,) = [program for (rung, _), program in engine._device.programs._kept.items() if rung.tokens]
+    (largest,) = [program for (bucket, _), program in engine._device.programs._kept.items() if bucket.tokens]
     kernels = 0 if loaded else largest.as_text().count('custom_call_target="mosaic_gpu')
     return [done[i] for i in ids], loaded, largest.memory_analysis().temp_size_in_bytes, kernels
 
@@ -128,7 +128,7 @@ def check_agreement(model, prompts, kv_cache, products, *, mean, most, gap):
     """Kernels, a layer's `products` among them, and plain jnp: log-probabilities of prompts differ by `mean` on average
     and by `most` at the most, and tokens not before the two likeliest are closer than `gap`."""
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=True)
-    options = {"max_slots": 4, "max_step_tokens": 132, "ladder": (Rung(4, 128, 4),), "kv_cache": kv_cache}
+    options = {"max_slots": 4, "max_step_tokens": 132, "buckets": (Bucket(4, 128, 4),), "kv_cache": kv_cache}
     engines = [jllm.Engine(model, **options, num_pages=400, backend=backend) for backend in (None, "xla")]
     ours, plain = (play(engine, [Job(prompt, params) for prompt in prompts]) for engine in engines)
     wanted = of_step(model.config.num_layers, chunks=True, **products) + Counter(norm_quant=1)  # of prompts' logits

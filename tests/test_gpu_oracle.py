@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
@@ -19,7 +19,7 @@ from tests.kernels_of import of_step
 
 pytestmark = pytest.mark.gpu
 
-ONE_SIZE = {"max_slots": 4, "page_size": 16, "num_pages": 160, "max_step_tokens": 100, "ladder": (Rung(4, 96, 4),)}
+ONE_SIZE = {"max_slots": 4, "page_size": 16, "num_pages": 160, "max_step_tokens": 100, "buckets": (Bucket(4, 96, 4),)}
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,12 @@ def test_company_changes_no_bit(case):
 TIE = 0.25  # a gap (natural log) under which rounding to bfloat16 may choose either
 DRIFT = 0.2  # what rounding moves a token's log-probability by, at most
 OTHERS = {
-    "small pages, short chunks": {"page_size": 8, "num_pages": 320, "max_step_tokens": 24, "ladder": (Rung(4, 20, 4),)},
+    "small pages, short chunks": {"page_size": 8, "num_pages": 320, "max_step_tokens": 24,
+                                  "buckets": (Bucket(4, 20, 4),)},
     "large pages, decodes apart": {
-        "page_size": 64, "num_pages": 40, "max_step_tokens": 260, "ladder": (Rung(4, 0, 0), Rung(4, 256, 4)),
+        "page_size": 64, "num_pages": 40, "max_step_tokens": 260, "buckets": (Bucket(4, 0, 0), Bucket(4, 256, 4)),
     },
-    "a pool that forces preemption": {"num_pages": 48, "ladder": (Rung(4, 0, 0), Rung(4, 96, 4))},
+    "a pool that forces preemption": {"num_pages": 48, "buckets": (Bucket(4, 0, 0), Bucket(4, 96, 4))},
 }  # fmt: skip
 
 

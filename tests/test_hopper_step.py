@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, packed_step
@@ -23,16 +23,16 @@ from tests.kernels_of import equations, kernels_of, of_step
 
 LAYERS = 2
 CONFIG = replace(load_config(Path(__file__).parent.parent / "configs" / "llama-2-7b.json"), num_layers=LAYERS)
-ONE, SOME, MANY = Rung(1, 0, 0), Rung(64, 0, 0), Rung(512, 0, 0)
-MIXED, LARGE = Rung(64, 384, 64), Rung(512, 1536, 512)
+ONE, SOME, MANY = Bucket(1, 0, 0), Bucket(64, 0, 0), Bucket(512, 0, 0)
+MIXED, LARGE = Bucket(64, 384, 64), Bucket(512, 1536, 512)
 KV = {"bf16": None, "w8a8": "int8-g8", "w4a16-g128": None}
 
 
 @cache
-def traced(scheme: str, rung: Rung, backend: str | None = "hopper") -> Any:
+def traced(scheme: str, bucket: Bucket, backend: str | None = "hopper") -> Any:
     """The jaxpr of a step, from shapes alone."""
     formats = parse_kv_cache(KV[scheme], CONFIG, jnp.bfloat16)
-    layout = Layout(rung, deltas=160)
+    layout = Layout(bucket, deltas=160)
     step = packed_step.trace(
         quantize(abstract_params(CONFIG, jnp.bfloat16), scheme),
         jax.eval_shape(lambda: State(make_cache(CONFIG, 4096, 16, formats), make_slots(512, 256))),
@@ -63,13 +63,15 @@ PRODUCTS = {
 }
 
 
-def expected(scheme: str, rung: Rung) -> Counter[str]:
-    return of_step(LAYERS, chunks=rung.tokens > 0, **PRODUCTS[scheme][rung])
+def expected(scheme: str, bucket: Bucket) -> Counter[str]:
+    return of_step(LAYERS, chunks=bucket.tokens > 0, **PRODUCTS[scheme][bucket])
 
 
-@pytest.mark.parametrize(("scheme", "rung"), [(scheme, rung) for scheme in KV for rung in PRODUCTS[scheme]], ids=str)
-def test_the_kernels_of_a_7b_step(scheme, rung):
-    assert kernels_of(traced(scheme, rung)) == expected(scheme, rung)
+@pytest.mark.parametrize(
+    ("scheme", "bucket"), [(scheme, bucket) for scheme in KV for bucket in PRODUCTS[scheme]], ids=str
+)
+def test_the_kernels_of_a_7b_step(scheme, bucket):
+    assert kernels_of(traced(scheme, bucket)) == expected(scheme, bucket)
 
 
 @pytest.mark.parametrize("scheme", KV)
@@ -83,14 +85,14 @@ def test_a_hopper_gpu_runs_them_unasked(monkeypatch):
     assert kernels_of(traced("bf16", SOME, None)) == expected("bf16", SOME)
 
 
-@pytest.mark.parametrize(("scheme", "rung"), [("bf16", LARGE), ("w8a8", MIXED), ("w4a16-g128", ONE)], ids=str)
-def test_what_attention_plans_is_planned_once_a_step(scheme, rung):
+@pytest.mark.parametrize(("scheme", "bucket"), [("bf16", LARGE), ("w8a8", MIXED), ("w4a16-g128", ONE)], ids=str)
+def test_what_attention_plans_is_planned_once_a_step(scheme, bucket):
     """Work lists are made by sorts and sums over rows: all layers share those of the step."""
 
     def planning(jaxpr: Any) -> Counter[str]:
         return Counter(each.primitive.name for each in equations(jaxpr) if each.primitive.name in ("sort", "cumsum"))
 
-    step = traced(scheme, rung)
+    step = traced(scheme, bucket)
     layers = [each.params["jaxpr"] for each in step.eqns if each.params.get("name") == "_layer"]
     assert len(layers) == LAYERS
     assert planning(step)["sort"] == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.errors import ConfigError, EvaluationError
 from jllm.pretrained import load
 from tests.lm_eval_cases import CONTEXT, EXPECTED, kept, write_checkpoint, write_tasks
@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "ladder": (Rung(4, 64, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "buckets": (Bucket(4, 64, 4),)}
 
 
 @pytest.fixture(scope="module")

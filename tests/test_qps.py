@@ -129,7 +129,7 @@ def test_memory_policies_are_options(tmp_path, capsys):
 
 
 def test_the_whole_workload_without_a_device(tmp_path, capsys):
-    """512 slots at 7B shapes: the share of rows that the ladder wastes; the floor, worked out elsewhere as 23.8 s."""
+    """512 slots at 7B shapes: the share of rows that the buckets waste; the floor, worked out elsewhere as 23.8 s."""
     command = ["--host-only", "--repeats", "1", "--warmup", "0", "--results", str(tmp_path), "--json"]
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -142,7 +142,7 @@ def test_the_whole_workload_without_a_device(tmp_path, capsys):
 
 def test_a_pool_that_the_workload_fills_wastes_few_rows(tmp_path, capsys):
     """Prompts that wait for pages, not for slots, begin no step that they can't fill. The pool is an H200's where JAX
-    takes three quarters of its memory; the ladder is for batches that slots bound, hence more than 3 %."""
+    takes three quarters of its memory; the buckets are for batches that slots bound, hence more than 3 %."""
     command = ["--host-only", "--repeats", "1", "--warmup", "0", "--pages", "10324", "--results", str(tmp_path)]
     assert main([*command, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][-1]

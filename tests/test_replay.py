@@ -9,7 +9,7 @@ from experiments.simulate import main
 from experiments.simulation.replay import recorded, replay, traced_work
 from experiments.steps.cost_model import CostModel, Shares
 from experiments.steps.floors import Floor, Matrix, Work
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.plan import Limits
 from jllm.engine.trace import Trace, TracedStep, read_trace
@@ -25,7 +25,7 @@ def made_up(cost: CostModel) -> Trace:
     steps, now = [], 0.0
     for i in range(12):
         decodes = 1 + i % 3
-        step = TracedStep(i, decodes, 50 * decodes + i, (), Rung(4, 0, 0), 1, 0, (), now, now, None)
+        step = TracedStep(i, decodes, 50 * decodes + i, (), Bucket(4, 0, 0), 1, 0, (), now, now, None)
         seconds = cost.seconds(traced_work(step), 4)
         now += seconds
         steps.append(replace(step, dispatched=now - 1.5 * seconds, read=now))
@@ -33,7 +33,7 @@ def made_up(cost: CostModel) -> Trace:
 
 
 def test_work_of_a_step():
-    step = TracedStep(0, 2, 70, ((0, 0, 4, 3, True), (1, 0, 0, 5, False)), Rung(4, 12, 4), 1, 0, (), 0.0, 0.0, 1.0)
+    step = TracedStep(0, 2, 70, ((0, 0, 4, 3, True), (1, 0, 0, 5, False)), Bucket(4, 12, 4), 1, 0, (), 0.0, 0.0, 1.0)
     assert traced_work(step) == Work(2, 8, 3, 70 + 7 + 5, 3 * 6 + 5 * 3)
 
 
@@ -60,9 +60,9 @@ def test_a_short_trace_is_refused():
 
 def test_an_engines_trace_is_replayed(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
-    ladder = (Rung(4, 0, 0), Rung(4, 12, 4))
+    buckets = (Bucket(4, 0, 0), Bucket(4, 12, 4))
     engine = Engine(
-        tiny_model(), max_slots=4, page_size=8, max_step_tokens=16, num_pages=32, ladder=ladder, trace=str(path)
+        tiny_model(), max_slots=4, page_size=8, max_step_tokens=16, num_pages=32, buckets=buckets, trace=str(path)
     )
     for i in range(4):
         engine.submit([3, 4, 5 + i], greedy(20))

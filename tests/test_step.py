@@ -1,4 +1,4 @@
-"""The step as a function: it lowers at full size for every rung, and it is pure when asked to be."""
+"""The step as a function: it lowers at full size for every bucket, and it is pure when asked to be."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jllm import merge_step as step_module
-from jllm.batch import PromptChunk, Rung, choose_rung, make_ladder, ragged_batch
+from jllm.batch import Bucket, PromptChunk, choose_bucket, make_buckets, ragged_batch
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
@@ -26,12 +26,12 @@ from tests.kernels_of import kernels_of, of_step
 from tests.tiny import CONFIG, log_softmax, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-LADDER = make_ladder(512, 2048)
-MIXED, PLAIN = Rung(64, 512, 64), Variant()
+BUCKETS = make_buckets(512, 2048)
+MIXED, PLAIN = Bucket(64, 512, 64), Variant()
 
 
-@pytest.mark.parametrize("rung", LADDER, ids=str)
-def test_a_7b_step_lowers_for_every_rung(rung):
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+def test_a_7b_step_lowers_for_every_bucket(bucket):
     """Shapes alone, no memory."""
     config = load_config(CONFIGS / "llama-2-7b.json")
     formats = parse_kv_cache("int8-g8", config, jnp.bfloat16)
@@ -39,7 +39,7 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     def state():
         return State(make_cache(config, 4096, 16, formats), make_slots(512, config.context // 16))
 
-    layout = Layout(rung, deltas=1152)
+    layout = Layout(bucket, deltas=1152)
     buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
     params = abstract_params(config, jnp.bfloat16)
     lowered = packed_step.lower(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
@@ -48,7 +48,7 @@ def test_a_7b_step_lowers_for_every_rung(rung):
     assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
-def traced_for_cuda(shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend="hopper", **changes):
+def traced_for_cuda(shape: str, scheme: str, bucket=MIXED, variant=PLAIN, backend="hopper", **changes):
     """A step as a Hopper GPU runs it, from shapes alone and without one."""
     config = replace(load_config(CONFIGS / f"{shape}.json"), **changes)
     formats = parse_kv_cache(None, config, jnp.bfloat16)
@@ -58,7 +58,7 @@ def traced_for_cuda(shape: str, scheme: str, rung=MIXED, variant=PLAIN, backend=
         counts = make_counts(64, config.vocab_size) if bias else None
         return State(make_cache(config, 4096, 16, formats), make_slots(64, 256, bias), counts)
 
-    layout = Layout(rung, deltas=160, bias=bias)
+    layout = Layout(bucket, deltas=160, bias=bias)
     return packed_step.trace(
         quantize(abstract_params(config, jnp.bfloat16), scheme),
         jax.eval_shape(state),
@@ -124,19 +124,19 @@ def branches(text: str) -> int:
 
 
 ASKING = Variant(penalties=True, logprobs=True)
-WAITING = [(Rung(64, 0, 0), PLAIN), (MIXED, ASKING)]
-OTHERS = [(MIXED, PLAIN), (Rung(64, 0, 0), ASKING), (MIXED, Variant(penalties=True)), (MIXED, Variant(logprobs=True))]
+WAITING = [(Bucket(64, 0, 0), PLAIN), (MIXED, ASKING)]
+OTHERS = [(MIXED, PLAIN), (Bucket(64, 0, 0), ASKING), (MIXED, Variant(penalties=True)), (MIXED, Variant(logprobs=True))]
 
 
 @pytest.mark.parametrize(
-    ("rung", "variant"), WAITING + [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in OTHERS], ids=str
+    ("bucket", "variant"), WAITING + [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in OTHERS], ids=str
 )
-def test_a_step_on_the_kernels_waits_for_nothing_that_the_host_must_read(rung, variant):
-    text = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, num_layers=2)
+def test_a_step_on_the_kernels_waits_for_nothing_that_the_host_must_read(bucket, variant):
+    text = lowered_for_cuda("llama-2-7b", "bf16", bucket, variant, num_layers=2)
     assert text.count("stablehlo.case") > 0
     assert branches(text) == 0
-    if rung.tokens == 0 and variant == PLAIN:
-        plain = lowered_for_cuda("llama-2-7b", "bf16", rung, variant, "xla", num_layers=2)
+    if bucket.tokens == 0 and variant == PLAIN:
+        plain = lowered_for_cuda("llama-2-7b", "bf16", bucket, variant, "xla", num_layers=2)
         assert branches(plain) > 3  # what plain sampling skips
 
 
@@ -165,21 +165,21 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
     np.testing.assert_array_equal(ranks[:-1], 1 + better.sum(axis=1))
 
 
-def test_the_ladder_holds_every_step():
-    assert len(LADDER) <= 16
+def test_the_buckets_holds_every_step():
+    assert len(BUCKETS) <= 16
     for decodes, tokens, chunks in [(1, 0, 0), (512, 1536, 512), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
-        rung = choose_rung(LADDER, decodes, tokens, chunks)
-        assert rung.decodes >= decodes
-        assert rung.tokens >= tokens
-        assert rung.chunks >= chunks
-    assert choose_rung(LADDER, 512, 1536, 512).size == 2048  # a full step has no slack
-    assert choose_rung(make_ladder(16, 256), 1, 0, 0) == Rung(1, 0, 0)
-    assert choose_rung(LADDER, 1, 0, 0) == Rung(8, 0, 0)
-    assert choose_rung(LADDER, 330, 1, 1) == Rung(512, 384, 384)
-    assert choose_rung(LADDER, 9, 1, 1) == Rung(32, 384, 384)
-    assert choose_rung(LADDER, 460, 0, 0) == Rung(512, 0, 0)
-    assert choose_rung(LADDER, 300, 0, 0) == Rung(320, 0, 0)
-    assert choose_rung((Rung(4, 8, 1), Rung(4, 16, 4)), 1, 2, 2) == Rung(4, 16, 4)  # for its chunks
+        bucket = choose_bucket(BUCKETS, decodes, tokens, chunks)
+        assert bucket.decodes >= decodes
+        assert bucket.tokens >= tokens
+        assert bucket.chunks >= chunks
+    assert choose_bucket(BUCKETS, 512, 1536, 512).size == 2048  # a full step has no slack
+    assert choose_bucket(make_buckets(16, 256), 1, 0, 0) == Bucket(1, 0, 0)
+    assert choose_bucket(BUCKETS, 1, 0, 0) == Bucket(8, 0, 0)
+    assert choose_bucket(BUCKETS, 330, 1, 1) == Bucket(512, 384, 384)
+    assert choose_bucket(BUCKETS, 9, 1, 1) == Bucket(32, 384, 384)
+    assert choose_bucket(BUCKETS, 460, 0, 0) == Bucket(512, 0, 0)
+    assert choose_bucket(BUCKETS, 300, 0, 0) == Bucket(320, 0, 0)
+    assert choose_bucket((Bucket(4, 8, 1), Bucket(4, 16, 4)), 1, 2, 2) == Bucket(4, 16, 4)  # for its chunks
 
 
 def small_state(**options) -> State:
@@ -199,7 +199,7 @@ def test_a_step_leaves_its_state_usable_and_the_packed_one_takes_it():
     assert float(jnp.abs(state.cache[0].k.values).max()) == 0
     assert float(jnp.abs(first.cache[0].k.values[:2]).max()) > 0
     assert first.slots.length.tolist() == [9, 0]
-    layout = Layout(Rung(1, 16, 1), deltas=4)
+    layout = Layout(Bucket(1, 16, 1), deltas=4)
     chunk = PromptChunk(0, tokens, pages=[0, 1], sampling={"max_length": 99})
     packed, c = packed_step(model.params, again, pack_chunks(layout, [chunk]), config=CONFIG, layout=layout)
     np.testing.assert_array_equal([-1, *a.tokens], c.tokens)
@@ -229,7 +229,7 @@ def test_only_the_last_chunk_samples_and_only_the_output_is_counted():
     model, prompt, recomputed = tiny_model(num_layers=1), [5, 6, 5, 7, 8, 5], 8
     cache = make_cache(model.config, 8, 8, parse_kv_cache(None, model.config, jnp.float32))
     state = State(cache, make_slots(2, 4, bias=1), make_counts(2, 97))
-    layout, static = Layout(Rung(1, 4, 2), deltas=4, bias=1), {"variant": Variant(penalties=True)}
+    layout, static = Layout(Bucket(1, 4, 2), deltas=4, bias=1), {"variant": Variant(penalties=True)}
 
     def run(state, start, tokens, final):
         asked = {"max_length": 100, "stop_ids": range(8)}

@@ -90,7 +90,7 @@ def test_the_published_table_agrees_with_itself():
 def test_prefill_takes_every_prompt_token_once(case, prompts, tokens, steps):
     size = case.prefill(4096)
     assert (size.prompts, size.tokens) == (prompts, tokens)
-    assert size.layout.rung.tokens <= 4096
+    assert size.layout.bucket.tokens <= 4096
     spans = size.spans(case)
     assert len(spans) == steps
     seen = [(slot, at + i) for chunks in spans for slot, at, n in chunks for i in range(n)]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.device import Device
 from jllm.merge_step import Variant
 from jllm.sampling import Sampling, sample_reference
@@ -21,5 +21,5 @@ def draw_by_sorting(
 class SortingDevice(Device):
     """Gives its steps another sampler."""
 
-    def _static(self, rung: Rung, variant: Variant) -> dict[str, Any]:
-        return super()._static(rung, variant) | {"draw": draw_by_sorting}
+    def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
+        return super()._static(bucket, variant) | {"draw": draw_by_sorting}

@@ -29,16 +29,16 @@ def traced_work(step: TracedStep) -> Work:
 
 def recorded(trace: Trace) -> list[Recorded]:
     """The steps that were read. A step begins when it was dispatched or the one before was read, whichever is later,
-    and has ended when it was read; the first of each rung, which may have been compiled then, is left out. Raises
+    and has ended when it was read; the first of each bucket, which may have been compiled then, is left out. Raises
     InputFileError for a trace with fewer than 2 * LEAST such steps."""
     found, seen, free = [], set(), 0.0
     for step in trace.steps:
         if step.read is None:
             continue
         begin, free = max(free, step.dispatched), step.read
-        if step.rung in seen:
-            found.append(Recorded(traced_work(step), step.rung.size, step.read - begin))
-        seen.add(step.rung)
+        if step.bucket in seen:
+            found.append(Recorded(traced_work(step), step.bucket.size, step.read - begin))
+        seen.add(step.bucket)
     if len(found) < 2 * LEAST:
         raise InputFileError(f"a trace of {len(found)} steps after the first of each size is too short to replay")
     return found

@@ -14,7 +14,7 @@ from experiments.qps import EACH_TOKEN, FIRST_TOKEN
 from experiments.simulation.requests import Arrival
 from experiments.steps.cost_model import CostModel
 from experiments.steps.floors import work_of
-from jllm.batch import choose_rung
+from jllm.batch import choose_bucket
 from jllm.config import LlamaConfig
 from jllm.engine.metrics import Histogram
 from jllm.engine.options import EngineOptions, EngineSizes, resolve
@@ -141,11 +141,11 @@ class Simulation:
     def seconds(self, plan: StepPlan) -> float:
         """What the device takes for a plan, in the compiled size that holds it."""
         work = work_of(plan)
-        rung = choose_rung(self.sizes.ladder, *plan.size)
-        self.tally.rows += rung.size
+        bucket = choose_bucket(self.sizes.buckets, *plan.size)
+        self.tally.rows += bucket.size
         self.tally.tokens += work.decodes + work.tokens
         copied = len(plan.copies) * self.sizes.limits.page_size * self.cost.token_bytes
-        return self.cost.seconds(work, rung.size) + 2 * copied / self.cost.floor.bandwidth
+        return self.cost.seconds(work, bucket.size) + 2 * copied / self.cost.floor.bandwidth
 
     def _add(self, arrival: Arrival) -> None:
         sample, number = arrival.sample, self.tally.requests

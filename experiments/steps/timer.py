@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import PromptChunk, Rung
+from jllm.batch import Bucket, PromptChunk
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
@@ -46,7 +46,7 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 
 def layout_of(decodes: int = 0, tokens: int = 0, prompts: int = 0) -> Layout:
     """A step that decodes as many slots, and computes as many tokens of prompts."""
-    return Layout(Rung(decodes, tokens, prompts), deltas=8)
+    return Layout(Bucket(decodes, tokens, prompts), deltas=8)
 
 
 def chunk_of(slot: int, start: int, tokens: int, length: int) -> PromptChunk:

@@ -14,7 +14,7 @@ import jax
 from jax._src import config as jax_config
 from tqdm import tqdm
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -38,11 +38,11 @@ class Recipe(NamedTuple):
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
 
 
-def most_needed_first(ladder: Sequence[Rung]) -> list[Rung]:
-    """A ladder's rungs: first the one that holds every step (see options.resolve), then those with more decodes,
+def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """All buckets: first the one that holds every step (see options.resolve), then those with more decodes,
     without prompt tokens before with them."""
-    top = max(ladder, key=lambda r: (r.tokens, r.chunks, r.decodes))
-    return [top, *sorted((r for r in ladder if r != top), key=lambda r: (-r.decodes, r.tokens))]
+    top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes))
+    return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens))]
 
 
 def own_settings() -> Callable[[], AbstractContextManager[None]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jllm import fingerprint
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
@@ -52,7 +52,7 @@ class Device:
         self.sizes = sizes_for(options, config, params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
-        self.programs = Programs(self.sizes.ladder, self._arguments, self._static, files, self._check)
+        self.programs = Programs(self.sizes.buckets, self._arguments, self._static, files, self._check)
         self.renew()
 
     def renew(self) -> None:
@@ -72,14 +72,14 @@ class Device:
         del self._params
         self._state = None
 
-    def layout(self, rung: Rung, variant: Variant) -> Layout:
-        return Layout(rung, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
+    def layout(self, bucket: Bucket, variant: Variant) -> Layout:
+        return Layout(bucket, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
-        self._state, outputs = self.programs.run((layout.rung, variant), self._params, self._state, buffer)
+        self._state, outputs = self.programs.run((layout.bucket, variant), self._params, self._state, buffer)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
@@ -124,14 +124,14 @@ class Device:
             )
 
     def compile_ahead(self, variant: Variant) -> int:
-        """Compiles a variant of every rung, and what copies pages; returns how many rungs there are. Raises NoRoomError
-        for a step that takes more memory than is left."""
+        """Compiles a variant of every bucket, and what copies pages; returns how many buckets there are. Raises
+        NoRoomError for a step that takes more memory than is left."""
         self._left = self._memory()
         self.programs.compile_ahead(variant, self._copying())
-        return len(self.sizes.ladder)
+        return len(self.sizes.buckets)
 
     def start_compiling(self, variant: Variant) -> None:
-        """The same in the background: returns once the rung that holds every step is there."""
+        """The same in the background: returns once the bucket that holds every step is there."""
         self._left = self._memory()
         self.programs.start(variant, self._copying())
 
@@ -144,13 +144,13 @@ class Device:
         assert self._state is not None
         check_step(top, self._state, self.sizes, self._left)
 
-    def _arguments(self, rung: Rung, variant: Variant) -> tuple[Params, State, jax.ShapeDtypeStruct]:
+    def _arguments(self, bucket: Bucket, variant: Variant) -> tuple[Params, State, jax.ShapeDtypeStruct]:
         """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
-        return self._params, state, jax.ShapeDtypeStruct((self.layout(rung, variant).size,), np.int32)
+        return self._params, state, jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
 
-    def _static(self, rung: Rung, variant: Variant) -> dict[str, Any]:
-        layout = self.layout(rung, variant)
+    def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
+        layout = self.layout(bucket, variant)
         return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
 
     def _with_penalties(self, state: State, wanted: bool) -> State:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllm.batch import PromptChunk, RaggedBatch, Rung, empty_batch, fill_batch
+from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
 from jllm.merge_step import STATIC, Outputs, State, eager_step
 from jllm.params import Params
 
@@ -20,14 +20,14 @@ from jllm.params import Params
 class Layout:
     """Where each field of a batch lies in its buffer (static under jit)."""
 
-    rung: Rung
+    bucket: Bucket
     deltas: int  # most page table changes in a step
     bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
 
     def empty(self) -> RaggedBatch:
         """A batch of this size with nothing in it."""
-        rung = self.rung
-        return empty_batch(rung.decodes, rung.tokens, rung.chunks, deltas=self.deltas, bias=self.bias)
+        bucket = self.bucket
+        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, deltas=self.deltas, bias=self.bias)
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
@@ -16,7 +16,7 @@ class InFlight:
     """A dispatched step whose outputs have not been read."""
 
     plan: StepPlan
-    rung: Rung
+    bucket: Bucket
     outputs: Outputs
 
 

@@ -74,7 +74,7 @@ class Engine:
         self._trace = None
         if self._options.trace is not None:
             about = self._options.memory
-            self._trace = Recorder(self._options.trace, sizes.limits, sizes.ladder, about)
+            self._trace = Recorder(self._options.trace, sizes.limits, sizes.buckets, about)
         self._live: dict[Sequence, Live] = {}  # the unfinished samples
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
         self._requests: dict[int, Samples] = {}  # the unfinished ones
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def sizes(self) -> EngineSizes:
-        """The options made definite: limits, and the ladder of compiled sizes."""
+        """The options made definite: limits, and the compiled sizes."""
         return self._device.sizes
 
     @property
@@ -111,19 +111,19 @@ class Engine:
 
     @in_turn
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
-        """Compiles every rung of the ladder in threads, with progress on stderr; returns how many there are.
+        """Compiles every bucket in threads, with progress on stderr; returns how many there are.
 
-        Each rung for requests like `samplings` (all of them together). A request that asks for more waits, while others
-        run, until the programs for it are compiled in the background. Without wait it returns once the largest rung is
-        there, and steps do with the rungs that there are until the rest is. metrics() has seconds, programs and hits of
-        the persistent cache.
+        Each bucket for requests like `samplings` (all of them together). A request that asks for more waits, while
+        others run, until the programs for it are compiled in the background. Without wait it returns once the largest
+        bucket is there, and steps do with the buckets that there are until the rest is. metrics() has seconds, programs
+        and hits of the persistent cache.
         """
         self._check_open()
         variant = variant_for(list(samplings))
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)
-        return len(self.sizes.ladder)
+        return len(self.sizes.buckets)
 
     def submit(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> int:
         """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry."""
@@ -340,8 +340,8 @@ class Engine:
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
         tokens, pool = plan.prompt_tokens, self._scheduler.pool
-        rung, variant = self._device.programs.choose(need, *plan.size)
-        layout = self._device.layout(rung, variant)
+        bucket, variant = self._device.programs.choose(need, *plan.size)
+        layout = self._device.layout(bucket, variant)
         buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:
             assert seq.snapshot is not None
@@ -351,13 +351,13 @@ class Engine:
         outputs = self._device.run(buffer, layout, variant)
         counts = self._counts
         if self._trace:
-            self._trace.dispatched(plan, rung, pool.num_used)
+            self._trace.dispatched(plan, bucket, pool.num_used)
         counts.steps += 1
         counts.tokens += sum(plan.rows) + tokens
-        counts.rows += rung.size
+        counts.rows += bucket.size
         counts.prefill_tokens += tokens
         counts.pages_peak = max(counts.pages_peak, pool.num_used)
-        return InFlight(plan, rung, outputs)
+        return InFlight(plan, bucket, outputs)
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
         return self._live[seq].stop_ids
@@ -368,7 +368,7 @@ class Engine:
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs, self._live.get)
         plan, most, now = step.plan, self.sizes.limits.short_rows, time.perf_counter()
-        short = step.rung.decodes * most  # rows before those of chunks
+        short = step.bucket.decodes * most  # rows before those of chunks
         tokens = outputs.tokens[:short].reshape(-1, most).tolist()
         for i, (seq, rows, some) in enumerate(zip(plan.decodes, plan.rows, tokens)):
             if seq.finish_reason is None:  # else: ended by an earlier token or an abort; the surplus is dropped

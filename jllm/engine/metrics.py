@@ -76,7 +76,7 @@ class RequestCounts:
     output_tokens: int = 0
     steps: int = 0
     tokens: int = 0  # that steps were asked for: decodes and prompt tokens
-    rows: int = 0  # that steps computed: the sizes of their rungs
+    rows: int = 0  # that steps computed: the sizes of their buckets
     device_errors: int = 0
     pages_peak: int = 0  # most pages in use at once
 
@@ -134,7 +134,7 @@ class Metrics:
 
     @property
     def slack(self) -> float:
-        """The share of computed rows that only fill up a rung of the ladder."""
+        """The share of computed rows that only fill up a bucket."""
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
     def memory(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from numbers import Integral
 from typing import Any
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.options import MAX_SLOTS
 from jllm.engine.request import SamplingParams
 
@@ -19,14 +19,14 @@ def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Map
     options = {name: value for name, value in given.items() if value is not None}
     samples = sum(sampling.n for _, sampling in requests)
     slots = options.setdefault("max_slots", _slots_for(samples, options))
-    if "ladder" in options or not all(_is_size(options.get(name, 1)) for name in ("max_slots", "max_step_tokens")):
+    if "buckets" in options or not all(_is_size(options.get(name, 1)) for name in ("max_slots", "max_step_tokens")):
         return options  # the engine says what is wrong with them
     at_once = samples <= slots
     total = sum(sampling.n * tokens for tokens, sampling in requests)
     options.setdefault("max_step_tokens", slots + (64 if at_once and total <= 64 else 256))
     most = max(1, options["max_step_tokens"] - slots)
     sizes = (0, most) if at_once else (0, -(-most // 4), most)
-    options["ladder"] = tuple(Rung(slots, tokens, min(slots, tokens)) for tokens in dict.fromkeys(sizes))
+    options["buckets"] = tuple(Bucket(slots, tokens, min(slots, tokens)) for tokens in dict.fromkeys(sizes))
     return options
 
 
@@ -37,8 +37,8 @@ def _slots_for(samples: int, given: Mapping[str, Any]) -> int:
     while slots < min(samples, MAX_SLOTS):
         slots *= 2
     bounds = [given[name] for name in ("num_pages", "max_step_tokens") if isinstance(given.get(name), int)]
-    if isinstance(given.get("ladder"), tuple):
-        bounds.append(max((rung.decodes for rung in given["ladder"] if isinstance(rung, Rung)), default=slots))
+    if isinstance(given.get("buckets"), tuple):
+        bounds.append(max((bucket.decodes for bucket in given["buckets"] if isinstance(bucket, Bucket)), default=slots))
     return max(1, min(slots, *bounds)) if bounds else slots
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
 
-from jllm.batch import FEW_SLOTS, Rung, make_ladder
+from jllm.batch import FEW_SLOTS, Bucket, make_buckets
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy
 from jllm.engine.pages import PagePool
@@ -31,7 +31,7 @@ class EngineOptions:
     num_pages: int | None = None  # pages in the pool; default: every slot's whole context, as far as memory goes
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
-    ladder: tuple[Rung, ...] | None = None  # compiled sizes; default: at most 15 of them
+    buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: at most 15 of them
     backend: str | None = None  # of the kernels: one of BACKEND_NAMES; default: chosen for the device
     # Who gets pages when: see jllm/kv_policies.
     kv_policy: str = "paged"  # one of KV_POLICIES
@@ -56,9 +56,9 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be at most {MOST}, not {value}")
         if not isinstance(self.page_size, Integral) or self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, not {self.page_size!r}")
-        rungs = self.ladder is None or isinstance(self.ladder, tuple)
-        if not rungs or not all(isinstance(rung, Rung) for rung in self.ladder or ()):
-            raise ConfigError(f"ladder must be a tuple of Rung, not {self.ladder!r}")
+        buckets = self.buckets is None or isinstance(self.buckets, tuple)
+        if not buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets or ()):
+            raise ConfigError(f"buckets must be a tuple of Bucket, not {self.buckets!r}")
         if self.kv_cache is not None and not isinstance(self.kv_cache, str):
             raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in BACKEND_NAMES:
@@ -93,7 +93,7 @@ class EngineKeywords(TypedDict, total=False):
     num_pages: int | None
     max_step_tokens: int | None
     kv_cache: str | None
-    ladder: tuple[Rung, ...] | None
+    buckets: tuple[Bucket, ...] | None
     backend: str | None
     kv_policy: str | None
     length_predictor: str | Predictor | None
@@ -121,20 +121,20 @@ class EngineSizes:
 
     limits: Limits
     max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
-    ladder: tuple[Rung, ...]
+    buckets: tuple[Bucket, ...]
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens, ascending, that fill a rung on which every slot may decode; none where rows that
+        """Numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where rows that
         only fill up cost nothing."""
         if self.limits.max_slots <= FEW_SLOTS:
             return ()
-        return tuple(sorted({r.tokens for r in self.ladder if r.tokens and r.decodes >= self.limits.max_slots}))
+        return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Numbers of decode rows of rungs without prompt tokens, as far as rows cost anything."""
-        return tuple(sorted({r.decodes for r in self.ladder if not r.tokens and r.decodes > FEW_SLOTS}))
+        """Numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
+        return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))
 
 
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> EngineSizes:
@@ -143,18 +143,18 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
     whole = -(-config.context // P)
     num_pages = options.num_pages or max(S, min(S * whole, affordable_pages))
     tokens = options.max_step_tokens or max(256, 2 * S)
-    ladder = make_ladder(S, tokens) if options.ladder is None else options.ladder
-    top = Rung(S, max((r.tokens for r in ladder), default=0), max((r.chunks for r in ladder), default=0))
-    if not any(r.decodes >= S and r.tokens >= max(1, top.tokens) and r.chunks >= max(1, top.chunks) for r in ladder):
+    buckets = make_buckets(S, tokens) if options.buckets is None else options.buckets
+    top = Bucket(S, max((r.tokens for r in buckets), default=0), max((r.chunks for r in buckets), default=0))
+    if not any(r.decodes >= S and r.tokens >= max(1, top.tokens) and r.chunks >= max(1, top.chunks) for r in buckets):
         largest = f"{S} decode rows (max_slots) and as many prompt tokens and chunks as any other, at least one"
-        add = f"add Rung({S}, {max(1, top.tokens)}, {max(1, top.chunks)}) to ladder"
+        add = f"add Bucket({S}, {max(1, top.tokens)}, {max(1, top.chunks)}) to buckets"
         lower = max(
-            (r.decodes for r in ladder if r.tokens and (r.tokens, r.chunks) == (top.tokens, top.chunks)), default=0
+            (r.decodes for r in buckets if r.tokens and (r.tokens, r.chunks) == (top.tokens, top.chunks)), default=0
         )
         less = f", or lower max_slots to {lower}" if 0 < lower < S else ""
-        raise ConfigError(f"the ladder needs a rung that holds {largest}: {add}{less}")
-    if any(r.tokens and not r.chunks for r in ladder):
-        raise ConfigError("a rung of the ladder with prompt tokens must have chunks")
+        raise ConfigError(f"buckets must have one that holds {largest}: {add}{less}")
+    if any(r.tokens and not r.chunks for r in buckets):
+        raise ConfigError("a bucket with prompt tokens must have chunks")
     limits = Limits(
         max_slots=S,
         max_step_tokens=tokens,
@@ -164,4 +164,4 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         num_pages=num_pages,
         max_deltas=most_deltas(S, tokens, P),
     )
-    return EngineSizes(limits, min(whole, num_pages), ladder)
+    return EngineSizes(limits, min(whole, num_pages), buckets)

@@ -1,7 +1,7 @@
 """The compiled steps of one engine: which there are, which of them a step takes, and how others come to be.
 
-A step needs a variant and a rung. It may take a program of a wider variant and a larger rung: all that this costs is
-time. So what is missing can be compiled in the background while steps take what there is.
+A step needs a variant and a bucket. It may take a program of a wider variant and a larger bucket, which costs
+time only. So what is missing can be compiled in the background while steps take what there is.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,34 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Rung, choose_rung
+from jllm.batch import Bucket, choose_bucket
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import packed_step
 from jllm.merge_step import Variant
 
-Key = tuple[Rung, Variant]
+Key = tuple[Bucket, Variant]
 
 
 class Programs:
     """Programs live in packed_step's own cache, which engines over the same shapes share, or in files as well and here.
 
-    arguments(rung, variant) gives a step's arguments, by shape where nothing but the shape matters, static(rung,
+    arguments(bucket, variant) gives a step's arguments, by shape where nothing but the shape matters, static(bucket,
     variant) its static ones. check raises where the program that holds every step takes more memory than there is.
     """
 
     def __init__(
         self,
-        ladder: tuple[Rung, ...],
-        arguments: Callable[[Rung, Variant], tuple],
-        static: Callable[[Rung, Variant], dict[str, Any]],
+        buckets: tuple[Bucket, ...],
+        arguments: Callable[[Bucket, Variant], tuple],
+        static: Callable[[Bucket, Variant], dict[str, Any]],
         files: Executables | None,
         check: Callable[[jax.stages.Compiled], None],
     ):
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
         self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
-        self._rungs = most_needed_first(ladder)
+        self._buckets = most_needed_first(buckets)
         self._arguments, self._static, self._files, self._check = arguments, static, files, check
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
@@ -72,12 +72,12 @@ class Programs:
         if variant is None:
             self.permit(need)
             variant = need
-        rung = choose_rung(self._rungs, decodes, tokens, chunks)
-        if not self._is_there(_key(rung, variant)):
-            self._begin(_key(rung, variant))
-            now = [rung for rung in self._rungs if self._is_there(_key(rung, variant))]
-            rung = choose_rung(now, decodes, tokens, chunks)
-        return _key(rung, variant)
+        bucket = choose_bucket(self._buckets, decodes, tokens, chunks)
+        if not self._is_there(_key(bucket, variant)):
+            self._begin(_key(bucket, variant))
+            now = [bucket for bucket in self._buckets if self._is_there(_key(bucket, variant))]
+            bucket = choose_bucket(now, decodes, tokens, chunks)
+        return _key(bucket, variant)
 
     def run(self, key: Key, *arguments: Any) -> Any:
         """Runs a program, which is made first where it has to be."""
@@ -107,7 +107,7 @@ class Programs:
             jobs = [self._compiling().add(other) for other in others]
             for key in self._keys(variant):
                 self._begin(key)
-            first = self._jobs.get(_key(self._rungs[0], variant))
+            first = self._jobs.get(_key(self._buckets[0], variant))
             coming = list(self._jobs.values())
             self._compiling().wait(jobs if first is None else [*jobs, first])
             self._collect()
@@ -122,7 +122,7 @@ class Programs:
 
     def prepare(self, variant: Variant) -> None:
         """Begins to compile, in the background, what it takes to serve a variant: the program that holds every step."""
-        self._begin(_key(self._rungs[0], variant))
+        self._begin(_key(self._buckets[0], variant))
 
     def take_failures(self) -> dict[Variant, BaseException]:
         """The variants that could not be prepared since this was last asked, and why."""
@@ -159,11 +159,11 @@ class Programs:
         self.stop()
         self._kept.clear()
 
-    def path(self, rung: Rung, variant: Variant) -> Path | None:
+    def path(self, bucket: Bucket, variant: Variant) -> Path | None:
         """The path of a program's file; None where there is to be none."""
         if self._files is None:
             return None
-        return self._files.path(self._arguments(rung, variant), self._static(rung, variant))
+        return self._files.path(self._arguments(bucket, variant), self._static(bucket, variant))
 
     def _narrowest(self, need: Variant) -> Variant | None:
         covers = [variant for variant in self._open if variant.covers(need)]
@@ -171,7 +171,7 @@ class Programs:
 
     def _keys(self, variant: Variant) -> list[Key]:
         """The programs of a variant, the most needed first."""
-        return [_key(rung, variant) for rung in self._rungs]
+        return [_key(bucket, variant) for bucket in self._buckets]
 
     def _is_there(self, key: Key) -> bool:
         return key in self._made or (key in self._permitted and key not in self._jobs)
@@ -213,19 +213,19 @@ class Programs:
         """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
         it, and raises there."""
         for key in [key for key, job in self._jobs.items() if job.done()]:
-            job, (rung, variant) = self._jobs.pop(key), key
+            job, (bucket, variant) = self._jobs.pop(key), key
             error = CancelledError() if job.cancelled() else job.exception()
             try:
                 if error is not None:
                     raise error
-                if rung == self._rungs[0]:
+                if bucket == self._buckets[0]:
                     self._check(job.result())
                     self._open.add(variant)
                 self._made.add(key)
             except CancelledError:
                 pass
             except Exception as why:
-                if rung == self._rungs[0]:
+                if bucket == self._buckets[0]:
                     self._failed[variant] = why
                 else:
                     self._permitted.add(key)
@@ -234,6 +234,6 @@ class Programs:
             self._compiler = None
 
 
-def _key(rung: Rung, variant: Variant) -> Key:
+def _key(bucket: Bucket, variant: Variant) -> Key:
     """What a step of these rows can have of a variant."""
-    return rung, variant if rung.tokens else replace(variant, prompt_logprobs=False)
+    return bucket, variant if bucket.tokens else replace(variant, prompt_logprobs=False)

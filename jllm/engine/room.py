@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, EngineSizes, resolve
@@ -35,9 +35,9 @@ class Need:
         return self.pool + self.slots + self.step
 
 
-def largest(ladder: tuple[Rung, ...]) -> Rung:
-    """As large as any rung in each of its sizes: the ladder has one."""
-    return Rung(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in ladder))))
+def largest(buckets: tuple[Bucket, ...]) -> Bucket:
+    """As large as any bucket in each of its sizes: one of them is."""
+    return Bucket(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in buckets))))
 
 
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
@@ -53,9 +53,9 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
     sizes, need = _reckon(options, config, params.dtype, free)
     if need.total <= free:
         return
-    limits, rung = sizes.limits, largest(sizes.ladder)
+    limits, bucket = sizes.limits, largest(sizes.buckets)
     pool = f"{limits.num_pages} KV pages of {limits.page_size} tokens take {gib(need.pool)}"
-    step = f"a step of {rung.decodes} decodes and {rung.tokens} prompt tokens about {gib(need.step + need.slots)}"
+    step = f"a step of {bucket.decodes} decodes and {bucket.tokens} prompt tokens about {gib(need.step + need.slots)}"
     found = list(_options_that_fit(options, config, params, free, sizes))
     otherwise = "no option alone would make it fit: it takes a smaller model or a larger device"
     raise NoRoomError(
@@ -70,11 +70,11 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free
     needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
     if free is None or needs is None or needs <= free:
         return
-    limits, rung = sizes.limits, largest(sizes.ladder)
+    limits, bucket = sizes.limits, largest(sizes.buckets)
     fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // cache_bytes(state.cache))
     found = [f"num_pages={fewer}"] if fewer >= limits.max_slots else []
     raise NoRoomError(
-        f"a step of {rung.decodes} decodes and {rung.tokens} prompt tokens needs {gib(needs)}, and the device has "
+        f"a step of {bucket.decodes} decodes and {bucket.tokens} prompt tokens needs {gib(needs)}, and the device has "
         f"{gib(free)} free beside the weights and {limits.num_pages} KV pages; "
         f"{would_fit(found, 'fewer pages are not enough: lower max_slots or max_step_tokens')}"
     )
@@ -83,7 +83,7 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free
 def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[EngineSizes, Need]:
     """Sizes, with as many pages by default as fit, and what they take."""
     page = page_bytes(config, dtype, options.kv_cache, options.page_size)
-    step = step_bytes(config, dtype, largest(resolve(options, config, 0).ladder))
+    step = step_bytes(config, dtype, largest(resolve(options, config, 0).buckets))
     most = CPU_CACHE_BYTES if free is None else int(SHARE * free)
     if is_host():
         most = min(most, CPU_CACHE_BYTES)
@@ -132,8 +132,8 @@ def _options_that_fit(
             break
     for name, most in (("max_slots", limits.max_slots), ("max_step_tokens", limits.max_step_tokens)):
         while (most := most // 2) >= 1:
-            ladder = options.ladder and _clipped(options.ladder, name, most, limits.max_slots)
-            size = total({name: most, "ladder": ladder})
+            buckets = options.buckets and _clipped(options.buckets, name, most, limits.max_slots)
+            size = total({name: most, "buckets": buckets})
             if size is not None:
                 yield f"{name}={most} ({gib(size)})"
                 break
@@ -145,13 +145,13 @@ def _options_that_fit(
                 break
 
 
-def _clipped(ladder: tuple[Rung, ...], name: str, most: int, slots: int) -> tuple[Rung, ...]:
-    """A ladder given by the caller as it would be for fewer slots, or for fewer tokens in a step."""
+def _clipped(buckets: tuple[Bucket, ...], name: str, most: int, slots: int) -> tuple[Bucket, ...]:
+    """Buckets given by the caller as they would be for fewer slots, or for fewer tokens in a step."""
     if name == "max_slots":
-        rungs = [Rung(min(r.decodes, most), r.tokens, min(r.chunks, most)) for r in ladder]
+        clipped = [Bucket(min(b.decodes, most), b.tokens, min(b.chunks, most)) for b in buckets]
     else:
-        rungs = [Rung(r.decodes, min(r.tokens, max(1, most - slots)), r.chunks) for r in ladder]
-    return tuple(dict.fromkeys(rungs))
+        clipped = [Bucket(b.decodes, min(b.tokens, max(1, most - slots)), b.chunks) for b in buckets]
+    return tuple(dict.fromkeys(clipped))
 
 
 def _saved(params: Params, scheme: str) -> int:

@@ -2,10 +2,10 @@
 
 `Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. By "type":
 
-    engine   once, first: version, limits (plan.Limits), ladder, and the options that decide about memory
+    engine   once, first: version, limits (plan.Limits), buckets, and the options that decide about memory
     request  a sample is added: request, sample, known (tokens that it begins with), max_length, t
     step     a step was read (or lost with its device: read is null): its number; decodes; keys, the tokens of KV that
-             these read; chunks as [request, sample, start, tokens, final]; rung as [decode rows, tokens, chunks];
+             these read; chunks as [request, sample, start, tokens, final]; bucket as [decode rows, tokens, chunks];
              pages in use, copies, preempted as [request, sample]; planned, dispatched, read
     end      a sample is over: request, sample, output (tokens in all), reason, t
 
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.plan import Limits, StepPlan
 from jllm.engine.sequence import Sequence
 from jllm.errors import InputFileError, OutputError
@@ -34,14 +34,14 @@ Sink = str | os.PathLike | list
 class Recorder:
     """Writes a trace; the engine calls it where something happens."""
 
-    def __init__(self, sink: Sink, limits: Limits, ladder: tuple[Rung, ...], options: Record):
+    def __init__(self, sink: Sink, limits: Limits, buckets: tuple[Bucket, ...], options: Record):
         self._start = time.perf_counter()
         self._planned = 0.0
         self._steps: dict[int, Record] = {}  # dispatched and not read
         self._sink = sink
         self._lines: list[str] = []  # that are not in the file yet
-        rungs = [[r.decodes, r.tokens, r.chunks] for r in ladder]
-        self._add({"type": "engine", "version": VERSION, "limits": asdict(limits), "ladder": rungs, **options})
+        sizes = [[b.decodes, b.tokens, b.chunks] for b in buckets]
+        self._add({"type": "engine", "version": VERSION, "limits": asdict(limits), "ladder": sizes, **options})
         self.flush(mode="w")
 
     def request(self, seq: Sequence) -> None:
@@ -52,14 +52,14 @@ class Recorder:
         """The next step begins to be planned."""
         self._planned = self._now()
 
-    def dispatched(self, plan: StepPlan, rung: Rung, pages: int) -> None:
+    def dispatched(self, plan: StepPlan, bucket: Bucket, pages: int) -> None:
         self._steps[plan.step] = {
             "type": "step",
             "step": plan.step,
             "decodes": len(plan.decodes),
             "keys": sum(seq.computed for seq in plan.decodes),
             "chunks": [[c.seq.request_id, c.seq.sample, c.start, len(c.tokens), c.final] for c in plan.chunks],
-            "rung": [rung.decodes, rung.tokens, rung.chunks],
+            "rung": [bucket.decodes, bucket.tokens, bucket.chunks],
             "pages": pages,
             "copies": len(plan.copies),
             "preempted": [[seq.request_id, seq.sample] for seq in plan.preempted],
@@ -137,7 +137,7 @@ class TracedStep:
     decodes: int
     keys: int
     chunks: tuple[tuple[int, int, int, int, bool], ...]
-    rung: Rung
+    bucket: Bucket
     pages: int
     copies: int
     preempted: tuple[tuple[int, int], ...]
@@ -200,7 +200,7 @@ def _step(record: Record) -> TracedStep:
     names = ("step", "decodes", "keys", "pages", "copies", "planned", "dispatched", "read")
     return TracedStep(
         chunks=tuple((r, s, start, n, bool(final)) for r, s, start, n, final in record["chunks"]),
-        rung=Rung(*record["rung"]),
+        bucket=Bucket(*record["rung"]),
         preempted=tuple((r, s) for r, s in record["preempted"]),
         **{name: record[name] for name in names},
     )

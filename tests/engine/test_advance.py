@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.qps import HostOnly
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.options import EngineSizes
 from jllm.engine.request import Completion, SamplingParams
@@ -22,7 +22,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-OPTIONS = {"max_slots": 3, "page_size": 8, "num_pages": 9, "max_step_tokens": 20, "ladder": (Rung(3, 8, 3),)}
+OPTIONS = {"max_slots": 3, "page_size": 8, "num_pages": 9, "max_step_tokens": 20, "buckets": (Bucket(3, 8, 3),)}
 
 
 def token_of(request: int, index: int) -> int:
@@ -48,14 +48,14 @@ class Advancing(HostOnly):
         self._sizes = sizes
 
     def run(self, buffer, layout, variant) -> Outputs:
-        plan, rung = self.plans[-1], layout.rung
-        tokens = np.full(rung.decodes * self.rows + rung.chunks, -1, np.int32)
+        plan, bucket = self.plans[-1], layout.bucket
+        tokens = np.full(bucket.decodes * self.rows + bucket.chunks, -1, np.int32)
         for i, (seq, rows) in enumerate(zip(plan.decodes, plan.rows, strict=True)):
             self.write(tokens, i * self.rows, seq, self.random.randint(1, rows))
         for b, chunk in enumerate(plan.chunks):
             if chunk.final:
                 self.made[chunk.seq] = len(chunk.seq.output), False
-                self.write(tokens, rung.decodes * self.rows + b, chunk.seq, 1)
+                self.write(tokens, bucket.decodes * self.rows + b, chunk.seq, 1)
         top = np.tile(np.arange(TOP_LOGPROBS), (len(tokens), 1))
         return Outputs(tokens, -tokens / 100.0, top, -top / 10.0, None)
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.batch import Rung, make_ladder
+from jllm.batch import Bucket, make_buckets
 from jllm.engine import compiling
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.device import Device
@@ -15,8 +15,8 @@ from jllm.engine.loop import Engine
 from jllm.errors import EngineClosed, NoRoomError
 from tests.tiny import greedy, serve, tiny_model
 
-LADDER = (Rung(1, 0, 0), Rung(2, 6, 2), Rung(3, 0, 0), Rung(3, 13, 3))
-OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "ladder": LADDER}
+BUCKETS = (Bucket(1, 0, 0), Bucket(2, 6, 2), Bucket(3, 0, 0), Bucket(3, 13, 3))
+OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "buckets": BUCKETS}
 PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
 
 
@@ -36,7 +36,7 @@ class Held:
 
         def held(compiler, recipe, settings):
             layout = recipe.lower.keywords.get("layout")
-            self.order.append("copies" if layout is None else layout.rung)
+            self.order.append("copies" if layout is None else layout.bucket)
             if not self.through.acquire(blocking=False):
                 assert self.opened.wait(60)
                 if self.error is not None:
@@ -48,10 +48,10 @@ class Held:
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [(4, 256), (16, 256), (512, 2048), (1, 8)])
-def test_the_first_rung_holds_every_step(slots, tokens):
-    ladder = make_ladder(slots, tokens)
-    first, *rest = most_needed_first(ladder)
-    assert sorted([first, *rest]) == sorted(ladder)
+def test_the_first_bucket_holds_every_step(slots, tokens):
+    buckets = make_buckets(slots, tokens)
+    first, *rest = most_needed_first(buckets)
+    assert sorted([first, *rest]) == sorted(buckets)
     assert all(first.decodes >= r.decodes and first.tokens >= r.tokens and first.chunks >= r.chunks for r in rest)
     assert [r.decodes for r in rest] == sorted((r.decodes for r in rest), reverse=True)
 
@@ -61,7 +61,7 @@ def test_a_request_is_served_while_others_compile(model, monkeypatch):
     held = Held(monkeypatch, through=2)
     engine = Engine(model, **OPTIONS)
     assert engine.compile_ahead(wait=False) == 4
-    assert held.order[:2] == ["copies", Rung(3, 13, 3)]
+    assert held.order[:2] == ["copies", Bucket(3, 13, 3)]
     ids = [engine.submit(p, greedy(12)) for p in PROMPTS]
     done = {e.id: e.completion for e in engine.run() if e.completion}
     assert [done[i].token_ids for i in ids] == [w.token_ids for w in wants]
@@ -74,7 +74,7 @@ def test_a_request_is_served_while_others_compile(model, monkeypatch):
     done = {e.id: e.completion for e in engine.run() if e.completion}
     assert [done[i].token_ids for i in again] == [w.token_ids for w in wants]
     m = engine.metrics()
-    assert held.order[2:] == [Rung(3, 0, 0), Rung(2, 6, 2), Rung(1, 0, 0)]
+    assert held.order[2:] == [Bucket(3, 0, 0), Bucket(2, 6, 2), Bucket(1, 0, 0)]
     assert m["compiled_steps"] > 1
     assert (m["compile_programs"], m["compile_first_use"]) == (5, 0)
     assert m["compile_seconds"] > 0
@@ -86,7 +86,7 @@ def wait_for(engine: Engine) -> None:
         job.exception(60)
 
 
-def test_a_rung_that_failed_in_its_thread_is_compiled_again_when_needed(model, monkeypatch):
+def test_a_bucket_that_failed_in_its_thread_is_compiled_again_when_needed(model, monkeypatch):
     held = Held(monkeypatch, through=2, error=jax.errors.JaxRuntimeError("INTERNAL: the compiler fell over"))
     engine = Engine(model, **OPTIONS)
     engine.compile_ahead(wait=False)
@@ -94,7 +94,7 @@ def test_a_rung_that_failed_in_its_thread_is_compiled_again_when_needed(model, m
     wait_for(engine)
     engine.submit(PROMPTS[0], greedy(6))
     assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [6]
-    assert Rung(1, 0, 0) in {rung for rung, _ in engine._device.programs.used}
+    assert Bucket(1, 0, 0) in {bucket for bucket, _ in engine._device.programs.used}
 
 
 @pytest.mark.parametrize("through", [0, 1, 3])
@@ -149,7 +149,7 @@ def test_hits_of_the_persistent_cache_are_counted(jax_cache, tmp_path):
         jax.clear_caches()
         jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.arange(7)))  # not the engine's
         with pytest.warns(UserWarning, match="no compiled step is kept in .*: JAX's own compilation cache is on"):
-            engine = Engine(model, **OPTIONS | {"ladder": LADDER[2:]}, executables=tmp_path / "steps")
+            engine = Engine(model, **OPTIONS | {"buckets": BUCKETS[2:]}, executables=tmp_path / "steps")
         engine.compile_ahead()
         seen.append((engine.metrics()["compile_programs"], engine.metrics()["compile_cache_hits"]))
         assert not (tmp_path / "steps").exists()
@@ -180,7 +180,7 @@ def test_hits_elsewhere_are_not_counted():
 def test_a_step_that_takes_more_than_is_left_is_refused(model):
     """Before it has run; what it takes is known once it is compiled."""
     free = [1 << 30]
-    options = OPTIONS | {"ladder": LADDER[-1:]}
+    options = OPTIONS | {"buckets": BUCKETS[-1:]}
     engine = Engine(model, device=partial(Device, memory=lambda: free[0]), num_pages=1000, **options)
     free[0] = 1000
     says = r"a step of 3 decodes and 13 prompt tokens needs .* 1000 KV pages; what would fit: num_pages=\d+$"
@@ -216,6 +216,8 @@ def test_what_is_traced_in_a_thread_has_the_settings_of_who_asked():
     assert seen == [(True, "float32"), (False, None)]
 
 
-@pytest.mark.parametrize("ladder", [(Rung(4, 0, 0), Rung(3, 13, 3)), (Rung(3, 13, 3), Rung(1, 13, 4), Rung(3, 13, 4))])
-def test_the_first_rung_of_any_ladder_holds_every_step(ladder):
-    assert most_needed_first(ladder)[0] == ladder[-1]
+@pytest.mark.parametrize(
+    "buckets", [(Bucket(4, 0, 0), Bucket(3, 13, 3)), (Bucket(3, 13, 3), Bucket(1, 13, 4), Bucket(3, 13, 4))]
+)
+def test_the_first_bucket_of_any_buckets_holds_every_step(buckets):
+    assert most_needed_first(buckets)[0] == buckets[-1]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.engine.loop import Engine
 from jllm.merge_step import COPIES, copy_pages, jit_copy_pages
@@ -73,7 +73,7 @@ def filled_shapes(kv_cache: str):
     return make_cache(CONFIG, 400, 8, parse_kv_cache(kv_cache, CONFIG, jnp.float32))
 
 
-OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "num_pages": 24, "ladder": (Rung(3, 16, 3),)}
+OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "num_pages": 24, "buckets": (Bucket(3, 16, 3),)}
 
 
 class Short:

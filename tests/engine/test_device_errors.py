@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed
@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, event, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 OPTIONS = {
-    "max_slots": 3, "page_size": 8, "num_pages": 12, "max_step_tokens": 8, "ladder": (Rung(3, 0, 0), Rung(3, 8, 2)),
+    "max_slots": 3, "page_size": 8, "num_pages": 12, "max_step_tokens": 8,
+    "buckets": (Bucket(3, 0, 0), Bucket(3, 8, 2)),
 }  # fmt: skip
-ALONE = {"max_slots": 1, "page_size": 64, "max_step_tokens": 64, "ladder": (Rung(1, 64, 1),)}
+ALONE = {"max_slots": 1, "page_size": 64, "max_step_tokens": 64, "buckets": (Bucket(1, 64, 1),)}
 PLACES = ("run", "copy_pages", "load", "read")
 STEM = tuple(range(60, 72))  # which prompts share, so that pages are found and copied
 

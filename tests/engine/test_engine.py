@@ -8,7 +8,7 @@ import pytest
 
 import jllm
 from jllm import merge_step as step_module
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine import programs as programs_module
 from jllm.engine.layout import packed_step
 from jllm.engine.loop import Engine
@@ -18,7 +18,7 @@ from jllm.merge_step import STATIC
 from jllm.sampling import STOP_IDS, neutral_sampling, sample
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
 
 
@@ -259,12 +259,12 @@ def test_the_context_ends_a_sequence(model):
 
 
 def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
-    """One rung: every mix must run the one traced step, whatever is in it. Asking for logprobs adds a variant."""
+    """One bucket: every mix must run the one traced step, whatever is in it. Asking for logprobs adds a variant."""
     chex = pytest.importorskip("chex")
     counted = chex.assert_max_traces(packed_step.__wrapped__, n=1)
     jitted = jax.jit(counted, static_argnames=(*STATIC, "layout"), donate_argnames="state")
     monkeypatch.setattr(programs_module, "packed_step", jitted)
-    options = {**OPTIONS, "ladder": (Rung(5, 17, 5),)}
+    options = {**OPTIONS, "buckets": (Bucket(5, 17, 5),)}
     mixes = [
         ([PROMPTS[0]], [greedy(4)]),
         (PROMPTS, [greedy(9), SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=1), greedy(2, stop_token_ids=(4, 5))]),
@@ -277,7 +277,7 @@ def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
 
 
 def test_compile_ahead_leaves_nothing_to_compile(model):
-    options = {**OPTIONS, "ladder": (Rung(3, 0, 0), Rung(4, 18, 3))}
+    options = {**OPTIONS, "buckets": (Bucket(3, 0, 0), Bucket(4, 18, 3))}
     engine = Engine(model, **options)
     assert engine.compile_ahead() == 2
     with pytest.MonkeyPatch.context() as patch:
@@ -290,7 +290,9 @@ def test_compile_ahead_leaves_nothing_to_compile(model):
 def test_compile_ahead_sees_the_callers_jax_settings():
     """Threads have settings of their own; 64-bit mode must reach what is compiled for later."""
     with jax.enable_x64(True):
-        engine = Engine(tiny_model("float64", num_layers=1), **{**OPTIONS, "ladder": (Rung(3, 0, 0), Rung(4, 18, 3))})
+        engine = Engine(
+            tiny_model("float64", num_layers=1), **{**OPTIONS, "buckets": (Bucket(3, 0, 0), Bucket(4, 18, 3))}
+        )
         engine.compile_ahead()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_module, "tapped_backbone", None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jllm.api import as_prompts
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -18,7 +18,7 @@ from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
 from tests.tiny import greedy, serve, tiny_model
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
 
 
@@ -105,11 +105,11 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"extent_overflow": "move"}, "extent_overflow is an option of kv_policy='extent', not of 'paged'"),
         ({"kv_policy": "extent", "extent_overflow": "swap"}, "extent_overflow must be scatter or move, not 'swap'"),
         ({"num_pages": 3}, r"num_pages must be at least max_slots = 4 \(one page a slot\), not 3"),
-        ({"ladder": ()}, "the ladder needs a rung that holds 4 decode rows"),
-        ({"ladder": (Rung(4, 0, 0), Rung(1, 16, 4))}, "the ladder needs a rung that holds 4 decode rows"),
-        ({"ladder": (Rung(4, 0, 0),)}, r"at least one: add Rung\(4, 1, 1\) to ladder$"),
-        ({"ladder": (Rung(2, 16, 4),)}, r"add Rung\(4, 16, 4\) to ladder, or lower max_slots to 2$"),
-        ({"ladder": (Rung(4, 16, 4), Rung(4, 8, 0))}, "with prompt tokens must have chunks"),
+        ({"buckets": ()}, "buckets must have one that holds 4 decode rows"),
+        ({"buckets": (Bucket(4, 0, 0), Bucket(1, 16, 4))}, "buckets must have one that holds 4 decode rows"),
+        ({"buckets": (Bucket(4, 0, 0),)}, r"at least one: add Bucket\(4, 1, 1\) to buckets$"),
+        ({"buckets": (Bucket(2, 16, 4),)}, r"add Bucket\(4, 16, 4\) to buckets, or lower max_slots to 2$"),
+        ({"buckets": (Bucket(4, 16, 4), Bucket(4, 8, 0))}, "with prompt tokens must have chunks"),
     ],
 )
 def test_bad_options_are_named(model, options, says):

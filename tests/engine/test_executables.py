@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jllm import merge_step as step_module
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
 from jllm.engine.device import make_files
@@ -25,8 +25,8 @@ from jllm.errors import ConfigError
 from jllm.merge_step import Variant
 from tests.tiny import greedy, tiny_model
 
-LADDER = (Rung(2, 0, 0), Rung(2, 6, 2))
-OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "ladder": LADDER}
+BUCKETS = (Bucket(2, 0, 0), Bucket(2, 6, 2))
+OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": BUCKETS}
 PROMPTS = [[5, 6, 7], [9, 8]]
 PENALTIES = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True, presence_penalty=0.5)
 
@@ -109,7 +109,7 @@ def test_other_options_have_other_files(model, tmp_path):
     for changes in ({}, {"page_size": 16}, {"num_pages": 7}, {"kv_cache": "int8-g8"}, {"backend": "xla"}):
         programs = Engine(model, **OPTIONS | {"executables": tmp_path} | changes)._device.programs
         for variant in (Variant(), Variant(logprobs=True)):
-            paths |= {programs.path(rung, variant) for rung in LADDER}
+            paths |= {programs.path(bucket, variant) for bucket in BUCKETS}
     assert len(paths) == 5 * 2 * 2
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.compiling import Compiler
 from jllm.engine.gate import Gate
 from jllm.engine.loop import Engine
@@ -16,7 +16,7 @@ from jllm.engine.sequence import Sequence
 from jllm.merge_step import Variant
 from tests.tiny import greedy, serve, tiny_model
 
-OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "ladder": (Rung(2, 6, 2),)}
+OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(2, 6, 2),)}
 PLAIN, LOGPROBS, PENALTIES, BOTH = (
     Variant(), Variant(logprobs=True), Variant(penalties=True), Variant(penalties=True, logprobs=True)
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_only_where_nobody_is_delayed_steps_wait_for_the_compiler(busy):
 # Which program a step takes
 
 
-SMALL, MIDDLE, TOP = Rung(1, 0, 0), Rung(4, 0, 0), Rung(4, 12, 4)
+SMALL, MIDDLE, TOP = Bucket(1, 0, 0), Bucket(4, 0, 0), Bucket(4, 12, 4)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def programs(monkeypatch) -> Programs:
     """With all sizes of two variants, and the largest of a third; nothing is really compiled."""
     programs = Programs((SMALL, MIDDLE, TOP), None, None, None, None)
     programs._open = {PLAIN, PENALTIES, BOTH}
-    programs._made = {(rung, v) for rung in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)} | {(TOP, BOTH)}
+    programs._made = {(bucket, v) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)} | {(TOP, BOTH)}
     programs.asked = []
     monkeypatch.setattr(programs, "_begin", programs.asked.append)
     return programs

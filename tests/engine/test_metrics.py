@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
@@ -14,7 +14,12 @@ from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
 from tests.tiny import greedy, tiny_model
 
-OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "ladder": (Rung(2, 0, 0), Rung(2, 16, 2))}
+OPTIONS: dict[str, Any] = {
+    "max_slots": 2,
+    "page_size": 8,
+    "num_pages": 4,
+    "buckets": (Bucket(2, 0, 0), Bucket(2, 16, 2)),
+}
 PROMPTS = [[5, 6, 7], [8] * 10, [9, 10]]
 
 

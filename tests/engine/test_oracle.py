@@ -1,6 +1,6 @@
 """The oracle of the whole engine: any company in the batch, same tokens.
 
-Whatever the interleaving, page size, chunk size, ladder, preemption or aborts of others, each request gets the tokens
+Whatever the interleaving, page size, chunk size, buckets, preemption or aborts of others, each request gets the tokens
 that it gets alone. In float64 this holds exactly. In float32 the rows of an XLA CPU matmul change in their last bits
 with the number of rows, so tokens are compared up to the first position where the two best logits nearly tie.
 """
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -24,24 +24,29 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-ALONE = {"max_slots": 1, "page_size": 128, "max_step_tokens": 64, "ladder": (Rung(1, 64, 1),)}
+ALONE = {"max_slots": 1, "page_size": 128, "max_step_tokens": 64, "buckets": (Bucket(1, 64, 1),)}
 TINY = "pages of 8, tiny chunks"
 COMPANY = {  # each compiles one or two steps, once
-    TINY: {"max_slots": 3, "page_size": 8, "max_step_tokens": 5, "ladder": (Rung(3, 5, 3),)},
+    TINY: {"max_slots": 3, "page_size": 8, "max_step_tokens": 5, "buckets": (Bucket(3, 5, 3),)},
     "pool that forces preemption": {
         "max_slots": 4,
         "page_size": 8,
         "num_pages": 9,  # 72 tokens: more than any one of the requests here needs, less than four do
         "max_step_tokens": 16,
-        "ladder": (Rung(4, 0, 0), Rung(4, 16, 3)),
+        "buckets": (Bucket(4, 0, 0), Bucket(4, 16, 3)),
     },
-    "pages of 32, whole prompts": {"max_slots": 6, "page_size": 32, "max_step_tokens": 64, "ladder": (Rung(6, 64, 6),)},
+    "pages of 32, whole prompts": {
+        "max_slots": 6,
+        "page_size": 32,
+        "max_step_tokens": 64,
+        "buckets": (Bucket(6, 64, 6),),
+    },
     "two slots, pages of 16": {
         "max_slots": 2,
         "page_size": 16,
         "num_pages": 6,
         "max_step_tokens": 8,
-        "ladder": (Rung(1, 0, 0), Rung(2, 8, 2)),
+        "buckets": (Bucket(1, 0, 0), Bucket(2, 8, 2)),
     },
 }
 
@@ -154,7 +159,7 @@ POLICIES = {
 }
 POOLS = {  # the pool of COMPANY, and one of large pages
     8: COMPANY["pool that forces preemption"],
-    64: {"max_slots": 4, "page_size": 64, "num_pages": 5, "max_step_tokens": 16, "ladder": (Rung(4, 16, 3),)},
+    64: {"max_slots": 4, "page_size": 64, "num_pages": 5, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 3),)},
 }
 
 

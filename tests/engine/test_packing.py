@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 
-from jllm.batch import PromptChunk, Rung, ragged_batch
+from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.engine.layout import Layout
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Chunk, StepPlan
@@ -13,7 +13,7 @@ from jllm.engine.sequence import Sequence
 from jllm.sampling import STOP_IDS
 
 NOWHERE = np.iinfo(np.int32).max
-LAYOUT = Layout(Rung(3, 10, 3), deltas=3, bias=2)
+LAYOUT = Layout(Bucket(3, 10, 3), deltas=3, bias=2)
 
 
 def test_a_plan_as_the_device_reads_it():

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import RopeScaling
 from jllm.engine import program_key
@@ -69,7 +69,7 @@ UsersTuple = collections.namedtuple("UsersTuple", "a b")
 
 
 def test_what_differs_has_another_content_and_what_is_equal_has_not():
-    layout = Layout(Rung(2, 6, 2), 9)
+    layout = Layout(Bucket(2, 6, 2), 9)
     values = [
         None, False, 0, 0.0, -0.0, "", b"", "0", (), (0,), ((0,),), (0, 0), [0], {}, {"a": 0}, frozenset(),
         frozenset("ab"), "('tuple', ())", KVFormat("int8", 8), KVFormat("int8", 16), layout, replace(layout, bias=1),
@@ -79,7 +79,7 @@ def test_what_differs_has_another_content_and_what_is_equal_has_not():
     found = [repr(content(value, SOURCES)) for value in values]
     assert len(set(found)) == len(values)
     assert repr(content(frozenset("ba"), SOURCES)) == found[values.index(frozenset("ab"))]
-    assert content(Layout(Rung(2, 6, 2), 9), SOURCES) == content(layout, SOURCES)
+    assert content(Layout(Bucket(2, 6, 2), 9), SOURCES) == content(layout, SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_all_that_runs_while_a_step_is_traced_counts(platform, backend):
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "head_dim": 64}
     config = replace(CONFIG, num_layers=1, **sizes)
     formats = parse_kv_cache("int8-g8", config, jnp.bfloat16)
-    layout = Layout(Rung(2, 67, 2), 9)
+    layout = Layout(Bucket(2, 67, 2), 9)
     state = jax.eval_shape(lambda: State(make_cache(config, 8, 16, formats), make_slots(2, 4)))
     arguments = abstract_params(config, jnp.bfloat16), state, jax.ShapeDtypeStruct((layout.size,), np.int32)
     with files_that_run() as ran:

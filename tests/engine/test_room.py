@@ -10,7 +10,7 @@ import pytest
 
 import jllm
 from jllm import fit
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.checkpoint import abstract_params, init_params, save
 from jllm.config import load_config
 from jllm.engine import device as device_module
@@ -58,13 +58,13 @@ def proposals(text: str) -> list[dict[str, int | str]]:
     slots=st.sampled_from([1, 7, 64, 512]),
     pages=st.none() | st.integers(512, 40_000),
     tokens=st.none() | st.sampled_from([1024, 8192]),
-    given_ladder=st.booleans(),
+    given_buckets=st.booleans(),
     context=st.sampled_from([4096, 2**31 - 1]),
 )
-def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, pages, tokens, given_ladder, context):
+def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, pages, tokens, given_buckets, context):
     options = {"max_slots": slots, "num_pages": pages, "max_step_tokens": tokens}
-    if given_ladder:
-        options["ladder"] = (Rung(slots, 0, 0), Rung(slots, (tokens or 1024) - slots, slots))
+    if given_buckets:
+        options["buckets"] = (Bucket(slots, 0, 0), Bucket(slots, (tokens or 1024) - slots, slots))
     config, params = replace(CONFIGS[name], context=context), PARAMS[name]
     said = refused(options, name, free, context=context)
     sizes = sizes_for(make_options(options), config, params, free)
@@ -77,9 +77,9 @@ def test_what_is_proposed_fits_and_what_is_refused_does_not(name, free, slots, p
     for change in proposals(said):
         scheme = change.pop("quantize", None)
         less = 0 if scheme is None else fit.tree_bytes(params) - fit.tree_bytes(quantize(params, scheme))
-        if given_ladder and ("max_slots" in change or "max_step_tokens" in change):
+        if given_buckets and ("max_slots" in change or "max_step_tokens" in change):
             s, t = change.get("max_slots", slots), change.get("max_step_tokens", tokens or 1024)
-            change["ladder"] = (Rung(s, 0, 0), Rung(s, max(1, min(t, tokens or 1024) - slots), s))
+            change["buckets"] = (Bucket(s, 0, 0), Bucket(s, max(1, min(t, tokens or 1024) - slots), s))
         assert refused({**options, **change}, name, free + less, context=context) is None, change
 
 
@@ -152,7 +152,7 @@ def test_a_quantized_checkpoint_counts_as_it_is_stored(tmp_path):
         jllm.load(tmp_path, memory=lambda: need - 1)
 
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 
 
 def test_an_engine_is_refused_before_its_pool_is_made(monkeypatch):

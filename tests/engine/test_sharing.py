@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jllm import snapshot as snapshots
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.loop import Engine
 from jllm.engine.pages import PagePool
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 # 96 tokens: more than any one request here needs, less than four may. One size, so that one step is compiled.
-SMALL = {"max_slots": 4, "page_size": 8, "num_pages": 12, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+SMALL = {"max_slots": 4, "page_size": 8, "num_pages": 12, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 ALONE = {**SMALL, "prefix_cache": False}
 
 

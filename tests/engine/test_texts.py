@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine import texts
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
@@ -17,7 +17,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "num_pages": 12, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "num_pages": 12, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 
 
 class Pieces(Letters):

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.turns import Turns
 from jllm.errors import EngineBusy, EngineClosed
 from tests.tiny import greedy, serve, tiny_model
 
-OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "ladder": (Rung(4, 16, 4),)}
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
 PROMPT = [5, 6, 7]
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError, OutputError
 from tests.tiny import greedy, tiny_model
 
 OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "prefix_cache": False}
-OPTIONS["ladder"] = (Rung(2, 0, 0), Rung(2, 16, 2))
+OPTIONS["buckets"] = (Bucket(2, 0, 0), Bucket(2, 16, 2))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_a_trace_holds_all_that_ran(model):
     assert m["preemptions"] == sum(len(step.preempted) for step in trace.steps) == 1
     assert [step.step for step in trace.steps] == list(range(m["steps"]))
     assert sum(step.decodes + step.tokens for step in trace.steps) == m["tokens"]
-    assert sum(step.rung.size for step in trace.steps) == m["rows"]
+    assert sum(step.bucket.size for step in trace.steps) == m["rows"]
     assert max(step.pages for step in trace.steps) == m["pages_peak"]
     times = [t for step in trace.steps for t in (step.planned, step.dispatched)]
     assert times == sorted(times)

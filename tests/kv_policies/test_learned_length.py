@@ -20,7 +20,7 @@ from experiments.length_data import (
     generate_texts,
     read_texts,
 )
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
@@ -133,8 +133,8 @@ def test_a_file_is_good_for_its_model_alone(tmp_path):
 def test_the_engine_takes_one_by_its_file(tmp_path):
     model, path = tiny_model(bos_id=1), tmp_path / "length.safetensors"
     save_learned(path, arrays([0.1, 0.2, 0.4, 0.2, 0.1]), model, {})
-    ladder = (Rung(SLOTS, 0, 0), Rung(SLOTS, SLOTS, SLOTS))
-    options = {"max_slots": SLOTS, "page_size": 32, "max_step_tokens": 2 * SLOTS, "ladder": ladder}
+    buckets = (Bucket(SLOTS, 0, 0), Bucket(SLOTS, SLOTS, SLOTS))
+    options = {"max_slots": SLOTS, "page_size": 32, "max_step_tokens": 2 * SLOTS, "buckets": buckets}
     plain, counting = (
         Engine(model, **options, **more)
         for more in ({}, {"kv_policy": "extent", "length_predictor": f"learned:{path}", "admission_quantile": 0.5})

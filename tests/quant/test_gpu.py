@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.quant.quantize import quantize
 from tests.gpu_models import Job, kernels_of_steps, play
@@ -16,7 +16,7 @@ from tests.quant.test_accuracy import TEXT
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
-OPTIONS = {"max_slots": 4, "max_step_tokens": 132, "ladder": (Rung(4, 128, 4),)}
+OPTIONS = {"max_slots": 4, "max_step_tokens": 132, "buckets": (Bucket(4, 128, 4),)}
 SCORE = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True, prompt_logprobs=True)
 
 

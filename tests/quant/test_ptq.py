@@ -10,7 +10,7 @@ import pytest
 
 from jllm.analysis.activations import tap
 from jllm.analysis.own_tokens import own_tokens
-from jllm.batch import Rung
+from jllm.batch import Bucket
 from jllm.checkpoint import load_params, save
 from jllm.errors import EvaluationError, QuantizationError
 from jllm.params import matrices
@@ -304,7 +304,7 @@ def test_refused(model, call, message):
 
 def test_own_tokens_are_the_models(model):
     first = replace(model, config=replace(model.config, bos_id=1))
-    draw = partial(own_tokens, first, rows=2, length=5, max_slots=2, ladder=(Rung(2, 2, 2),))
+    draw = partial(own_tokens, first, rows=2, length=5, max_slots=2, buckets=(Bucket(2, 2, 2),))
     ids = draw(seed=3)
     assert ids.shape == (2, 5)
     assert (ids[:, 0] == 1).all()
