@@ -131,6 +131,8 @@ def test_any_number_of_tokens_a_step_gives_the_same(model, given, rows):
     one, before, _ = serve(model, 1, given)
     several, after, _ = serve(model, rows, given)
     assert [known(done) for done in several] == [known(done) for done in one]
+    for done, params in zip(several, given, strict=True):
+        assert not {2, *params.stop_token_ids} & {*done.token_ids}, "what ends a sequence is no part of it"
     same = ("requests_finished", "output_tokens")
     assert [after[name] for name in same] == [before[name] for name in same]
     for m in (before, after):
