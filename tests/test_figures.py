@@ -1,11 +1,13 @@
-"""Figures that README.md and the documents beside it quote are those of the committed results.
+"""Figures that README.md, docs/ and the documents beside results quote are those of the committed results.
 
 `QUOTES` has each sentence with figures, and what the newest files say: a sentence whose figures are others fails, with
-what it should say. A measured figure in README.md that is in none of the sentences fails too.
+what it should say. A measured figure of these pages that is in none of the sentences fails too.
 """
 
+import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +69,14 @@ def beside_torch() -> list[float]:
     return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
 
 
+def beside_peers(batch: int) -> list[float]:
+    """Milliseconds of a decode step: ours and PyTorch's of one run, vLLM's of another."""
+    found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8, batch=batch)
+    others = json.loads((ROOT / "experiments" / "workloads" / "peers_h200.json").read_text(encoding="utf-8"))["rows"]
+    (vllm,) = [row for row in others if (row["weights"], row.get("batch")) == ("bf16", batch)]
+    return [row["decode_ms"] for row in sorted(found, key=lambda row: "peer" in row)] + [vllm["decode_ms"]]
+
+
 def served(experiment: str) -> tuple[float, float]:
     mean = only(experiment, repeat="mean")
     return mean["qps"], 100 * mean["floor_fraction"]
@@ -122,6 +132,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         table("throughput_llama-3-8b_bf16_kv-bf16")
     ),
     "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": beside_torch,
+    **{f"| {n} | {{:.2f}} | {{:.2f}} | {{:.2f}} |": partial(beside_peers, n) for n in (1, 32, 128)},
     "served at {:.1f} a second, {:.0f} % of their floor": lambda: served("qps_llama-2-7b_bfloat16"),
     "over an int8-g8 cache at {:.1f}, {:.1f} % of theirs": lambda: served("qps_llama-2-7b_w8a8_kv-int8-g8"),
     "the device idles for {:.1f} % of the time at batch 1, and {:.1f} % at 512": gaps,
@@ -142,17 +153,18 @@ def prose(text: str) -> str:
     return " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
 
 
-README = prose((ROOT / "README.md").read_text(encoding="utf-8"))
+PAGES = {path: prose(path.read_text(encoding="utf-8")) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 
 
 @pytest.mark.parametrize(("sentence", "figures"), QUOTES.items(), ids=range(len(QUOTES)))
-def test_readme_quotes_what_the_files_say(sentence, figures):
-    assert sentence.format(*figures()) in README
+def test_a_page_quotes_what_the_files_say(sentence, figures):
+    assert any(sentence.format(*figures()) in page for page in PAGES.values())
 
 
-def test_every_measured_figure_of_the_readme_is_held_to_a_file():
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_measured_figure_of_a_page_is_held_to_a_file(path):
     """Nothing but the sentences of QUOTES has a number and a unit."""
-    left = README
+    left = PAGES[path]
     for sentence, figures in QUOTES.items():
         left = left.replace(sentence.format(*figures()), "")
     assert MEASURED.findall(left) == []

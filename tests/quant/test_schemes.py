@@ -111,10 +111,10 @@ def test_files_say_the_same(tmp_path_factory, name, patterns):
         assert find_scheme(str(file)) == scheme
 
 
-def test_the_scheme_of_the_readme(tmp_path):
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_scheme_of_the_page(tmp_path):
+    page = (Path(__file__).parent.parent.parent / "docs" / "quantization.md").read_text(encoding="utf-8")
     file = tmp_path / "half.toml"
-    file.write_text(readme.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
+    file.write_text(page.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
     found = names(find_scheme(file))
     assert found["model.layers.0.mlp.down_proj"] == found["model.layers.0.self_attn.o_proj"] == []
     assert found[LAYER + "mlp.down_proj"] == ["w4a16-g128"]

@@ -1,0 +1,72 @@
+"""README.md and docs/ say what runs: their blocks of Python do, and their commands exist and take their options."""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)((?: [^`\n|&#]*)?)")
+LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+class Parsed(Exception):
+    pass
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    """Modules and their arguments, from blocks and from the text, whose lines may break anywhere."""
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [*blocks(page, "sh"), *(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))]
+    return [match for span in spans for match in COMMAND.findall(span)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # another test imported it
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_take_their_options(page, monkeypatch):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    for module, arguments in commands(page):
+        assert importlib.util.find_spec(module) is not None, f"{page.name}: {module}"
+        if module == "jllm.analysis.lm_eval":  # lm-eval's own command parses these
+            continue
+        monkeypatch.setattr(sys, "argv", [module, *shlex.split(arguments.replace("...", ""))])
+        with pytest.raises(Parsed):
+            runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_paths_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    files = re.findall(r"`((?:jllm|pallas_kernels|experiments|tests)/[\w/.]+)`", text)
+    assert not missing + [file for file in files if not (ROOT / file).exists()]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
