@@ -1,11 +1,12 @@
 """Sampling on the device: per row, without a sort, and batch-invariant.
 
-Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, given one
-uniform number a row.
+Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, with noise
+by a row's seed, sample and position.
 
 Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens, X bias entries a row.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,8 +19,15 @@ from jax import Array, lax
 from pallas_kernels import sample as kernels
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.sample import xla
+from pallas_kernels.sample.noise import gumbel
 
 STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
+
+
+class Purpose(enum.IntEnum):
+    """What a row's noise is for: draws at one position for different purposes are independent."""
+
+    SAMPLING = 0
 
 
 @jax.tree_util.register_dataclass
@@ -148,9 +156,8 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
     row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
     dtype = compute_dtype(logits.dtype)
-    uniform = _uniform(params, position, dtype)
     temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
-    return kernels.sample(logits, temperature, params.top_k, top_p, min_p, uniform, backend=backend)
+    return kernels.sample(logits, temperature, params.top_k, top_p, min_p, _keys(params, position), backend=backend)
 
 
 def threshold(logits: Array, params: Sampling) -> Array:
@@ -201,17 +208,12 @@ def sample_reference(logits: Array, params: Sampling, position: Array) -> Array:
     lowest = jnp.take_along_axis(by_rank, kept.sum(axis=1, keepdims=True) - 1, axis=1)
     likely = probability >= params.min_p.astype(dtype)[:, None] * probability.max(axis=1, keepdims=True)
 
-    cdf = jnp.cumsum(jnp.where((logits >= lowest) & likely, probability, 0), axis=1)
-    target = _uniform(params, position, dtype)[:, None] * cdf[:, -1:]
-    drawn = jnp.argmax(cdf > target, axis=1)
+    scores = logits / temperature + gumbel(_keys(params, position), vocabulary, dtype)
+    drawn = jnp.argmax(jnp.where((logits >= lowest) & likely, scores, -jnp.inf), axis=1)
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
 
 
-def _uniform(params: Sampling, position: Array, dtype: jnp.dtype) -> Array:
-    """One number in [0, 1) a row, from (seed, sample, position) alone."""
-
-    def draw(seed, index, position):
-        key = jax.random.key(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position), (), dtype)
-
-    return jax.vmap(draw)(params.seed, params.sample, position)
+def _keys(params: Sampling, position: Array, purpose: Purpose = Purpose.SAMPLING) -> Array:
+    """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
+    parts = (params.seed, params.sample, position, jnp.full_like(position, purpose))
+    return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)

@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 KERNEL = "mpmd_map"  # what calls one, in a trace
+AFTER_LAYERS = Counter(norm_quant=1, sample_part=1, sample_row=1)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -29,4 +30,4 @@ def of_step(layers: int, *, chunks: bool, **products: int) -> Counter[str]:
     that every layer has."""
     layer = Counter(norm_quant=2, cache_update=1, decode_attention=1, decode_attention_merge=1)
     layer.update(products, prefill_attention=1 if chunks else 0)
-    return Counter({name: layers * count for name, count in layer.items() if count}) + Counter(norm_quant=1, sample=1)
+    return Counter({name: layers * count for name, count in layer.items() if count}) + AFTER_LAYERS

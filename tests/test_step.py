@@ -75,8 +75,8 @@ def lowered_for_cuda(shape: str, scheme: str, *rest, **changes) -> str:
 
 
 # In one body for all layers: decode attention and its merge, prefill attention, cache update. Norms of all rows and of
-# the head's. Then sample.
-KERNELS = 4 + 2 + 1
+# the head's. Then the two of sample.
+KERNELS = 4 + 2 + 2
 SHAPES = ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"]
 SCHEMES = [name for name in PRESETS if name != "w8a8"]
 # Each shape, and a scheme of each kernel and kind of table. The rest are of the same kernels in other sizes.
@@ -145,7 +145,7 @@ def test_a_vocabulary_that_the_kernel_for_samples_lacks():
     for vocabulary, count in ((32004, 1), (32001, 0), (300, 0)):
         step = traced_for_cuda("llama-2-7b", "bf16", num_layers=1, vocab_size=vocabulary)
         kernels = kernels_of(step.jaxpr.jaxpr)
-        assert (kernels["sample"], kernels["decode_attention"]) == (count, 1)
+        assert (kernels["sample_part"], kernels["sample_row"], kernels["decode_attention"]) == (count, count, 1)
     with pytest.raises(NotImplementedError, match="V=32001 is not supported by backend mosaic, which does multiples"):
         traced_for_cuda("llama-2-7b", "bf16", backend="mosaic", num_layers=1, vocab_size=32001)
 

@@ -1,4 +1,4 @@
-"""sample: one token a row of logits by temperature, top-k, top-p and min-p, from one uniform number a row."""
+"""sample: one token a row of logits by temperature, top-k, top-p and min-p, with Gumbel noise by keys a row."""
 
 from functools import partial
 
@@ -9,6 +9,7 @@ from pallas_kernels.backends import choose_backend
 from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_int32
 from pallas_kernels.sample import reference, xla
 from pallas_kernels.sample.config import check_supported
+from pallas_kernels.sample.noise import KEYS
 
 
 def sample(
@@ -17,32 +18,36 @@ def sample(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    uniform: jax.Array,
+    keys: jax.Array,
     *,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """logits [R, V], temperature, top_p, min_p [R] (floats), top_k i32[R], uniform f[R] in [0, 1) -> tokens i32[R], and
-    whether all of a row's logits are finite, bool[R].
+    """logits [R, V], temperature, top_p, min_p [R] (floats), top_k i32[R], keys u32[R, 4] -> tokens i32[R], and whether
+    all of a row's logits are finite, bool[R].
 
-    A row of temperature 0 (or less, or NaN) takes the lowest id among the largest logits. Others are drawn by the
-    inverse of the distribution function in token order; more than 1e30 counts as that. top-k (0: off) keeps what
-    reaches the k-th largest logit; top-p (1: off) the smallest set of the most likely tokens whose probability,
+    A row takes the token with the largest (logit - the row's largest) / temperature + noise, the lowest id at ties. A
+    temperature of 0 (or less, or NaN) adds no noise; more than 1e30 counts as that. noise.py says how Gumbel noise
+    follows from keys and a token's id: equal keys give equal noise, in rows, calls and models. top-k (0: off) keeps
+    what reaches the k-th largest logit; top-p (1: off) the smallest set of the most likely tokens whose probability,
     renormalized after top-k, reaches p; min-p (0: off) what is at least min_p times as likely as the most likely token.
     Ties at a threshold are kept together, and the most likely token always. NaN counts as -inf, which is never drawn
     unless a whole row is: then the token is 0; +inf counts as the largest number. A row's token depends on its own
-    numbers alone, and on one backend is the same in any batch; between backends it may be the neighbour in the
-    distribution where `uniform` is within rounding of their boundary. Whatever a row holds, its token is in [0, V).
+    numbers alone, and on one backend is the same in any batch; between backends, which share the noise's bits, it may
+    differ where the best two are within rounding of each other. Whatever a row holds, its token is in [0, V).
 
     Computed in promote_types(logits.dtype, float32). Raises ValueError for shapes or dtypes that don't fit,
     NotImplementedError for what a backend that was named doesn't do.
     """
-    rows = (temperature, top_k, top_p, min_p, uniform)
-    names = ("temperature", "top_k", "top_p", "min_p", "uniform")
-    sizes = bind_shapes(logits=(logits, "R V"), **{name: (row, "R") for name, row in zip(names, rows)})
+    rows = (temperature, top_k, top_p, min_p, keys)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    sizes = bind_shapes(
+        logits=(logits, "R V"), **{name: (row, "R") for name, row in zip(names, rows)}, keys=(keys, "R K")
+    )
     check_floats(logits=logits)
     check_floats(temperature=temperature, top_p=top_p, min_p=min_p)
-    check_floats(uniform=uniform)
     check_int32(top_k=top_k)
+    if sizes["K"] != KEYS or keys.dtype != jnp.uint32:
+        raise ValueError(f"keys is {keys.dtype}{list(keys.shape)}, expected uint32[R, {KEYS}]")
     if sizes["V"] < 1:
         raise ValueError(f"logits have shape {logits.shape}, expected at least one token")
     chosen = choose_backend(backend, partial(check_supported, str(logits.dtype), *logits.shape))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.sample.noise import KEYS
+
 ASKED = {  # what the benchmarked rows ask for
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -56,9 +58,9 @@ BENCH_CASES = tuple(
 
 
 def arguments(asked: list[dict[str, float]], seed: int = 0) -> tuple[jax.Array, ...]:
-    """temperature, top_k, top_p, min_p and uniform of rows that ask for so much."""
+    """temperature, top_k, top_p, min_p and keys of rows that ask for this."""
     defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     columns = [np.asarray([(defaults | row)[name] for row in asked]) for name in defaults]
     dtypes = (np.float32, np.int32, np.float32, np.float32)
-    uniform = np.random.default_rng(seed).random(len(asked), np.float32)
-    return *(jnp.asarray(column.astype(dtype)) for column, dtype in zip(columns, dtypes)), jnp.asarray(uniform)
+    keys = np.random.default_rng(seed).integers(0, 1 << 32, (len(asked), KEYS), np.uint32)
+    return *(jnp.asarray(column.astype(dtype)) for column, dtype in zip(columns, dtypes)), jnp.asarray(keys)

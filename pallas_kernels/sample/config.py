@@ -6,6 +6,7 @@ VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
 PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once
 SMALLEST, LARGEST = PIECE, 1 << 24  # vocabularies; token ids are exact in float32
+PART, MOST_PARTS = 4, 16  # chunks at least, and parts at most, of a row that blocks share
 HOTTEST = 1e30  # that a temperature counts for on all backends: over an infinite one a ban would be NaN
 
 
@@ -40,6 +41,12 @@ class Config:
     def chunk(self) -> int:
         """Logits that the block loads at once."""
         return self.warpgroups * self.pieces * PIECE
+
+    def parts(self, vocabulary: int) -> tuple[int, int]:
+        """How many parts a row is cut into, and of how many chunks each is: a row's length alone decides it."""
+        chunks = -(-vocabulary // self.chunk)
+        each = max(PART, -(-chunks // MOST_PARTS))
+        return -(-chunks // each), each
 
     def check(self, vocabulary: int) -> None:
         """Raises ValueError for a row of `vocabulary` logits that cannot be cut so."""

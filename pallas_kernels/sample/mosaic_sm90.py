@@ -1,13 +1,18 @@
-"""sample on Hopper: a block of four warpgroups to a row, so that what a row asks for is a branch of its own block, and
-the host need not know it.
+"""sample on Hopper, in two kernels; what a row asks for is a branch of its own blocks, and the host need not know it.
 
-One pass from memory finds the largest logit, where it is, and whether all are finite: that is all for a greedy row.
-Thresholds are found by bisection over the float's integer image, as in xla.py: over registers where the row fits, else
-over L2 with three pivots a pass. The draw bisects too: sums of chunks, then within the chunk the last token up to
-which the weights don't exceed what is left of the target. All sums are in an order that the row's length alone decides,
-and so monotone in what they leave out.
+The first cuts a row into parts, a block of one warpgroup to each. Of a row without filters it gives each part's best
+score, that is logit / temperature + Gumbel noise, in one pass from memory; of others the largest logit, which is all
+for a greedy row. Both tell where it is, and whether all logits are finite. A row's length alone says how it is cut.
+
+The second takes the best of a row's parts. For a row with filters its block of four warpgroups then finds the threshold
+by bisection over the float's integer image, as in xla.py, over registers where the row fits, else over L2 with three
+pivots a pass; and draws among the logits that reach it, with noise for these alone.
+
+Scores are logarithms to base 2.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +25,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sample import block_sm90
 from pallas_kernels.sample.block_sm90 import Area, Block, image, last, number
-from pallas_kernels.sample.config import HOTTEST, THREADS, VECTOR, Config, check_supported, choose_config
+from pallas_kernels.sample.config import HOTTEST, PIECE, THREADS, VECTOR, Config, check_supported, choose_config
+from pallas_kernels.sample.noise import KEYS
+from pallas_kernels.sample.noise_sm90 import log2_exponentials
 from pallas_kernels.sample.row_sm90 import INFINITY, Held, Pieces, Row, Streamed, Weights, clean, full, zeros
 
 LOG2_E = float(np.log2(np.e))
 TINY = float(np.finfo(np.float32).tiny)
+LARGE = 512.0  # scores beyond are drawn anew from what logits are below their largest, lest float32 lose the noise
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
     approx_math=True,  # exp2 and log are the special function unit's: good to 2^-22
@@ -39,42 +47,55 @@ def sample(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    uniform: jax.Array,
+    keys: jax.Array,
     *,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """logits f32[R, V], the rest [R] -> tokens i32[R], finite bool[R]; see api.py."""
+    """logits f32[R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py."""
     rows, vocabulary = logits.shape
     check_supported(str(logits.dtype), rows, vocabulary)
     config = choose_config(vocabulary) if config is None else config
     config.check(vocabulary)
-    temperature, top_p, min_p, uniform = (x.astype(jnp.float32) for x in (temperature, top_p, min_p, uniform))
-    temperature, min_p = jnp.minimum(temperature, HOTTEST), jnp.minimum(min_p, 1)
-    found = plgpu.kernel(
-        partial(_body, vocabulary=vocabulary, config=config),
-        out_type=jax.ShapeDtypeStruct((rows,), jnp.int32),
-        grid=(rows,),
-        grid_names=("row",),
+    temperature, top_p, min_p = (x.astype(jnp.float32) for x in (temperature, top_p, min_p))
+    arguments = logits.reshape(rows, vocabulary // VECTOR, VECTOR), temperature, top_k, top_p, min_p, keys
+    run = partial(_kernel, vocabulary=vocabulary, interpret=interpret)
+    small = replace(config, warpgroups=1)
+    grid = rows, small.parts(vocabulary)[0]
+    of_parts = [jax.ShapeDtypeStruct(grid, dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
+    drawn = run(_draw_part, of_parts, grid, block_sm90.scratch(1), arguments, small)
+    of_rows = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
+    tokens, finite = run(_draw_row, of_rows, (rows,), scratch(vocabulary, config), (*arguments, *drawn), config)
+    return tokens, finite > 0
+
+
+def _kernel(
+    body: Callable[..., None],
+    out: Any,
+    grid: tuple[int, ...],
+    scratch: list[Any],
+    arguments: tuple[jax.Array, ...],
+    config: Config,
+    *,
+    vocabulary: int,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> Any:
+    return plgpu.kernel(
+        partial(body, vocabulary=vocabulary, config=config),
+        out_type=out,
+        grid=grid,
+        grid_names=("row", "part")[: len(grid)],
         num_threads=config.warpgroups,
         thread_name="warpgroup",
-        scratch_types=scratch(vocabulary, config),
+        scratch_types=scratch,
         interpret=interpret,
         compiler_params=COMPILER_PARAMS,
-        kernel_name="sample",
-    )(
-        logits.reshape(rows, vocabulary // VECTOR, VECTOR),
-        temperature,
-        top_p,
-        min_p,
-        uniform,
-        top_k,
-    )
-    return jnp.where(found < 0, ~found, found), found >= 0
+        kernel_name="sample" + body.__name__.removeprefix("_draw"),
+    )(*arguments)
 
 
 def scratch(vocabulary: int, config: Config) -> list[Any]:
-    """Shared memory: the block's, and the weights of a row that is held."""
+    """Shared memory of a row's block: for reductions, and the weights of a row that is held."""
     held = [plgpu.SMEM((_held(vocabulary, config) * config.warpgroups, THREADS, VECTOR), jnp.float32)]
     return block_sm90.scratch(config.warpgroups) + (held if _held(vocabulary, config) else [])
 
@@ -85,81 +106,143 @@ def _held(vocabulary: int, config: Config) -> int:
     return pieces if pieces <= config.held else 0
 
 
-def _body(
-    logits: Any,
-    temperatures: Any,
-    top_ps: Any,
-    min_ps: Any,
-    uniforms: Any,
-    top_ks: Any,
-    found: Any,
-    scratch: Any,
-    barrier: Any,
-    *held: Any,
-    vocabulary: int,
-    config: Config,
-) -> None:
-    """found i32[R]: a row's token, or its complement where not all logits are finite."""
-    r, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-    temperature, top_p, min_p, uniform = temperatures[r], top_ps[r], min_ps[r], uniforms[r]
-    top_k = top_ks[r]
+class Asked:
+    """What row r asks for, read from the arguments' memory."""
+
+    def __init__(self, r: Any, vocabulary: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any):
+        self.temperature, self.top_k, self.top_p = temperature[r], top_k[r], top_p[r]
+        self.min_p = jnp.minimum(min_p[r], 1.0)
+        self.keys = [keys[r, i] for i in range(KEYS)]
+        self.sampled = self.temperature > 0.0
+        self.limited = jnp.logical_and(self.top_k > 0, self.top_k < vocabulary)
+        self.nucleus = self.top_p < 1.0
+        self.cut = jnp.logical_or(self.limited, self.nucleus)
+        self.filtered = jnp.logical_and(self.sampled, jnp.logical_or(self.cut, self.min_p > 0.0))
+        self.bounded = jnp.minimum(jnp.maximum(self.temperature, TINY), HOTTEST)
+        self.scale = LOG2_E / self.bounded
+
+
+def _draw_part(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any,
+    scores: Any, shifts: Any, tokens: Any, scratch: Any, barrier: Any,
+    *, vocabulary: int, config: Config,
+) -> None:  # fmt: skip
+    """The best score f32[R, parts] of a part, to which its shift / temperature is to be added, and the token that has
+    it, or its complement where not all logits are finite; for greedy and filtered rows, the largest logit."""
+    r, part, warpgroup = lax.axis_index("row"), lax.axis_index("part"), lax.axis_index("warpgroup")
+    asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
     block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
-    top, greedy, finite = _scan(block, row)
+    chunks = config.parts(vocabulary)[1]
+    best = partial(_best, block, row, part * chunks, chunks)
+    zero = jnp.float32(0)
 
-    def sampled() -> jax.Array:
-        bounded = jnp.maximum(temperature, TINY)
-        weights = Weights(jnp.where(top == -INFINITY, 0.0, top), LOG2_E / bounded)
-        source = (row, weights, *held)
-        limited = jnp.logical_and(top_k > 0, top_k < vocabulary)
-        nucleus = top_p < 1.0
-        lowest = lax.cond(
-            jnp.logical_or(limited, nucleus),
-            lambda: _threshold(block, source, top, jnp.where(limited, top_k, 0), top_p),
-            lambda: jnp.float32(-INFINITY),
-        )
-        likely = jnp.where(min_p > 0.0, top + bounded * jnp.log(min_p), -INFINITY)
-        return _draw(block, row, weights, jnp.maximum(lowest, likely), uniform)
+    def largest() -> tuple[jax.Array, ...]:
+        top, token = best(lambda x, ids: clean(x))
+        return top, zero, token
 
-    token = lax.cond(temperature > 0.0, sampled, lambda: greedy)
+    def drawn() -> tuple[jax.Array, ...]:
+        score, token = best(lambda x, ids: x * asked.scale - log2_exponentials(asked.keys, ids))
+        return lax.cond(jnp.abs(score) < LARGE, lambda: (score, zero, token), below_largest)
+
+    def below_largest() -> tuple[jax.Array, ...]:
+        top, _ = best(lambda x, ids: clean(x))
+        weights = Weights(top, asked.scale)
+        score, token = best(lambda x, ids: weights.scaled(clean(x)) - log2_exponentials(asked.keys, ids))
+        return score, top, token
+
+    plain = jnp.logical_and(asked.sampled, jnp.logical_not(asked.filtered))
+    score, shift, token = lax.cond(plain, drawn, largest)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
-        found[r] = jnp.where(finite, token, ~token)
+        scores[r, part], shifts[r, part], tokens[r, part] = score, shift, token
 
 
-def _scan(block: Block, row: Row) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest clean logit, the lowest token that has it, and whether all logits are finite."""
+def _draw_row(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any, scores: Any, shifts: Any, tokens: Any,
+    found: Any, is_finite: Any, scratch: Any, barrier: Any, *held: Any,
+    vocabulary: int, config: Config,
+) -> None:  # fmt: skip
+    """found i32[R]: a row's token; is_finite i32[R]: 1 where all its logits are finite, else 0."""
+    r, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
+    asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
+    of_parts = [[x[r, part] for part in range(x.shape[1])] for x in (scores, shifts, tokens)]
+    top, token, finite = _best_part(asked, *of_parts)
 
-    def step(chunk: Any, raw: Pieces, carry: tuple[Pieces, Pieces, jax.Array]) -> tuple[Pieces, Pieces, jax.Array]:
+    def filtered() -> jax.Array:
+        block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
+        weights = Weights(jnp.where(top == -INFINITY, 0.0, top), asked.scale)
+        lowest = lax.cond(
+            asked.cut, lambda: _threshold(block, (row, weights, *held), top, asked), lambda: jnp.float32(-INFINITY)
+        )
+        likely = jnp.where(asked.min_p > 0.0, top + asked.bounded * jnp.log(asked.min_p), -INFINITY)
+        lowest = jnp.maximum(lowest, likely)
+
+        def score(x: jax.Array, ids: jax.Array) -> jax.Array:
+            x = clean(x)
+            kept = jnp.where(x > -INFINITY, x >= lowest, False)
+            return jnp.where(kept, weights.scaled(x) - log2_exponentials(asked.keys, ids, kept), -INFINITY)
+
+        _, drawn = _best(block, row, jnp.int32(0), row.chunks, score)
+        return jnp.where(drawn < 0, ~drawn, drawn)
+
+    token = lax.cond(asked.filtered, filtered, lambda: token)
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        found[r], is_finite[r] = token, jnp.where(finite, 1, 0)
+
+
+def _best_part(
+    asked: Asked, scores: list[jax.Array], shifts: list[jax.Array], tokens: list[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest of the parts' scores, the token that has it, the lowest at ties, and whether all are finite."""
+    shift = shifts[0]
+    for x in shifts[1:]:
+        shift = jnp.maximum(shift, x)
+    shift = jnp.where(shift == -INFINITY, 0.0, shift)
+    best, token, finite = jnp.float32(-INFINITY), jnp.int32(0), tokens[0] >= 0
+    for score, own, at in zip(scores, shifts, tokens):
+        score = jnp.where(own == shift, score, (own - shift) * asked.scale + score)
+        token = jnp.where(score > best, jnp.where(at < 0, ~at, at), token)
+        best = jnp.where(score > best, score, best)
+        finite = jnp.logical_and(finite, at >= 0)
+    return best, token, finite
+
+
+def _best(
+    block: Block, row: Row, first: Any, chunks: int, score: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The largest score(raw logits, ids i32) f32[128, 4] of a row's chunks from `first` on, where NaN never counts, and
+    the lowest token that has it, or its complement where not all logits are finite. Logits may be read twice."""
+    offset = row.offset()
+
+    def step(chunk: Any, raw: Pieces, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, at, odd = carry
-        start = row.start(chunk).astype(jnp.float32)
-        for x in raw:
-            odd = jnp.where(jnp.abs(x) < INFINITY, odd, 1.0)
-        values = [clean(x) for x in raw]
-        at = [jnp.where(x > b, start, a) for x, b, a in zip(values, best, at)]
-        return [jnp.maximum(b, x) for b, x in zip(best, values)], at, odd
+        for i, x in enumerate(raw):
+            start = row.start(chunk) + i * PIECE
+            found = score(x, offset + start)
+            better = found > best
+            best, at = jnp.where(better, found, best), jnp.where(better, start.astype(jnp.float32), at)
+            odd = odd + x * 0.0  # NaN from the first that is not finite
+        return best, at, odd
 
-    pieces = row.config.pieces
-    nothing = [full(-INFINITY) for _ in range(pieces)], [zeros() for _ in range(pieces)], zeros()
-    best, at, odd = row.fold(step, nothing)
-    largest = best[0]
-    for x in best[1:]:
-        largest = jnp.maximum(largest, x)
-    top, odd = block.extremes([largest, odd], [], Area.TOP)
-    first = full(float(row.vocabulary))
-    for x, start, offset in zip(best, at, row.offsets()):
-        first = jnp.minimum(first, jnp.where(x == top, start + offset, float(row.vocabulary)))
-    (token,) = block.extremes([], [first], Area.TOKEN)
-    return top, token.astype(jnp.int32), odd == 0.0
+    nothing = full(-INFINITY), row.start(first).astype(jnp.float32) + zeros(), zeros()
+    best, at, odd = row.fold(step, nothing, first, chunks)
+    top, odd = block.extremes([best, jnp.where(odd == 0.0, 0.0, 1.0)], [], Area.TOP)
+    tokens = jnp.where(best == top, at + offset.astype(jnp.float32), float(row.vocabulary))
+    (lowest,) = block.extremes([], [tokens], Area.TOKEN)
+    token = lowest.astype(jnp.int32)
+    return top, jnp.where(odd == 0.0, token, ~token)
 
 
-def _threshold(block: Block, source: tuple[Any, ...], top: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """A number that as many logits reach as reach top-k's and top-p's thresholds; top_k 0 and top_p >= 1 are off."""
+def _threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Asked) -> jax.Array:
+    """A number that as many logits reach as reach top-k's and top-p's thresholds."""
     sums = Streamed(*source) if len(source) == 2 else Held(*source)
     off, high = jnp.float32(-INFINITY), image(top) + 1
 
     def by_count() -> jax.Array:
-        k = top_k.astype(jnp.float32)
+        k = asked.top_k.astype(jnp.float32)
 
         def probe(at: Any, area: Any) -> Any:
             counts = block.sums(sums.counts([number(i) for i in at]), area)
@@ -167,57 +250,16 @@ def _threshold(block: Block, source: tuple[Any, ...], top: jax.Array, top_k: jax
 
         return number(last(probe, image(off), high, sums.pivots))
 
-    lowest = lax.cond(top_k > 0, by_count, lambda: off)
+    lowest = lax.cond(asked.limited, by_count, lambda: off)
 
     def by_mass() -> jax.Array:
         sums.prepare()
         (mass,) = block.sums(sums.masses([lowest]), Area.MASS)
-        target = jnp.maximum(top_p * mass, TINY)
+        target = jnp.maximum(asked.top_p * mass, TINY)
 
         def probe(at: Any, area: Any) -> Any:
             return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
 
         return number(last(probe, image(lowest), high, sums.pivots))
 
-    return lax.cond(top_p < 1.0, by_mass, lambda: lowest)
-
-
-def _draw(block: Block, row: Row, weights: Weights, lowest: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first token up to which the weights of logits from `lowest` on exceed `uniform` of their sum; 0 if none has
-    any. Where rounding leaves none, the last chunk, then the last token in it, that has weight."""
-
-    def kept(chunk: Any, raw: Pieces) -> Pieces:
-        return [weights.kept(x, lowest) for x in row.own(chunk, raw)]
-
-    def whole(chunk: Any, raw: Pieces, total: jax.Array) -> jax.Array:
-        return _add([total, *kept(chunk, raw)])
-
-    (total,) = block.sums([row.fold(whole, zeros())], Area.TOTAL)
-    target = uniform * total
-
-    def scan(chunk: Any, raw: Pieces, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        running, chosen, rest, weight = state
-        area = Area.LOOP + ((row.chunks - chunk) & 1)  # the last is not the one that `last` begins with
-        (mine,) = block.sums([_add(kept(chunk, raw))], area)
-        takes = jnp.logical_and(running <= target, mine > 0.0)
-        chosen, rest = jnp.where(takes, chunk, chosen), jnp.where(takes, target - running, rest)
-        return running + mine, chosen, rest, jnp.where(takes, mine, weight)
-
-    zero = jnp.float32(0)
-    _, chosen, rest, weight = row.fold(scan, (zero, jnp.int32(0), zero, zero))
-    inside, offsets = kept(chosen, row.raw(chosen)), row.offsets()
-
-    def probe(at: Any, area: Any) -> Any:
-        ends = [i.astype(jnp.float32) for i in at]
-        below = [_add([jnp.where(o <= end, x, 0.0) for x, o in zip(inside, offsets)]) for end in ends]
-        return [jnp.logical_and(b <= rest, b < weight) for b in block.sums(below, area)], None
-
-    offset = last(probe, jnp.int32(-1), jnp.int32(row.config.chunk - 1), 3) + 1
-    return row.start(chosen) + jnp.where(weight > 0.0, offset, 0)
-
-
-def _add(pieces: Pieces) -> jax.Array:
-    total = pieces[0]
-    for x in pieces[1:]:
-        total = total + x
-    return total
+    return lax.cond(asked.nucleus, by_mass, lambda: lowest)

@@ -1,4 +1,4 @@
-"""sample from its definition, in float64 numpy, by sorting."""
+"""sample from its definition, in float64 numpy: filters by sorting, noise from Philox written out."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,15 +12,13 @@ def sample(
     top_k: ArrayLike,
     top_p: ArrayLike,
     min_p: ArrayLike,
-    uniform: ArrayLike,
+    keys: ArrayLike,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """logits [R, V], the rest [R] -> tokens i32[R], finite bool[R] in numpy; see api.py."""
+    """logits [R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R] in numpy; see api.py."""
     raw = np.asarray(logits)
     x = clean(raw)
-    tokens = [
-        int(np.argmax(row)) if not t > 0 else draw(probabilities(row, t, k, p, m), u)
-        for row, t, k, p, m, u in zip(x, *(np.asarray(a) for a in (temperature, top_k, top_p, min_p, uniform)))
-    ]
+    rows = zip(x, *(np.asarray(a) for a in (temperature, top_k, top_p, min_p, keys)))
+    tokens = [int(np.argmax(row if not asked[0] > 0 else scores(row, *asked))) for row, *asked in rows]
     return np.asarray(tokens, np.int32), np.isfinite(raw.astype(np.float64)).all(axis=1)
 
 
@@ -51,9 +49,37 @@ def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, m
     return p / p.sum() if p.any() else p
 
 
-def draw(p: np.ndarray, uniform: float) -> int:
-    """The first token at which the running sum of p [V] exceeds `uniform`; the last with weight where none does."""
+def scores(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, keys: np.ndarray) -> np.ndarray:
+    """float64 [V] of one row of clean logits with a temperature: logit and noise of kept tokens, else -inf."""
+    p = probabilities(x, temperature, top_k, top_p, min_p)
+    bounded = min(max(float(temperature), float(np.finfo(np.float32).tiny)), HOTTEST)
     if not p.any():
-        return 0
-    exceeds = np.flatnonzero((np.cumsum(p) > uniform * p.sum()) & (p > 0))
-    return int(exceeds[0]) if exceeds.size else int(np.flatnonzero(p)[-1])
+        return np.full(x.size, -np.inf)
+    below = np.where(p > 0, x - x.max(), 0) / bounded
+    return np.where(p > 0, below + gumbel(keys, x.size), -np.inf)
+
+
+def gumbel(keys: ArrayLike, size: int) -> np.ndarray:
+    """float64 [size]: the noise of all tokens of a row with keys (seed, sample, index, purpose)."""
+    return -np.log(-np.log1p(-(bits(keys, size) + 0.5) / 2.0**32))
+
+
+def bits(keys: ArrayLike, size: int) -> np.ndarray:
+    """u32[size]: a token's word id % 4 of Philox at counter (id // 4, index, purpose, 0) and key (seed, sample)."""
+    seed, sample, index, purpose = (int(key) for key in np.asarray(keys))
+    ids = np.arange(size)
+    zeros = np.zeros_like(ids)
+    words = philox([ids // 4, zeros + index, zeros + purpose, zeros], [zeros + seed, zeros + sample])
+    return words[ids % 4, ids].astype(np.uint32)
+
+
+def philox(counter: ArrayLike, key: ArrayLike) -> np.ndarray:
+    """Philox4x32-10 (Salmon et al. 2011): counter [4, ..] and key [2, ..] of 32-bit integers -> words u64[4, ..]."""
+    c0, c1, c2, c3 = np.asarray(counter).astype(np.uint64)
+    k0, k1 = np.asarray(key).astype(np.uint64)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(10):
+        product, other = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (other >> half) ^ c1 ^ k0, other & low, (product >> half) ^ c3 ^ k1, product & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack([c0, c1, c2, c3])

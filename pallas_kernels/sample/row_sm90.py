@@ -36,10 +36,10 @@ class Row:
         """The first token of a chunk as it is read."""
         return jnp.minimum(chunk * self.config.chunk, self.vocabulary - self.config.chunk).astype(jnp.int32)
 
-    def offsets(self) -> Pieces:
-        """f32: where in a chunk this warpgroup's logits are."""
-        first = _iota() + self.warpgroup * (self.config.pieces * PIECE)
-        return [(first + i * PIECE).astype(jnp.float32) for i in range(self.config.pieces)]
+    def offset(self) -> jax.Array:
+        """i32[128, 4]: where in a chunk the first piece of this warpgroup is; others follow at PIECE."""
+        down, across = (plgpu.broadcasted_iota(jnp.int32, (THREADS, VECTOR), i, layout=PIECE_LAYOUT) for i in (0, 1))
+        return down * VECTOR + across + self.warpgroup * (self.config.pieces * PIECE)
 
     def raw(self, chunk: Any) -> Pieces:
         """A chunk's logits as they are."""
@@ -54,18 +54,23 @@ class Row:
         values = [clean(x) for x in raw]
         if self.vocabulary % self.config.chunk == 0:
             return values
-        shared = (chunk * self.config.chunk - self.start(chunk)).astype(jnp.float32)
-        return [jnp.where(offset >= shared, x, -INFINITY) for x, offset in zip(values, self.offsets())]
+        shared, offset = chunk * self.config.chunk - self.start(chunk), self.offset()
+        return [jnp.where(offset + i * PIECE >= shared, x, -INFINITY) for i, x in enumerate(values)]
 
-    def fold(self, step: Callable[[Any, Pieces, Any], Any], carry: Any) -> Any:
-        """step(chunk, raw, carry) -> carry over all chunks in order, each loaded while the one before is in work."""
+    def fold(
+        self, step: Callable[[Any, Pieces, Any], Any], carry: Any, first: Any = 0, count: int | None = None
+    ) -> Any:
+        """step(chunk, raw, carry) -> carry over `count` chunks (None: all) in order, each loaded while the one before
+        is in work. A chunk past the row's last reads the same as that one."""
+        first = jnp.int32(first)
+        last = first + ((self.chunks if count is None else count) - 1)
 
         def body(chunk: jax.Array, state: tuple[Pieces, Any]) -> tuple[Pieces, Any]:
             raw, carry = state
             return self.raw(chunk + 1), step(chunk, raw, carry)
 
-        raw, carry = lax.fori_loop(jnp.int32(0), jnp.int32(self.chunks - 1), body, (self.raw(jnp.int32(0)), carry))
-        return step(jnp.int32(self.chunks - 1), raw, carry)
+        raw, carry = lax.fori_loop(first, last, body, (self.raw(first), carry))
+        return step(last, raw, carry)
 
 
 def clean(x: jax.Array) -> jax.Array:
@@ -83,11 +88,6 @@ def full(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((THREADS, VECTOR), value, jnp.float32), PIECE_LAYOUT)
 
 
-def _iota() -> jax.Array:
-    down, across = (plgpu.broadcasted_iota(jnp.int32, (THREADS, VECTOR), i, layout=PIECE_LAYOUT) for i in (0, 1))
-    return down * VECTOR + across
-
-
 @dataclass(frozen=True)
 class Weights:
     """Probabilities in units of the row's largest."""
@@ -96,11 +96,11 @@ class Weights:
     scale: jax.Array  # log2(e) / temperature
 
     def of(self, x: jax.Array) -> jax.Array:
-        return jnp.exp2((x - self.top) * self.scale)
+        return jnp.exp2(self.scaled(x))
 
-    def kept(self, x: jax.Array, lowest: jax.Array) -> jax.Array:
-        """Those of logits from `lowest` on, else 0."""
-        return jnp.where(x >= lowest, self.of(x), 0.0)
+    def scaled(self, x: jax.Array) -> jax.Array:
+        """Their logarithms to base 2."""
+        return (x - self.top) * self.scale
 
 
 class Streamed:

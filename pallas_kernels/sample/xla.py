@@ -4,9 +4,9 @@ Each filter only raises one threshold a row, the lowest logit that may still be 
 kept and filters compose by `maximum`. Thresholds are exact: they are found by bisection over the float's integer image,
 one pass over the logits a bit, rather than by sorting.
 
-A row is drawn from one uniform number by the inverse of the distribution function in token order. Sums run over blocks
-first, then over the blocks' sums: in float32 a plain running sum over 128k entries would lose what the rarest tokens
-weigh, and one block is all that must be read again once it is chosen.
+A row's token is the argmax of its logits over temperature plus Gumbel noise, among those that reach the threshold. Sums
+run over blocks first, then over the blocks' sums: in float32 a plain sum over 128k entries would lose what the rarest
+tokens weigh.
 
 Letters: R rows, V vocabulary, B tokens of a block.
 """
@@ -20,10 +20,11 @@ from jax import Array, lax
 
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.sample.config import HOTTEST
+from pallas_kernels.sample.noise import gumbel
 
 
 class Filters(NamedTuple):
-    """What api.sample takes beside logits and uniform numbers, each [R]."""
+    """What api.sample takes beside logits and keys, each [R]."""
 
     temperature: Array
     top_k: Array
@@ -33,17 +34,16 @@ class Filters(NamedTuple):
 
 @jax.jit
 def sample(
-    logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, uniform: Array
+    logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, keys: Array
 ) -> tuple[Array, Array]:
-    """logits [R, V], the rest [R] -> tokens i32[R], finite bool[R]; see api.py. What no row asks for is skipped at run
-    time, for which a GPU's host has to know it."""
+    """logits [R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py. What no row asks for is
+    skipped at run time, for which a GPU's host has to know it."""
     filters = Filters(temperature, top_k, top_p, min_p)
     clean = _clean(logits)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     top = clean.max(axis=1)
-    greedy = jnp.where(clean == top[:, None], ids, logits.shape[1]).min(axis=1)  # an argmax, but vectorized by XLA
+    greedy = _first(clean, top)
     sampled = temperature > 0
-    drawn = lax.cond(jnp.any(sampled), lambda: _draw(logits, top, filters, uniform), lambda: greedy)
+    drawn = lax.cond(jnp.any(sampled), lambda: _draw(logits, top, filters, keys), lambda: greedy)
     return jnp.where(sampled, drawn, greedy), jnp.isfinite(logits).all(axis=1)
 
 
@@ -70,17 +70,21 @@ def _temperature(filters: Filters, dtype: jnp.dtype) -> Array:
     return jnp.clip(filters.temperature.astype(dtype), jnp.finfo(dtype).tiny, HOTTEST)
 
 
-def _draw(logits: Array, top: Array, filters: Filters, uniform: Array) -> Array:
+def _first(scores: Array, largest: Array) -> Array:
+    """The lowest token i32[R] that has the largest score [R] of its row [R, V]: an argmax, but vectorized by XLA."""
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.where(scores == largest[:, None], ids, scores.shape[1]).min(axis=1)
+
+
+def _draw(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
     """sample's token i32[R] for rows that are not greedy, given the rows' largest logits [R]."""
-    vocabulary = logits.shape[1]
-    logits = _blocks(_clean(logits))  # [R, V/B, B]
-    weights = _weights(logits, top, filters)
-    lowest = _threshold(logits, weights, top, filters, vocabulary)
-    kept = jnp.where(logits >= lowest[:, None, None], weights, 0)
-    sums = kept.sum(axis=2)
-    block, rest = _inverse_cdf(sums, uniform.astype(kept.dtype) * sums.sum(axis=1))
-    inside, _ = _inverse_cdf(jnp.take_along_axis(kept, block[:, None, None], axis=1)[:, 0], rest)
-    return jnp.minimum(block * kept.shape[2] + inside, vocabulary - 1)
+    clean = _clean(logits)
+    blocks = _blocks(clean)
+    lowest = _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
+    top = jnp.where(top == -jnp.inf, 0, top)[:, None]
+    scores = (clean - top) / _temperature(filters, clean.dtype)[:, None] + gumbel(keys, logits.shape[1], clean.dtype)
+    scores = jnp.where(clean >= lowest[:, None], scores, -jnp.inf)
+    return _first(scores, scores.max(axis=1))
 
 
 def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, vocabulary: int) -> Array:
@@ -150,17 +154,3 @@ def _blocks(x: Array) -> Array:
 def _sum(x: Array) -> Array:
     """[R, V/B, B] -> [R], blocks upon each other first: that is the order which vectorizes."""
     return x.sum(axis=1).sum(axis=1)
-
-
-def _inverse_cdf(weights: Array, target: Array) -> tuple[Array, Array]:
-    """First index at which the running sum of weights [R, N] exceeds target [R] -> index, target less what is below it.
-
-    An index without weight is never chosen while there is another one, however sums are rounded: a target beyond the
-    last sum falls to the last index that has weight.
-    """
-    cdf = jnp.cumsum(weights, axis=1)
-    index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    rank = jnp.where(cdf > target[:, None], weights.shape[1], index)  # argmax takes the first of equals
-    index = jnp.argmax(jnp.where(weights > 0, rank, -1), axis=1).astype(jnp.int32)
-    below = jnp.take_along_axis(cdf - weights, index[:, None], axis=1)[:, 0]
-    return index, target - below

@@ -6,7 +6,7 @@ import numpy as np
 from pallas_kernels.sample import reference
 from pallas_kernels.sample.cases import MIXED, arguments
 
-ROUNDING = 1e-5  # of a float32 distribution function over any vocabulary
+ROUNDING = 1e-4  # of float32 scores, which are 512 at most
 ODD = (  # how a row's logits are spoilt
     "plain", "ties", "bans", "nan", "+inf", "-inf everywhere", "nan everywhere", "equal", "far apart", "last", "first",
 )  # fmt: skip
@@ -84,7 +84,7 @@ def extreme_rows(vocabulary: int) -> tuple[np.ndarray, list]:
 
 
 def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> list[str]:
-    """What is wrong with the tokens of rows that ask for so much, drawn with arguments(asked, seed)."""
+    """What is wrong with the tokens of rows that ask for this, drawn with arguments(asked, seed)."""
     columns = [np.asarray(x) for x in arguments(asked, seed)]
     expected, is_finite = reference.sample(logits, *columns)
     wrong = [f"row {i}: finite is {bool(f)}" for i, f in enumerate(np.asarray(finite)) if f != is_finite[i]]
@@ -94,15 +94,12 @@ def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> li
     return wrong
 
 
-def distance(token: int, row: np.ndarray, temperature, top_k, top_p, min_p, uniform) -> float:
-    """How far `uniform` is from the token's part of the distribution function; infinite where it has none."""
+def distance(token: int, row: np.ndarray, temperature, top_k, top_p, min_p, keys) -> float:
+    """How far a token's score is below the best; infinite where it must not be drawn."""
     if not temperature > 0 or not 0 <= token < row.size:
         return np.inf
-    p = reference.probabilities(reference.clean(row), temperature, top_k, top_p, min_p)
-    if not p[token] > 0:
-        return np.inf
-    cdf = np.cumsum(p)
-    return max(0.0, cdf[token] - p[token] - float(uniform), float(uniform) - cdf[token])
+    scores = reference.scores(reference.clean(row), temperature, top_k, top_p, min_p, keys)
+    return scores.max() - scores[token] if scores[token] > -np.inf else np.inf
 
 
 def jax_arguments(logits: np.ndarray, asked: list, seed: int = 0) -> tuple:
