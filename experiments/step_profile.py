@@ -85,12 +85,12 @@ def serving(params: Params, config: LlamaConfig, batch: int, args: argparse.Name
     """An engine whose slots all decode."""
     options, output = serving_sizes(batch, args)
     engine = Engine(Model(config, params, None), **options)
-    sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
+    sampling = [SamplingParams(max_new_tokens=output, ignore_eos=True, seed=seed) for seed in range(batch)]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, config.vocab_size, (batch, args.context)).tolist()
     try:
-        engine.compile_ahead([sampling])
-        waiting = {engine.submit(prompt, sampling) for prompt in prompts}
+        engine.compile_ahead(sampling[:1])
+        waiting = {engine.submit(prompt, its) for prompt, its in zip(prompts, sampling)}
         while waiting:
             waiting -= {event.id for event in engine.step()}
         yield engine

@@ -20,10 +20,10 @@ SAMPLES = (  # prompt, temperature, top-p, seed
     ("Once upon a time", 0.8, 0.95, 0),
     ("Once upon a time", 0.8, 0.95, 1),
     ("Once upon a time", 0.8, 0.95, 2),
-    ("There was once a poor woodcutter", 0.8, 0.95, 0),
-    ('"Who are you?" said the frog', 0.8, 0.95, 0),
-    ("Dorothy", 0.8, 0.95, 0),
-    ("Once upon a time", 1.0, 1.0, 0),
+    ("There was once a poor woodcutter", 0.8, 0.95, 3),
+    ('"Who are you?" said the frog', 0.8, 0.95, 4),
+    ("Dorothy", 0.8, 0.95, 5),
+    ("Once upon a time", 1.0, 1.0, 6),
 )
 LENGTH = 300
 

@@ -93,12 +93,12 @@ def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
     output, length = (1 if prompt else 8 if toy else 64), prompt or 8
     pages = 2 * batch * -(-(length + output) // 16) + batch
     engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))
-    sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=0)
+    sampling = [SamplingParams(max_new_tokens=output, ignore_eos=True, seed=seed) for seed in range(batch)]
     rng = np.random.default_rng(0)
     times: list[float] = []
     for _ in range(9 if prompt else 1):
-        for _ in range(batch):
-            engine.submit(rng.integers(3, engine.vocab_size, length).tolist(), sampling)
+        for its in sampling:
+            engine.submit(rng.integers(3, engine.vocab_size, length).tolist(), its)
         steps = []
         while engine.has_work:
             full = engine.metrics()["running"] == batch
