@@ -82,46 +82,6 @@ def _order(name: str | None) -> tuple[str, ...]:
     return DEVICES[name or "hopper"]
 
 
-def choose_backend(
-    backend: str | None,
-    check_supported: Callable[[], None] | None = None,
-    check_faster: Callable[[], None] | None = None,
-) -> str:
-    """The implementation to run: "xla", "reference" or "mosaic".
-
-    `check_supported` raises NotImplementedError for arguments that the operation's Mosaic GPU kernel does not support;
-    None stands for an operation without one. `check_faster` does so for those and for what the kernel should not run
-    unasked; None: the same. Raises NotImplementedError where "mosaic" is named and does not support the arguments, and
-    ValueError for an unknown name.
-    """
-    if backend is None:
-        backend = "hopper" if on_hopper() else "xla"
-    names = (*BACKEND_NAMES, "reference", "hopper")
-    if backend not in names:
-        raise ValueError(f"unknown backend {backend!r}; backends: {', '.join(names)}")
-    if backend == "hopper":
-        if not _passes(check_faster or check_supported):
-            return "xla"
-        _ask_ptxas_once()
-        return "mosaic"
-    if backend == "mosaic":
-        if check_supported is None:
-            raise NotImplementedError("no mosaic kernel yet; backends: xla, reference")
-        check_supported()
-        _ask_ptxas_once()
-    return backend
-
-
-def _passes(check: Callable[[], None] | None) -> bool:
-    if check is None:
-        return False
-    try:
-        check()
-    except NotImplementedError:
-        return False
-    return True
-
-
 def where_faster(backend: str | None) -> str | None:
     """A model's `backend`, for an operation that XLA does well too: the kernel that "mosaic" names runs there where it
     was measured to be the faster one."""

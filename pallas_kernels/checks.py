@@ -180,11 +180,3 @@ def check_weight(w: QuantizedWeight) -> None:
             said = "none" if found is None else f"{found[0]}{list(found[1])}"
             right = "none" if dtype is None else f"{dtype}{list(wanted)}"
             raise ValueError(f"w.{name} is {said}, expected {right} for {fmt}")
-
-
-def check_concrete(*trees: object) -> None:
-    """Raises NotImplementedError under a transformation: the reference backend is numpy and reads values."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
-        raise NotImplementedError(
-            "the reference backend runs on concrete arrays only: call it outside jit, vmap and grad"
-        )

@@ -1,13 +1,11 @@
 """sample: one token a row of logits by temperature, top-k, top-p and min-p, with Gumbel noise by keys a row."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import choose_backend
-from pallas_kernels.checks import bind_shapes, check_concrete, check_floats, check_int32
-from pallas_kernels.sample import reference, xla
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import bind_shapes, check_floats, check_int32
+from pallas_kernels.sample import xla
 from pallas_kernels.sample.config import check_supported
 from pallas_kernels.sample.noise import KEYS
 
@@ -50,13 +48,16 @@ def sample(
         raise ValueError(f"keys is {keys.dtype}{list(keys.shape)}, expected uint32[R, {KEYS}]")
     if sizes["V"] < 1:
         raise ValueError(f"logits have shape {logits.shape}, expected at least one token")
-    chosen = choose_backend(backend, partial(check_supported, str(logits.dtype), *logits.shape))
-    if chosen == "mosaic":
-        from pallas_kernels.sample import mosaic_sm90  # imports all of Pallas
+    return choose(BACKENDS, backend, str(logits.dtype), *logits.shape).run(logits, *rows)
 
-        return mosaic_sm90.sample(logits, *rows)
-    if chosen == "reference":
-        check_concrete(logits, *rows)
-        tokens, finite = reference.sample(logits, *rows)
-        return jnp.asarray(tokens), jnp.asarray(finite)
-    return xla.sample(logits, *rows)
+
+def _mosaic(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.sample import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.sample(*args)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported),
+    "xla": Backend(xla.sample),
+}

@@ -18,7 +18,7 @@ from pallas_kernels.backends import BACKEND_NAMES, DEVICES, Backend, choose
 REASONS = st.sampled_from([None, "too wide"])
 OPERATIONS = [
     "cache_update", "causal_attention", "decode_attention", "matmul", "norm_quant", "prefill_attention",
-    "scaled_matmul", "silu_mul_quant", "swiglu", "weight_only_matmul",
+    "sample", "scaled_matmul", "silu_mul_quant", "swiglu", "weight_only_matmul",
 ]  # fmt: skip
 
 
