@@ -407,5 +407,5 @@ def test_the_oracle_notices_a_page_that_is_not_copied(model, wide, monkeypatch):
         patch.setattr(device_module.Device, "copy_pages", lambda self, copies: None)
         assert not all(play())
     with monkeypatch.context() as patch:
-        patch.setattr("jllm.engine.scheduler.Sharing", SharesUnread)
+        patch.setattr("jllm.engine.page_tables.Sharing", SharesUnread)
         assert not all(play())
