@@ -1,11 +1,10 @@
 """What one step computes: ragged rows on one flat axis, as the host says them and as the model reads them.
 
 A step's T tokens lie head to tail. First come R short segments of Q rows each, whose tokens are on the device already
-(a decoding sequence has one row), then B prompt chunks on C rows: T = R Q + C. Each row has three numbers, which plain
-decoding does not tell apart: its rotary position, its token index (how many tokens of its sequence come before it: the
-key of a draw, limits) and its cache index (its place in the sequence's pages). Nodes of a tree of drafts share token
-indices, but no place.
-"""
+(a decoding sequence has one row), then B prompt chunks on C rows: T = R Q + C. Each row has three numbers, which are
+equal in plain decoding: its rotary position, its token index (how many tokens of its sequence come before it: the key
+of a draw, limits) and its cache index (its place in the sequence's pages). Nodes of a tree of drafts share token
+indices, but no place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,8 @@
-"""The paged KV cache of a whole model: formats by name, allocation, and its size in bytes."""
+"""The paged KV cache of a whole model: formats by name, allocation, and its size in bytes.
+
+A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_update (kv_pages.encode); who has which page
+is the engine's matter (engine/pages.py).
+"""
 
 import jax
 import jax.numpy as jnp

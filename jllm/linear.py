@@ -62,8 +62,8 @@ def norm_linear(
     out_dtype=None,
     backend: str | None = None,
 ) -> jax.Array:
-    """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable, as the two apart are not where
-    codes lie between them."""
+    """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable: norm
+    and then linear are not where codes lie between them."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
 
     def run(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:

@@ -41,7 +41,7 @@ Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
 
 @dataclass(frozen=True)
 class Variant:
-    """What costs memory or time when no request asks for it; each combination is compiled once."""
+    """Optional outputs of a step, compiled in only where a request asks for them; each combination is compiled once."""
 
     penalties: bool = False
     logprobs: bool = False

@@ -46,7 +46,7 @@ class Gate:
         if not self.waiting:
             return []
         failed, wanted, errors = [], self.inside, self._programs.take_failures()
-        refused: set[Variant] = set()  # one stays so whoever goes in: many may ask for the same, and each step asks
+        refused: set[Variant] = set()  # refused for all of this pass: many requests may ask for the same variant
         for seq, wants in list(self.waiting.items()):
             if wants not in refused:
                 if self._may_enter(wants):
@@ -74,7 +74,7 @@ class Gate:
             return
         wants = self._wants(seq)
         self._inside[wants] -= 1
-        self._inside += Counter()  # without those that are none
+        self._inside += Counter()  # drops entries whose count is 0
         self._scheduler.finish(seq, reason)
 
     def _may_enter(self, wants: Variant) -> bool:

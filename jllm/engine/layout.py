@@ -59,7 +59,7 @@ class Layout:
 def packed_step(
     params: Params, state: State, buffer: jax.Array, *, layout: Layout, **static: Any
 ) -> tuple[State, Outputs]:
-    """step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
+    """merge_step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
     return eager_step(params, state, layout.unpack(buffer), **static)
 
 

@@ -81,7 +81,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._next_id = 0
         self._counts, self._times = RequestCounts(), Times()
-        self._newest: Counter[float] = Counter()  # when the tokens before those of the step being read had been read
+        self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
         self._events: list[PendingEvent | Event] = []
         self._texts = Texts()
         self._failures = 0  # device errors since the last step that was read
@@ -376,16 +376,16 @@ class Engine:
         for row, chunk in enumerate(plan.chunks, short):
             if chunk.final and chunk.seq.finish_reason is None:
                 self._take(self._live[chunk.seq], [int(outputs.tokens[row])], 1, outputs, row, now)
-        for last, times in self._newest.items():  # few: most sequences had their last token in the step before
+        for last, times in self._previous.items():  # few: most sequences had their last token in the step before
             self._times.inter_token.add(now - last, times)
-        self._newest.clear()
+        self._previous.clear()
         self._scheduler.step_read(step.plan.step)
         if self._trace:
             self._trace.read(step.plan.step)
 
     def _take(self, live: Live, tokens: list[int], rows: int, outputs: Outputs, row: int, now: float) -> None:
-        """What a step's `rows` rows from `row` on made of an unfinished sequence, read at `now`: tokens, the first of
-        which that ends the sequence cuts off the rest; a number below 0 in rows that made none."""
+        """Takes in the tokens of a sequence's `rows` rows of a step, from `row` on, read at `now`: those after the
+        first that ends the sequence are dropped; a number below 0 is no token."""
         seq, output, kept, reason = live.seq, live.output, 0, None
         room = seq.max_length - len(seq.prompt) - len(seq.output)
         for token in tokens:
@@ -398,7 +398,7 @@ class Engine:
                 break
             if outputs.logprobs is not None and seq.params.logprobs is not None:
                 live.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
-            if not output.may_wait:
+            if not output.text_can_be_late:
                 output.push(token)
                 if output.stopped:
                     reason = "stop"
@@ -415,15 +415,15 @@ class Engine:
                 live.first_token = now - live.submitted
                 self._times.first_token.add(live.first_token)
             else:
-                self._newest[live.last_token] += 1
+                self._previous[live.last_token] += 1
             live.last_token = now
             if kept > 1:  # between those of one step there is no time
-                self._newest[now] += kept - 1
+                self._previous[now] += kept - 1
         elif reason is None:
             raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
         if reason is not None:
             self._finish(live, reason, now, tokens[: kept - (reason == "stop")])
-        elif output.may_wait:
+        elif output.text_can_be_late:
             self._events.append(PendingEvent(live, tokens))
         else:
             text, certain = output.take(final=False)
@@ -433,7 +433,7 @@ class Engine:
     def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
         """now: when its last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""
         seq = live.seq
-        if reason == "length" and not live.output.may_wait:
+        if reason == "length" and not live.output.text_can_be_late:
             live.output.finish()
             if live.output.stopped:  # bytes held back completed a stop string
                 reason = "stop"
@@ -448,7 +448,7 @@ class Engine:
         total = now - live.submitted
         if reason != "abort":
             self._times.end_to_end.add(total)
-        self._events.append(PendingEvent(live, tokens if live.output.may_wait else (), reason, total))
+        self._events.append(PendingEvent(live, tokens if live.output.text_can_be_late else (), reason, total))
 
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""

@@ -15,14 +15,14 @@ class StreamDecoder(Protocol):
 class OutputText:
     """The output of one sequence as it grows.
 
-    Text that may still turn out to be the beginning of a stop string is held back, and so are tokens whose text is.
-    """
+    Text that may still turn out to be the beginning of a stop string is held back, and so are the tokens that produced
+    it."""
 
     def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
         self.decoder, self._finished = decoder, False
         self.stops = tuple(stops)
         self._longest = max((len(s) - 1 for s in self.stops), default=0)  # text that may have to be held back
-        self.may_wait = decoder is not None and not self.stops  # nothing but what is shown depends on its text
+        self.text_can_be_late = decoder is not None and not self.stops  # nothing but what is shown depends on its text
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = False  # a stop string was found; text and tokens are cut before it

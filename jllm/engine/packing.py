@@ -12,6 +12,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.sampling import STOP_IDS, Penalties, Sampling
 
+# What users set and the device acts on; other fields of SamplingParams are the host's.
 NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}
 
 

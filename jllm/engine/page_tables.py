@@ -95,6 +95,7 @@ class PageTables:
             self.returns += 1
 
     def _release(self, seq: Sequence) -> None:
+        """Frees slot and pages of a sequence that ended or is preempted; the prefix cache keeps its full pages."""
         assert seq.slot is not None
         self.empty -= len(seq.pages) * self.pool.page_size - seq.computed
         self.sharing.on_release(seq)

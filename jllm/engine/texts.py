@@ -61,7 +61,7 @@ class Texts:
         finally:
             self._news.extend(news)
         self._late = None
-        if now or sum(isinstance(one, PendingEvent) and one.live.output.may_wait for one in news) <= FEW:
+        if now or sum(isinstance(one, PendingEvent) and one.live.output.text_can_be_late for one in news) <= FEW:
             self._make()
             made, self._made = self._made, []
             return made

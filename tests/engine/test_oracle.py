@@ -161,6 +161,7 @@ POOLS = {  # the pool of COMPANY, and one of large pages
     8: COMPANY["pool that forces preemption"],
     64: {"max_slots": 4, "page_size": 64, "num_pages": 5, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 3),)},
 }
+JOBS = {8: (14, (1, 40), 30), 64: (65, (30, 64), 80)}  # arguments of random_jobs for which every policy does its own
 
 
 def random_jobs(seed: int, prompts: tuple[int, int], new: int) -> list[Job]:
@@ -179,7 +180,7 @@ def random_jobs(seed: int, prompts: tuple[int, int], new: int) -> list[Job]:
 def policy_jobs(request, model64):
     """The options of a pool, jobs for it, and what each job gets alone."""
     page_size = request.param
-    jobs = random_jobs(page_size, *(((1, 40), 30) if page_size == 8 else ((30, 64), 64)))
+    jobs = random_jobs(*JOBS[page_size])
     with jax.enable_x64(True):
         return POOLS[page_size], jobs, list(alone(model64, jobs))
 

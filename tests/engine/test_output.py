@@ -49,4 +49,4 @@ def test_what_is_shown_when(texts, stops, shown, counts, stopped):
     assert [len(tokens) for _, tokens in taken] == counts
     assert (output.text, output.tokens) == ("".join(shown), list(range(sum(counts))))
     assert output.stopped == stopped
-    assert output.may_wait == (not stops)
+    assert output.text_can_be_late == (not stops)

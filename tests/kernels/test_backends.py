@@ -8,12 +8,13 @@ from types import ModuleType, SimpleNamespace
 
 import jax._src.lib
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jllm
 from pallas_kernels import backends
 from pallas_kernels.backends import BACKEND_NAMES, DEVICES, Backend, choose
+
+hypothesis = pytest.importorskip("hypothesis")  # device tests are collected without development packages
+given, st = hypothesis.given, hypothesis.strategies
 
 REASONS = st.sampled_from([None, "too wide"])
 OPERATIONS = [

@@ -250,7 +250,7 @@ class Letters:
         return ""
 
 
-@pytest.mark.parametrize("size", [48], ids=str)
+@pytest.mark.parametrize("size", [56], ids=str)
 def test_from_a_model_to_a_file(size, tmp_path, capsys, monkeypatch):
     model = replace(tiny_model(bos_id=1), tokenizer=Letters())
     monkeypatch.setattr(train, "load", lambda path: model)

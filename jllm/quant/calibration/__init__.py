@@ -1,5 +1,6 @@
 """Post-training quantization beyond rounding: pure functions over a model and calibration tokens.
 
+    from jllm.quant import calibration as ptq
     tokens = own_tokens(model, rows=32, length=256)  # of jllm.analysis.own_tokens; or any text's, i32[B, T]
     params = ptq.gptq(model, "w4a16-g64", tokens)
     better = replace(model, params=params)  # serves, saves and loads as rounded weights do
