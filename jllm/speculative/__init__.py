@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters propose tokens, the target verifies them in one step, and no token changes."""

@@ -1,0 +1,86 @@
+"""What a drafter is: a value that proposes the next tokens of sequences, on the device, at the end of a step.
+
+A drafter is a pytree: its weights, if it has any, are leaves, and all else is static. It sees what the step did
+(Advance) and remembers what it likes between steps (Drafts). The next step of a sequence verifies what was drafted; no
+draft changes a token, so a drafter that knows little of a sequence (after a prefix was found in the cache, say) costs
+acceptance and nothing else.
+
+A drafter that wants its drafts accepted draws them as the target draws: sampling.sample with the request's parameters
+at the draft's token index uses the same noise.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from jllm.batch import Chunks
+from jllm.cache import Cache
+from jllm.config import LlamaConfig
+from jllm.params import Params
+from jllm.sampling import Sampling
+from jllm.speculative.tree import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """What was drafted for each slot, and what the drafter remembers."""
+
+    tokens: jax.Array  # i32[S, Q - 1] of the nodes of its tree after the root
+    count: jax.Array  # i32[S] how many of them were drafted: the first ones
+    cache: Cache  # pools of pages that share numbers and page tables with the target's; () where it needs none
+    memory: Any  # a pytree of the drafter's own
+    tree: Tree = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Advance:
+    """What a step did to G = R + B sequences: R short segments of Q rows, then B prompt chunks on C rows.
+
+    The K and V of tokens before `start` are there, if the drafter saw them; those of `tokens` and of the chunks are its
+    to compute. Token i of a sequence has cache index i in its pages.
+    """
+
+    slot: jax.Array  # i32[G], out of range for a sequence that took no part
+    start: jax.Array  # i32[G], the token index of the first of `tokens`
+    tokens: jax.Array  # i32[G, Q], those drawn in the step, of which the first `count` are valid; the last is the newest
+    count: jax.Array  # i32[G]; 0 where none was drawn or the sequence has ended: then nothing is to be drafted
+    hidden: jax.Array  # [G, Q, E], the target's hidden state that each was drawn from, before the final norm
+    pages: jax.Array  # i32[G, M]
+    room: jax.Array  # i32[G], tokens that the sequence's pages have room for: at this index and past it nothing is written
+    sampling: Sampling  # [G]
+    chunk_slot: jax.Array  # i32[B]
+    chunks: Chunks  # of B sequences, the last B of the G
+    chunk_hidden: jax.Array  # [C, E], the target's, of the chunks' tokens
+
+
+class Drafter(Protocol):
+    """Proposes drafts for sequences that decode."""
+
+    @property
+    def tree(self) -> Tree:
+        """The shape of what it drafts, fixed by its type and static fields."""
+
+    def init(
+        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+    ) -> tuple[Cache, Any]:
+        """Its page pools and its memory for a target of this config and dtype, whose sequences have at most max_tokens
+        tokens. Raises ConfigError for a target that it does not fit."""
+
+    def propose(
+        self,
+        drafts: Drafts,
+        advance: Advance,
+        params: Params,
+        *,
+        config: LlamaConfig,
+        backend: str | None,
+    ) -> tuple[jax.Array, jax.Array, Cache, Any]:
+        """Drafts i32[G, Q - 1] for the tokens after each sequence's newest one, how many were drafted i32[G], and its
+        pools and memory after the step. params and config are the target's."""
+
+    def remember(self, memory: Any, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Any:
+        """Its memory once a slot's sequence has tokens i32[n] at start, start + 1, ..., of which the first `count` are
+        valid, that no step computes: a prefix that was found in the cache, or came with a snapshot."""

@@ -1,0 +1,80 @@
+"""The shape of a draft: a tree whose root is the sequence's newest token; a chain is a tree, too."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+MOST_NODES = 64  # bits of a mask of ancestors, the root included
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Q nodes: the root, which is node 0, and a draft for each other. Parents come before their children, so that the
+    first few nodes of a tree are a tree as well."""
+
+    parents: tuple[int, ...]  # of nodes 1 .. Q - 1
+
+    def __post_init__(self):
+        if len(self.parents) >= MOST_NODES:
+            raise ValueError(f"a tree may have {MOST_NODES} nodes with its root, not {len(self.parents) + 1}")
+        for node, parent in enumerate(self.parents, 1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} of a tree has parent {parent}, expected one from 0 to {node - 1}")
+
+    @property
+    def size(self) -> int:
+        """Q."""
+        return len(self.parents) + 1
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self.parents)))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How far each node is from the root."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return tuple(found)
+
+    @property
+    def depth(self) -> int:
+        """The most drafts on one path."""
+        return max(self.depths)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Which child of its parent each node is, from 0; the root is 0."""
+        seen = [0] * self.size
+        found = [0]
+        for parent in self.parents:
+            found.append(seen[parent])
+            seen[parent] += 1
+        return tuple(found)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes from the root to each node, both included."""
+        found: list[tuple[int, ...]] = [(0,)]
+        for node, parent in enumerate(self.parents, 1):
+            found.append((*found[parent], node))
+        return tuple(found)
+
+    def ancestors(self) -> np.ndarray:
+        """u32[Q, W]: bit j % 32 of word j // 32 of row i says that node j is i or its ancestor."""
+        masks = np.zeros((self.size, -(-self.size // 32)), np.uint32)
+        for node, path in enumerate(self.paths):
+            for j in path:
+                masks[node, j // 32] |= np.uint32(1) << np.uint32(j % 32)
+        return masks
+
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each depth, from the root's."""
+        return tuple(tuple(n for n, d in enumerate(self.depths) if d == depth) for depth in range(self.depth + 1))
+
+
+def chain(drafts: int) -> Tree:
+    """One draft after the other."""
+    return Tree(tuple(range(drafts)))
