@@ -45,11 +45,11 @@ class Advance:
 
     slot: jax.Array  # i32[G], out of range for a sequence that took no part
     start: jax.Array  # i32[G], the token index of the first of `tokens`
-    tokens: jax.Array  # i32[G, Q], those drawn in the step, of which the first `count` are valid; the last is the newest
+    tokens: jax.Array  # i32[G, Q], those drawn in the step; the first `count` are valid, the last of these the newest
     count: jax.Array  # i32[G]; 0 where none was drawn or the sequence has ended: then nothing is to be drafted
     hidden: jax.Array  # [G, Q, E], the target's hidden state that each was drawn from, before the final norm
     pages: jax.Array  # i32[G, M]
-    room: jax.Array  # i32[G], tokens that the sequence's pages have room for: at this index and past it nothing is written
+    room: jax.Array  # i32[G], tokens that the pages have room for: nothing is written at this index and past it
     sampling: Sampling  # [G]
     chunk_slot: jax.Array  # i32[B]
     chunks: Chunks  # of B sequences, the last B of the G
