@@ -139,7 +139,7 @@ class ShortSegments:
     start: jax.Array  # i32[R], committed tokens: the first row's cache index
     rows: jax.Array  # i32[R], 0 .. Q
     pages: jax.Array  # i32[R, M]
-    ancestors: jax.Array | None = None  # u32[R, Q], bit j of row i: row j is i or its ancestor; None: a chain
+    ancestors: jax.Array | None = None  # u32[R, Q, ceil(Q / 32)], as Segments has it; None: a chain
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import Segments
+from pallas_kernels.segments import Segments, as_numbers
 
 
 def check_decode_values(
@@ -26,7 +26,7 @@ def check_decode_values(
         if length >= 0 and not 0 <= used <= min(width, length):
             raise ValueError(f"row {row} uses {used} rows of {width}, with {length} keys")
         if segments is not None and segments.ancestors is not None:
-            for i, mask in enumerate(_values(segments.ancestors)[0][row, :used].tolist()):
+            for i, mask in enumerate(as_numbers(_values(segments.ancestors)[0][row, :used])):
                 if mask.bit_length() != i + 1:
                     raise ValueError(
                         f"row {row}: ancestors of its row {i} are {mask:b}, expected bit {i} as the highest"

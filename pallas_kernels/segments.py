@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-MOST_ROWS = 32  # bits of a mask of ancestors
+MOST_ROWS = 64
+WORD = 32  # bits of a word of a mask of ancestors
 
 
 @jax.tree_util.register_dataclass
@@ -19,9 +21,21 @@ class Segments:
     """
 
     rows: jax.Array  # i32[R], 0 .. Q; the first ones are in use
-    ancestors: jax.Array | None = None  # u32[R, Q], bit j of row i: row j is i itself or its ancestor; None: a chain
+    # u32[R, Q, ceil(Q / 32)], bit j % 32 of word j // 32 of row i: row j is i itself or its ancestor; None: a chain
+    ancestors: jax.Array | None = None
 
 
 def depths(ancestors: jax.Array) -> jax.Array:
-    """How many ancestors each row has, itself left out: u32[R, Q] -> i32[R, Q]."""
-    return jnp.maximum(jax.lax.population_count(ancestors), 1).astype(jnp.int32) - 1
+    """How many ancestors each row has, itself left out: u32[R, Q, words] -> i32[R, Q]."""
+    bits = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.maximum(bits, 1) - 1
+
+
+def words_of(rows: int) -> int:
+    """How many words a mask of the ancestors among `rows` rows has."""
+    return -(-rows // WORD)
+
+
+def as_numbers(ancestors: np.ndarray) -> list[int]:
+    """The masks u32[Q, words] of a segment's rows as Python's integers: bit j is row j."""
+    return [sum(word << WORD * i for i, word in enumerate(words)) for words in ancestors.tolist()]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages, gather
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.segments import WORD
 
 KV_BLOCK = 128  # tokens; a multiple of every page size supported
 
@@ -25,7 +26,7 @@ class Trees(NamedTuple):
     """The last keys of each tile's sequence, seen by ancestry instead of by their place."""
 
     start: jax.Array  # i32[W], the first one's cache index: key start + j is row j's
-    ancestors: jax.Array  # u32[W, Q], bit j of row i: row j is i itself or its ancestor
+    ancestors: jax.Array  # u32[W, Q, words], bit j % 32 of word j // 32 of row i: row j is i itself or its ancestor
     depth: jax.Array  # i32[W, Q], position of row j: start + depth
 
 
@@ -96,7 +97,8 @@ def _visible(key: jax.Array, trees: Trees, first: jax.Array) -> jax.Array:
     row = key - trees.start[:, None, None]  # [W, 1, t]
     node = jnp.clip(row, 0, trees.depth.shape[1] - 1)
     own = (row >= 0) & (row < trees.depth.shape[1])
-    related = (trees.ancestors[:, :, None] >> node.astype(jnp.uint32)) & jnp.uint32(1)
+    word = jnp.take_along_axis(trees.ancestors, node // WORD, axis=2)  # [W, Q, t]
+    related = (word >> (node % WORD).astype(jnp.uint32)) & jnp.uint32(1)
     position = trees.start[:, None] + jnp.take_along_axis(trees.depth, node[:, 0], axis=1)  # [W, t]
     committed = (row < 0) & (key >= first[:, :, None])
     return committed | (own & (related == 1) & (position[:, None, :] >= first[:, :, None]))

@@ -30,7 +30,7 @@ def test_segments_are_one_row_after_the_other(model, segment, kv_cache):
         several = tap(model, TOKENS, ["logits", "layers.*.k"], segment=segment, **options)
         for name, want in one.items():
             np.testing.assert_allclose(several[name], want, rtol=1e-9, atol=1e-11)
-    with pytest.raises(EvaluationError, match="segment must be in 1 .. 32, not 0"):
+    with pytest.raises(EvaluationError, match="segment must be in 1 .. 64, not 0"):
         tap(model, TOKENS, ["logits"], segment=0)
 
 
@@ -38,10 +38,10 @@ def test_each_branch_of_a_tree_is_a_sequence_of_its_own(model):
     """Two sequences: a tree after 13 tokens, and one with fewer rows after 2. Branches share positions, not places."""
     drafts = np.asarray([[40, 41, 42, 43, 44], [50, 51, 0, 0, 0]], np.int32)
     parents = [[-1, 0, 0, 2, -1], [-1, -1]]
-    masks = np.zeros((2, 5), np.uint32)
+    masks = np.zeros((2, 5, 1), np.uint32)
     for r, tree in enumerate(parents):
         for i, parent in enumerate(tree):
-            masks[r, i] = (1 << i) | (int(masks[r, parent]) if parent >= 0 else 0)
+            masks[r, i] = (1 << i) | (int(masks[r, parent, 0]) if parent >= 0 else 0)
     prompts = [TOKENS[:13], TOKENS[20:22]]
     pages = jnp.asarray([[4, 1, 3], [0, 2, 5]], jnp.int32)
     places = {"num_pages": 6, "page_size": 8}
@@ -59,7 +59,7 @@ def test_each_branch_of_a_tree_is_a_sequence_of_its_own(model):
         logits = np.asarray(head(model.params, model.config, hidden)).reshape(2, 5, -1)
         for r, tree in enumerate(parents):
             for i in range(len(tree)):
-                path = [int(drafts[r, j]) for j in range(i + 1) if int(masks[r, i]) >> j & 1]
+                path = [int(drafts[r, j]) for j in range(i + 1) if int(masks[r, i, 0]) >> j & 1]
                 want = full_logits(model, [*prompts[r], *path])[-1]
                 np.testing.assert_allclose(logits[r, i], want, rtol=1e-9, atol=1e-11)
 

@@ -17,7 +17,7 @@ from pallas_kernels.decode_attention import xla
 from pallas_kernels.decode_attention.config import check_proven, check_supported
 from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import MOST_ROWS, Segments
+from pallas_kernels.segments import MOST_ROWS, Segments, words_of
 from pallas_kernels.tiled_attention import check_page_size
 
 
@@ -91,8 +91,9 @@ def _check_segments(segments: Segments, R: int, Q: int) -> None:
     if segments.rows.shape != (R,):
         raise ValueError(f"segments.rows has shape {segments.rows.shape}, expected [{R}]")
     masks = segments.ancestors
-    if masks is not None and (masks.shape != (R, Q) or masks.dtype != jnp.uint32):
-        raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32[{R}, {Q}]")
+    shape = (R, Q, words_of(Q))
+    if masks is not None and (masks.shape != shape or masks.dtype != jnp.uint32):
+        raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32{list(shape)}")
 
 
 def _mosaic(q, pages, page_table, lengths, scale, window, _, work) -> jax.Array:

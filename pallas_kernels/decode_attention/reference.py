@@ -32,7 +32,10 @@ def decode_attention(
         if not 0 <= used <= min(width, length):
             raise ValueError(f"row {r} uses {used} rows of {width}, with {length} keys")
         committed = length - used
-        masks = [(1 << i + 1) - 1 if ancestors is None else int(np.asarray(ancestors)[r, i]) for i in range(used)]
+        masks = [(1 << i + 1) - 1 for i in range(used)]
+        if ancestors is not None:  # words of 32 bits, the lowest first
+            words = np.asarray(ancestors)[r, :used].tolist()
+            masks = [sum(word << 32 * i for i, word in enumerate(each)) for each in words]
         position = {c: c for c in range(committed)}
         position |= {committed + i: committed + mask.bit_count() - 1 for i, mask in enumerate(masks)}
         for i, mask in enumerate(masks):

@@ -29,12 +29,18 @@ def queries(case: Case, width: int) -> jax.Array:
 
 def random_trees(rng, rows, width: int) -> np.ndarray:
     """Ancestors of trees, each node's parent any node before it, or none."""
-    masks = np.zeros((len(rows), width), np.uint32)
-    for r, used in enumerate(rows):
+    masks = [[0] * width for _ in rows]
+    for of_segment, used in zip(masks, rows):
         for i in range(used):
             parent = int(rng.integers(-1, i))
-            masks[r, i] = (1 << i) | (int(masks[r, parent]) if parent >= 0 else 0)
-    return masks
+            of_segment[i] = (1 << i) | (of_segment[parent] if parent >= 0 else 0)
+    return words(masks)
+
+
+def words(masks) -> np.ndarray:
+    """Masks of rows of Q bits as Segments has them: u32[R, Q, ceil(Q / 32)]."""
+    shifts = range(0, len(masks[0]), 32)
+    return np.asarray([[[mask >> i & 0xFFFFFFFF for i in shifts] for mask in each] for each in masks], np.uint32)
 
 
 def run(case, q, pages, table, lengths, segments, **options):
@@ -46,7 +52,7 @@ def run(case, q, pages, table, lengths, segments, **options):
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(st.data())
 def test_trees_match_the_formula_and_read_nothing_else(data):
-    width = data.draw(st.integers(1, 6))
+    width = data.draw(st.integers(1, 6) | st.sampled_from([31, 32, 33, 64]))
     rows = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=4))
     committed = [data.draw(st.integers(0, 140)) for _ in rows]
     lengths = [c + used if used else 0 for c, used in zip(committed, rows)]
@@ -69,7 +75,7 @@ def test_a_chain_is_one_row_after_the_other_and_a_chunk_of_a_prompt():
     _, pages, table, lengths = case.inputs()
     rows = jnp.asarray([4, 4, 3, 0], jnp.int32)
     out, _ = run(case, q, pages, table, lengths, Segments(rows))
-    chain = jnp.tile(jnp.asarray([1, 3, 7, 15], jnp.uint32), (4, 1))
+    chain = jnp.asarray(words([[1, 3, 7, 15]] * 4))
     assert same_bits(out, run(case, q, pages, table, lengths, Segments(rows, chain))[0])
     apart = jnp.stack(
         [
@@ -114,7 +120,7 @@ def test_each_path_of_a_tree_is_that_path_alone():
         case = replace(case_of((committed + width,), **formats), dtype="float64")
         _, pages, table, lengths = case.inputs()
         q = queries(case, width)
-        segments = Segments(jnp.asarray([width], jnp.int32), jnp.asarray([masks], jnp.uint32))
+        segments = Segments(jnp.asarray([width], jnp.int32), jnp.asarray(words([masks])))
         out, _ = run(case, q, pages, table, lengths, segments)
         for i, mask in enumerate(masks):
             path = [committed + n for n in range(width) if mask >> n & 1]
@@ -143,7 +149,7 @@ def test_seeded_faults_are_caught():
     q = queries(case, width)
     _, pages, table, lengths = case.inputs()
     rows = jnp.asarray([4, 3], jnp.int32)
-    masks = jnp.asarray([[0b1, 0b11, 0b101, 0b1011], [0b1, 0b10, 0b110, 0]], jnp.uint32)
+    masks = jnp.asarray(words([[0b1, 0b11, 0b101, 0b1011], [0b1, 0b10, 0b110, 0]]))
     out, expected = run(case, q, pages, table, lengths, Segments(rows, masks))
     assert error(out, expected) < TOLERANCE["float32"]
 
@@ -153,9 +159,28 @@ def test_seeded_faults_are_caught():
     faults = {
         "an ancestor too many": wrong(masks=masks.at[0, 3].set(0b1111)),
         "an ancestor too few": wrong(masks=masks.at[0, 3].set(0b1001)),
-        "a chain": wrong(masks=jnp.asarray([[1, 3, 7, 15]] * 2, jnp.uint32)),
+        "a chain": wrong(masks=jnp.asarray(words([[1, 3, 7, 15]] * 2))),
         "a sibling's position": wrong(masks=masks.at[1, 1].set(0b11)),
         "a row too few": wrong(rows=rows - 1),
+    }
+    assert not missed(faults, TOLERANCE["float32"])
+
+
+def test_faults_in_either_word_of_a_mask_are_caught():
+    case, width = case_of((90,), window=60), 40
+    q = queries(case, width)
+    _, pages, table, lengths = case.inputs()
+    rows, masks = jnp.asarray([width], jnp.int32), jnp.asarray(random_trees(np.random.default_rng(1), [width], width))
+    out, expected = run(case, q, pages, table, lengths, Segments(rows, masks), debug=True)
+    assert error(out, expected) < TOLERANCE["float32"]
+
+    def wrong(masks):
+        return error(run(case, q, pages, table, lengths, Segments(rows, masks))[0], expected)
+
+    faults = {
+        "words exchanged": wrong(masks[..., ::-1]),
+        "an ancestor too few among the first": wrong(masks.at[0, 39, 0].set(0)),
+        "one too many among the last": wrong(masks.at[0, 39, 1].set(0xFF)),
     }
     assert not missed(faults, TOLERANCE["float32"])
 
@@ -164,17 +189,17 @@ def test_what_does_not_fit_is_refused():
     case = case_of((19, 64))
     q, pages, table, lengths = case.inputs()
     attend = partial(decode_attention, pages=pages, page_table=table, lengths=lengths, scale=1.0)
-    with pytest.raises(ValueError, match="5 queries for 2 lengths: expected 1 to 32 for each"):
+    with pytest.raises(ValueError, match="5 queries for 2 lengths: expected 1 to 64 for each"):
         attend(queries(case_of((1,) * 5), 1))
     with pytest.raises(ValueError, match=r"segments.rows has shape \(3,\), expected \[2\]"):
         attend(q, segments=Segments(jnp.ones(3, jnp.int32)))
-    with pytest.raises(ValueError, match=r"segments.ancestors is int32\[2, 1\], expected uint32\[2, 1\]"):
-        attend(q, segments=Segments(jnp.ones(2, jnp.int32), jnp.ones((2, 1), jnp.int32)))
+    with pytest.raises(ValueError, match=r"segments.ancestors is uint32\[2, 1\], expected uint32\[2, 1, 1\]"):
+        attend(q, segments=Segments(jnp.ones(2, jnp.int32), jnp.ones((2, 1), jnp.uint32)))
     with pytest.raises(NotImplementedError, match="segments of several rows are not supported by backend mosaic"):
         attend(queries(case, 2).astype(jnp.bfloat16), backend="mosaic")
     shapes = jax.ShapeDtypeStruct((4, *q.shape[1:]), jnp.bfloat16)
     assert plan(shapes, pages, lengths, backend="hopper") is None
-    masks = jnp.asarray([[1, 1], [1, 3]], jnp.uint32)
+    masks = jnp.asarray(words([[1, 1], [1, 3]]))
     with pytest.raises(ValueError, match="row 0: ancestors of its row 1 are 1, expected bit 1 as the highest"):
         attend(queries(case, 2), segments=Segments(jnp.full(2, 2, jnp.int32), masks), debug=True)
     with pytest.raises(ValueError, match="row 1 uses 3 rows of 2, with 64 keys"):
