@@ -155,9 +155,18 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
     row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
-    dtype = compute_dtype(logits.dtype)
-    temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
-    return kernels.sample(logits, temperature, params.top_k, top_p, min_p, _keys(params, position), backend=backend)
+    return kernels.sample(logits, *_asked(logits, params, position), backend=backend)
+
+
+def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
+    """The scores of which `sample` takes the largest, for a drafter whose tree holds the best few: logits [R, V],
+    position i32[R] -> [R, V] in the compute dtype.
+
+    With a temperature T they are (logit - the row's largest) / T + noise, and -inf for tokens that top-k, top-p or
+    min-p drop; without one they are the logits, NaN as -inf and +inf as the largest number. Where two scores are within
+    rounding of each other, another backend of `sample` may take either.
+    """
+    return xla.perturbed(logits, *_asked(logits, params, position))
 
 
 def threshold(logits: Array, params: Sampling) -> Array:
@@ -211,6 +220,13 @@ def sample_reference(logits: Array, params: Sampling, position: Array) -> Array:
     scores = logits / temperature + gumbel(_keys(params, position), vocabulary, dtype)
     drawn = jnp.argmax(jnp.where((logits >= lowest) & likely, scores, -jnp.inf), axis=1)
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
+
+
+def _asked(logits: Array, params: Sampling, position: Array) -> tuple[Array, ...]:
+    """What pallas_kernels.sample takes after logits [R, V]: temperature, top_k, top_p, min_p and keys."""
+    dtype = compute_dtype(logits.dtype)
+    temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
+    return temperature, params.top_k, top_p, min_p, _keys(params, position)
 
 
 def _keys(params: Sampling, position: Array, purpose: Purpose = Purpose.SAMPLING) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jllm.sampling import neutral_sampling, sample, sample_reference, threshold
+from jllm.sampling import neutral_sampling, perturbed, sample, sample_reference, threshold
 from pallas_kernels.sample import reference
 
 pytest.importorskip("hypothesis")
@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 jit_sample = jax.jit(lambda *rows: sample(*rows)[0])
 jit_threshold = jax.jit(threshold)
+jit_perturbed = jax.jit(perturbed)
 FALSE_ALARM = 1e-6
 ALL_ON = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
 
@@ -234,6 +235,66 @@ def test_keys_differ_by_seed_sample_and_position():
     ]
     for other in others:
         assert (base == np.asarray(other)).sum() <= 3
+
+
+# The scores that tokens are drawn by
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_largest_perturbed_score_is_the_token_and_only_kept_tokens_have_one(data):
+    vocabulary, x64 = data.draw(st.sampled_from([1, 2, 7, 300])), data.draw(st.booleans())
+    rng, rows = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1))), 6
+    logits = rng.normal(size=(rows, vocabulary)) * data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    if data.draw(st.booleans()):
+        logits = np.round(logits)  # ties
+    spoilt = data.draw(st.sampled_from([None, -np.inf, np.nan, np.inf]))
+    if spoilt is not None:
+        logits[rng.random(logits.shape) < 0.4] = spoilt
+    off = rng.random((4, rows)) < 0.4
+    asked = {
+        "temperature": np.where(off[0], 0.0, np.exp(rng.uniform(-3, 3, rows))),
+        "top_k": np.where(off[1], 0, rng.integers(1, vocabulary + 3, rows)),
+        "top_p": np.where(off[2], 1.0, rng.uniform(0, 1, rows)),
+        "min_p": np.where(off[3], 0.0, rng.uniform(0, 1, rows)),
+    }
+    dtype = np.float64 if x64 else np.float32
+    with jax.enable_x64(x64):
+        arguments = jnp.asarray(logits.astype(dtype)), make(rows, **asked, dtype=dtype), positions(rows)
+        scores, tokens = np.asarray(jit_perturbed(*arguments)), np.asarray(jit_sample(*arguments))
+        lowest = np.asarray(jit_threshold(*arguments[:2]))
+    assert scores.dtype == dtype
+    np.testing.assert_array_equal(np.argmax(scores, axis=1), tokens)
+    clean = np.where(np.isnan(logits), -np.inf, np.minimum(logits, np.finfo(dtype).max)).astype(dtype)
+    kept = (clean > -np.inf) & ((clean >= lowest[:, None]) | off[0][:, None])
+    if spoilt != np.inf:  # what is that far below it has a score of -inf, too
+        np.testing.assert_array_equal(scores > -np.inf, kept)
+    np.testing.assert_array_equal(scores[off[0]], clean[off[0]])
+
+
+def test_perturbed_scores_are_their_definition():
+    rng, vocabulary = np.random.default_rng(10), 300
+    logits = rng.normal(size=(2, vocabulary))
+    with jax.enable_x64(True):
+        params = make(2, temperature=[0.7, 1.5], seed=[3, 4], sample=[1, 0], top_k=[20, 0], dtype=np.float64)
+        scores = np.asarray(perturbed(jnp.asarray(logits), params, jnp.asarray([9, 10], jnp.int32)))
+    for row, keys, temperature, kept in ((0, [3, 1, 9, 0], 0.7, 20), (1, [4, 0, 10, 0], 1.5, vocabulary)):
+        defined = (logits[row] - logits[row].max()) / temperature + reference.gumbel(keys, vocabulary)
+        dropped = logits[row] < np.sort(logits[row])[-kept]
+        np.testing.assert_allclose(scores[row], np.where(dropped, -np.inf, defined), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_second_best_score_is_the_token_without_the_first(temperature):
+    """What a tree drafts beside the token is what would be drawn, were that one banned."""
+    rows = 64
+    logits = np.random.default_rng(11).normal(size=(rows, 300)) * 3
+    with jax.enable_x64(True):
+        params = make(rows, temperature=temperature, seed=np.arange(rows), dtype=np.float64)
+        best = np.asarray(jax.lax.top_k(jit_perturbed(jnp.asarray(logits), params, positions(rows)), 4)[1])
+        for rank in range(4):
+            np.testing.assert_array_equal(jit_sample(jnp.asarray(logits), params, positions(rows)), best[:, rank])
+            logits[np.arange(rows), best[:, rank]] = -np.inf
 
 
 # Rows are on their own

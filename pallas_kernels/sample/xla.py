@@ -47,6 +47,17 @@ def sample(
     return jnp.where(sampled, drawn, greedy), jnp.isfinite(logits).all(axis=1)
 
 
+@jax.jit
+def perturbed(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, keys: Array) -> Array:
+    """The scores [R, V] whose argmax is the token of sample, which takes the same arguments: with noise for rows with a
+    temperature, logits for others. NaN counts as -inf, and +inf as the largest number."""
+    filters = Filters(temperature, top_k, top_p, min_p)
+    clean = _clean(logits)
+    sampled = temperature > 0
+    scores = lax.cond(jnp.any(sampled), lambda: _scores(logits, clean.max(axis=1), filters, keys), lambda: clean)
+    return jnp.where(sampled[:, None], scores, clean)
+
+
 def threshold(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """The lowest logit of each row [R, V] that the filters leave to be drawn -> [R]; -inf when all are off."""
     filters = Filters(temperature, top_k, top_p, min_p)
@@ -78,13 +89,19 @@ def _first(scores: Array, largest: Array) -> Array:
 
 def _draw(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
     """sample's token i32[R] for rows that are not greedy, given the rows' largest logits [R]."""
+    scores = _scores(logits, top, filters, keys)
+    return _first(scores, scores.max(axis=1))
+
+
+def _scores(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
+    """(logit - largest) / temperature + noise [R, V] of tokens that are kept, -inf of others, given the rows' largest
+    logits [R]."""
     clean = _clean(logits)
     blocks = _blocks(clean)
     lowest = _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
     top = jnp.where(top == -jnp.inf, 0, top)[:, None]
     scores = (clean - top) / _temperature(filters, clean.dtype)[:, None] + gumbel(keys, logits.shape[1], clean.dtype)
-    scores = jnp.where(clean >= lowest[:, None], scores, -jnp.inf)
-    return _first(scores, scores.max(axis=1))
+    return jnp.where(clean >= lowest[:, None], scores, -jnp.inf)
 
 
 def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, vocabulary: int) -> Array:
