@@ -1,0 +1,36 @@
+"""move_tokens in plain jnp: a gather and a scatter for each array, in place where the caller donates the pools."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_pages import KVPages
+
+
+@jax.jit
+def move_tokens(
+    pools: tuple[KVPages, ...], page_table: jax.Array, source: jax.Array, target: jax.Array
+) -> tuple[KVPages, ...]:
+    """page_table i32[R, M], source, target i32[R, Q] -> the pools; see api.py."""
+    if not pools:
+        return pools
+    num_pages, page_size = pools[0].k.num_pages, pools[0].k.page_size
+
+    def slot(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Page and offset; page -1 beyond the page table."""
+        page = jnp.take_along_axis(page_table, index // page_size, axis=1, mode="fill", fill_value=-1)
+        return jnp.where(index < 0, -1, page), index % page_size
+
+    (page, offset), (new_page, new_offset) = slot(source), slot(target)
+    kept = (source != target) & (page >= 0) & (page < num_pages) & (new_page >= 0)
+    new_page = jnp.where(kept, new_page, num_pages)  # a scatter drops what is out of range
+
+    def move(pool: jax.Array) -> jax.Array:
+        rows = pool.reshape(*pool.shape[:2], page_size, -1)
+        heads = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.
+        found = rows.at[page[..., None], heads, offset[..., None]].get(mode="clip")
+        at = rows.at[new_page[..., None], heads, new_offset[..., None]]
+        found = at.set(found, mode="drop", unique_indices=True, wrap_negative_indices=False)
+        return found.reshape(pool.shape)
+
+    return jax.tree.map(move, pools)
