@@ -16,6 +16,10 @@ class NoRoomError(ConfigError):
     """A model or an engine that its device has no room for."""
 
 
+class DrafterError(ConfigError):
+    """A drafter that does not fit the model, or a file of one that is damaged or was made for another model."""
+
+
 class CheckpointError(JllmError, ValueError):
     """A checkpoint directory or one of its files is missing, damaged or does not fit its config."""
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jllm.checkpoint_files import stored_tensors
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 PIECE = 16 << 10  # bytes read at a place
 PIECES = 4  # places of a tensor that are read, the first and the last bytes among them; smaller tensors are read whole
@@ -49,6 +50,13 @@ def of_params(params: Params) -> str:
     sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
     found = [(_name(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
+
+
+def of_norms(params: Params) -> str:
+    """The fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    vectors = [None if isinstance(leaf, QuantizedWeight) or leaf.ndim > 1 else leaf for leaf in leaves]
+    return of_params(jax.tree.unflatten(tree, vectors))
 
 
 def _name(path: tuple[Any, ...]) -> str:

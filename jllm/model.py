@@ -52,17 +52,33 @@ def tapped_backbone(
     """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
     names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
-    if backend is None and cache is None:
-        backend = DIFFERENTIABLE
     x = embed(params.embed, batch.tokens, params.dtype)
     found = {"embedding": x} if "embedding" in taps else {}
+    x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend)
+    return x, cache, found | inside
+
+
+def run_layers(
+    layers: tuple[LayerParams, ...],
+    config: LlamaConfig,
+    x: jax.Array,
+    batch: Packed | Paged,
+    cache: Cache | None,
+    taps: tuple[str, ...] = (),
+    *,
+    backend: str | None = None,
+) -> tuple[jax.Array, Cache | None, Taps]:
+    """tapped_backbone after the embedding: of inputs [T, E], with taps that are resolved. batch.tokens play no part."""
+    if backend is None and cache is None:
+        backend = DIFFERENTIABLE
+    found: Taps = {}
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     rows = (batch, cos, sin, None if cache is None else cache[0], x.dtype)
     options: dict[str, Any] = {"config": config, "backend": backend}
     windows = dict.fromkeys(config.windows or (None,))
     inputs = {window: attention_inputs(*rows, window=window, **options) for window in windows}
     pools = []
-    for i, layer in enumerate(params.layers):
+    for i, layer in enumerate(layers):
         window = config.window(i)
         pages = None if cache is None else cache[i]
         wanted = of_layer(taps, i)

@@ -6,6 +6,7 @@ file should say what is wrong with it. Format: https://github.com/huggingface/sa
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jllm.errors import CheckpointError
+from jllm.errors import CheckpointError, OutputError
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -161,6 +162,22 @@ def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
         if not count:
             raise CheckpointError(f"{tensor.path}: truncated within tensor {tensor.name}")
         view = view[count:]
+
+
+def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes arrays of dtypes in `STORED` by name. The file gets its name once it is complete; OutputError when it
+    cannot be written."""
+    header = encode_header(((name, x.dtype, x.shape) for name, x in arrays.items()), metadata)
+    partial_path = path.with_name(path.name + ".partial")
+    try:
+        with partial_path.open("wb") as file:
+            file.write(header)
+            for x in arrays.values():
+                file.write(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+        os.replace(partial_path, path)
+    except OSError as error:
+        partial_path.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def encode_header(

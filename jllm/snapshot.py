@@ -13,7 +13,6 @@ Every sequence that is put somewhere from one snapshot is a fork of it: the valu
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.errors import CheckpointError, OutputError, SnapshotError
+from jllm.errors import CheckpointError, SnapshotError
 from jllm.model import Cache
-from jllm.safetensors_io import NAMES, encode_header, read_as_stored, read_header, read_metadata
+from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, parse_format
 
 KIND = "jllm-kv-snapshot"
@@ -167,17 +166,7 @@ def save(path: str | Path, snapshot: Snapshot) -> None:
     first = snapshot.cache[0]
     metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
-    header = encode_header(((name, x.dtype, x.shape) for name, x in arrays.items()), metadata)
-    partial_path = path.with_name(path.name + ".partial")
-    try:
-        with partial_path.open("wb") as file:
-            file.write(header)
-            for x in arrays.values():
-                file.write(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
-        os.replace(partial_path, path)
-    except OSError as error:
-        partial_path.unlink(missing_ok=True)
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from None
+    write_file(path, arrays, metadata)
 
 
 def load(path: str | Path) -> Snapshot:

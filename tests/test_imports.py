@@ -13,7 +13,7 @@ PURE = {
 }  # fmt: skip
 FILES = {
     "chat", "tokenizer", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint", "fit", "pretrained",
-    "compile_cache", "run_identity", "snapshot",
+    "compile_cache", "run_identity", "snapshot", "drafter_files",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself

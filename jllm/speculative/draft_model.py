@@ -1,0 +1,82 @@
+"""A smaller LLaMA that drafts (Leviathan et al., arXiv 2211.17192), with K and V of its own."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.batch import Paged
+from jllm.cache import Cache, make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.errors import DrafterError
+from jllm.model import backbone, head
+from jllm.params import Params
+from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.levels import draft_levels
+from jllm.speculative.tree import Tree, chain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftModel:
+    """A Drafter that is a model. Its dtype may be another than the target's, and its vocabulary a part of that."""
+
+    params: Params
+    config: LlamaConfig = field(metadata={"static": True})
+    tree: Tree = field(default=chain(4), metadata={"static": True})
+    # i32[V'], the target's id of each of its V' tokens; None: the same ids. It reads a token that it lacks as its 0.
+    target_ids: jax.Array | None = None
+
+    def init(
+        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+    ) -> tuple[Cache, None]:
+        """Pools of its own config, in its params' dtype, and no memory. Raises DrafterError for a model of another
+        vocabulary."""
+        own, target = self.config.vocab_size, config.vocab_size
+        if self.target_ids is None and own != target:
+            tell = "give target_ids, the target's id of each of its tokens"
+            raise DrafterError(f"the draft model has a vocabulary of {own} tokens, its target one of {target}: {tell}")
+        if self.target_ids is not None:
+            _check_ids(self.target_ids, own, target)
+        formats = parse_kv_cache(None, self.config, self.params.dtype)
+        return make_cache(self.config, num_pages, page_size, formats), None
+
+    def propose(
+        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+    ) -> tuple[jax.Array, jax.Array, Cache, None]:
+        own = None
+        if self.target_ids is not None:
+            numbers = jnp.arange(self.config.vocab_size, dtype=jnp.int32)
+            own = jnp.zeros(config.vocab_size, jnp.int32).at[self.target_ids].set(numbers)
+
+        def forward(batch: Paged, before: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
+            if own is not None:
+                batch = replace(batch, tokens=jnp.take(own, batch.tokens, mode="clip"))
+            hidden, updated = backbone(self.params, self.config, batch, cache, backend=backend)
+            assert updated is not None
+            return hidden, updated
+
+        def logits_of(hidden: jax.Array) -> jax.Array:
+            logits = head(self.params, self.config, hidden, backend=backend)
+            if self.target_ids is None:
+                return logits
+            banned = jnp.full((logits.shape[0], config.vocab_size), -jnp.inf, logits.dtype)
+            return banned.at[:, self.target_ids].set(logits)
+
+        found = draft_levels(self.tree, advance, drafts.cache, None, forward, logits_of, backend=backend)
+        return *found, None
+
+    def remember(self, memory: None, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> None:
+        return None
+
+
+def _check_ids(target_ids: jax.Array, own: int, target: int) -> None:
+    if target_ids.shape != (own,) or target_ids.dtype != jnp.int32:
+        found = f"{target_ids.dtype} of shape {list(target_ids.shape)}"
+        raise DrafterError(f"target_ids is {found}; a draft model of {own} tokens takes int32 of shape [{own}]")
+    if not isinstance(target_ids, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        ids = np.asarray(target_ids)
+        if len(np.unique(ids)) < own or ids.min() < 0 or ids.max() >= target:
+            raise DrafterError(f"target_ids must be {own} different ids of the target's {target} tokens")

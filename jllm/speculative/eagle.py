@@ -1,0 +1,141 @@
+"""An EAGLE head (Li et al., arXiv 2401.15077): one decoder layer that predicts the target's next hidden state from its
+last one and the token that was drawn from it, so that drafts go on from what the target thinks.
+
+    x_i = fc [embed(token_i); h_(i-1)]        f_i = layer(x_0 ... x_i), which stands for h_i
+    token i + 1 is drawn from the target's final norm and head of f_i
+
+h is the target's hidden state before its final norm; h_(-1) is zero. Row i has the rotary position and the cache index
+of token i. Drafting, f takes the place of the h that are not known yet. EAGLE-3 (Li et al., arXiv 2503.01840) trains
+heads of this form on their own drafts, without a loss on f, and feeds them hidden states of several layers; the first
+of these concerns training alone.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.batch import Packed, Paged
+from jllm.cache import Cache, make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.linear import embed, linear
+from jllm.model import head, run_layers
+from jllm.param_specs import abstract_params, init_params
+from jllm.params import LayerParams, Params
+from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.levels import draft_levels, last_valid
+from jllm.speculative.tree import Tree, chain
+from jllm.speculative.weights import check_weights, random_weights
+from pallas_kernels.backends import DIFFERENTIABLE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EagleHead:
+    """Predicts the target's next hidden state. Weights are of the target's dtype."""
+
+    fc: jax.Array  # [E, 2E]: columns for the embedding, then for the hidden state
+    layer: LayerParams  # as the target's first one, without a window
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Eagle:
+    """A Drafter of an EAGLE head. Its memory is f[S, E], the target's hidden state that each slot's newest token was
+    drawn from; zero where it is not known."""
+
+    head: EagleHead
+    tree: Tree = field(default=chain(4), metadata={"static": True})
+
+    def init(
+        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+    ) -> tuple[Cache, jax.Array]:
+        """Pools of one layer. Raises DrafterError for weights of another model's shapes or dtype."""
+        check_weights(self.head, eagle_shapes(config, dtype))
+        own = eagle_config(config)
+        cache = make_cache(own, num_pages, page_size, parse_kv_cache(None, own, dtype))
+        return cache, jnp.zeros((slots, config.hidden_size), dtype)
+
+    def propose(
+        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+    ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
+        def forward(batch: Paged, before: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
+            assert before is not None
+            hidden, updated = eagle_hidden(self.head, params, config, batch, before, cache, backend=backend)
+            assert updated is not None
+            return hidden, updated
+
+        def logits_of(hidden: jax.Array) -> jax.Array:
+            return head(params, config, hidden, backend=backend)
+
+        E = config.hidden_size
+        before = jnp.concatenate([advance.hidden.reshape(-1, E), _before_chunks(drafts.memory, advance)])
+        found = draft_levels(self.tree, advance, drafts.cache, before, forward, logits_of, backend=backend)
+        return *found, _newest_states(drafts.memory, advance)
+
+    def remember(
+        self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        return memory.at[slot].set(jnp.zeros_like(memory[0]), mode="drop")
+
+
+def eagle_hidden(
+    p: EagleHead,
+    params: Params,
+    config: LlamaConfig,
+    batch: Packed | Paged,
+    before: jax.Array,
+    cache: Cache | None,
+    *,
+    backend: str | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """f [T, E] of a batch's tokens, given the hidden states [T, E] of those before them; and the updated cache. params
+    and config are the target's. Differentiable without a cache."""
+    if backend is None and cache is None:
+        backend = DIFFERENTIABLE
+    rows = jnp.concatenate([embed(params.embed, batch.tokens, params.dtype), before], axis=1)
+    x = linear(rows, p.fc, backend=backend)
+    return run_layers((p.layer,), eagle_config(config), x, batch, cache, backend=backend)[:2]
+
+
+def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
+    """The hidden states [C, E] of the tokens before those of the chunks."""
+    chunks, C = advance.chunks, advance.chunk_hidden.shape[0]
+    if not C:
+        return advance.chunk_hidden
+    first = jnp.cumsum(chunks.lengths, dtype=jnp.int32) - chunks.lengths
+    known = jnp.take(memory, advance.chunk_slot, axis=0, mode="clip")
+    known = jnp.where((chunks.start > 0)[:, None], known, jnp.zeros_like(known))
+    shifted = jnp.roll(advance.chunk_hidden, 1, axis=0)
+    return shifted.at[jnp.where(chunks.lengths > 0, first, C)].set(known, mode="drop")
+
+
+def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
+    """The memory after the step: of the chunks' last tokens, and of what the newest tokens were drawn from."""
+    S, C = memory.shape[0], advance.chunk_hidden.shape[0]
+    if C:
+        last = jnp.cumsum(advance.chunks.lengths, dtype=jnp.int32) - 1
+        slot = jnp.where(advance.chunks.lengths > 0, advance.chunk_slot, S)
+        memory = memory.at[slot].set(jnp.take(advance.chunk_hidden, last, axis=0, mode="clip"), mode="drop")
+    slot = jnp.where(advance.count > 0, advance.slot, S)
+    return memory.at[slot].set(last_valid(advance.hidden, advance.count), mode="drop")
+
+
+def eagle_config(config: LlamaConfig) -> LlamaConfig:
+    """The config of the head's layer."""
+    return replace(config, num_layers=1, windows=())
+
+
+def eagle_shapes(config: LlamaConfig, dtype: Any) -> EagleHead:
+    """A head of jax.ShapeDtypeStruct for a target of this config and dtype."""
+    E = config.hidden_size
+    return EagleHead(jax.ShapeDtypeStruct((E, 2 * E), dtype), abstract_params(eagle_config(config), dtype).layers[0])  # type: ignore[arg-type]
+
+
+def init_eagle(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any) -> Eagle:
+    """A head of random weights."""
+    fc, layer = jax.random.split(key)
+    own = replace(eagle_config(config), vocab_size=1)  # whose embedding is left
+    shapes = eagle_shapes(config, dtype)
+    return Eagle(EagleHead(random_weights(shapes.fc, fc), init_params(own, layer, dtype).layers[0]), tree)

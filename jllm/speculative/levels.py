@@ -1,0 +1,101 @@
+"""How drafters with weights draft: the tokens of a tree level by level, each drawn as the target draws it.
+
+Letters as in design: G sequences, W tokens that a step may advance one by, Q nodes of a tree, E model dim.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jllm.batch import Paged, ShortSegments, no_chunks, paged_batch
+from jllm.cache import Cache
+from jllm.sampling import Sampling, perturbed, sample
+from jllm.speculative.drafter import Advance
+from jllm.speculative.tree import Tree
+from pallas_kernels.segments import WORD, words_of
+
+# The batch, the hidden states [T, E] of the tokens before its own, the cache -> its hidden states [T, E], the cache.
+Forward = Callable[[Paged, jax.Array | None, Cache], tuple[jax.Array, Cache]]
+
+
+def last_valid(values: jax.Array, count: jax.Array) -> jax.Array:
+    """The last of the first `count` i32[G] of values [G, W, E] -> [G, E]; any where there is none."""
+    return jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+
+
+def best_tokens(
+    logits: jax.Array, sampling: Sampling, position: jax.Array, most: int, *, backend: str | None
+) -> jax.Array:
+    """The tokens i32[rows, most] that a target with logits [rows, V] would draw at token index i32[rows], the likeliest
+    first: the noise is the target's."""
+    if most == 1:
+        return sample(logits, sampling, position, backend=backend)[0][:, None]
+    return lax.top_k(perturbed(logits, sampling, position), most)[1].astype(jnp.int32)
+
+
+def draft_levels(
+    tree: Tree,
+    advance: Advance,
+    cache: Cache,
+    before: jax.Array | None,
+    forward: Forward,
+    logits_of: Callable[[jax.Array], jax.Array],
+    *,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Drafts i32[G, Q - 1], how many of them count i32[G], and the cache, in which are then the K and V of all tokens
+    up to each sequence's newest one.
+
+    The first pass is over what the step did; `before` [G W + C, E] has the hidden states of the tokens before its rows.
+    Then there is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far.
+    A node is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would
+    need one of those do not count. `logits_of` takes hidden states [rows, E].
+    """
+    pool, (G, W) = cache[0].k, advance.tokens.shape
+    sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
+    rows = jnp.clip(advance.room - advance.start, 0, advance.count)
+    segments = ShortSegments(advance.tokens, advance.start, rows, advance.pages)
+    hidden, cache = forward(paged_batch(segments, advance.chunks, **sizes), before, cache)
+    newest = advance.start + advance.count - 1
+    space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from the newest token's on
+
+    states = jnp.zeros((G, tree.size, hidden.shape[1]), hidden.dtype)
+    states = states.at[:, 0].set(last_valid(hidden[: G * W].reshape(G, W, -1), advance.count))
+    tokens = jnp.zeros((G, tree.size - 1), jnp.int32)
+    parents = np.array((0, *tree.parents))
+    for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):
+        above, of = np.unique(parents[nodes], return_inverse=True)
+        ranks = np.array(tree.ranks)[nodes]
+        rows_of = np.repeat(np.arange(G), len(above))
+        sampling: Sampling = jax.tree.map(lambda x: x[rows_of], advance.sampling)  # noqa: B023
+        logits = logits_of(states[:, above].reshape(len(rows_of), -1))
+        best = best_tokens(logits, sampling, (newest + depth)[rows_of], 1 + int(ranks.max()), backend=backend)
+        tokens = tokens.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
+        inner = nodes[np.isin(nodes, tree.parents)]
+        if not len(inner):
+            break
+        first, end = depth if tree.is_chain else 1, int(inner.max()) + 1
+        segments = ShortSegments(
+            tokens[:, first - 1 : end - 1],
+            newest + first,
+            jnp.clip(space - first, 0, end - first),
+            advance.pages,
+            None if tree.is_chain else jnp.broadcast_to(_ancestors(tree, end), (G, *_ancestors(tree, end).shape)),
+        )
+        paged = paged_batch(segments, no_chunks(advance.pages.shape[1]), **sizes)
+        hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
+        states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
+    needed = np.maximum.accumulate(parents[1:])  # the last place that drafts up to each node need
+    return tokens, jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32), cache
+
+
+def _ancestors(tree: Tree, end: int) -> np.ndarray:
+    """Tree.ancestors of nodes 1 .. end - 1 in a segment of their own, the root being committed."""
+    masks = np.zeros((end - 1, words_of(end - 1)), np.uint32)
+    for row, path in enumerate(tree.paths[1:end]):
+        for node in path[1:]:
+            masks[row, (node - 1) // WORD] |= np.uint32(1) << np.uint32((node - 1) % WORD)
+    return masks

@@ -1,0 +1,94 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): several small heads on the target's hidden state, each of which predicts
+the token at one distance. They need no K and V, and draft a whole tree at once.
+
+Where the target's own head draws token t + 1 from a hidden state, head k = 0, 1, ... drafts token t + 2 + k from the
+same one. It knows no token but those before, so all nodes of one depth and rank have the same token, whatever their
+parents: the tree is a Cartesian product.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.cache import Cache
+from jllm.config import LlamaConfig
+from jllm.errors import DrafterError
+from jllm.linear import linear
+from jllm.params import Params, Weight
+from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.levels import best_tokens, last_valid
+from jllm.speculative.tree import Tree
+from jllm.speculative.weights import check_weights, random_weights
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.numerics import compute_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MedusaHead:
+    """Predicts the token at one distance. Weights are of the target's dtype."""
+
+    linear: jax.Array  # [E, E], out by in
+    bias: jax.Array  # [E]
+    head: jax.Array | None = None  # [V, E]; None: the target's head
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Medusa:
+    """A Drafter of heads, whose tree is no deeper than there are heads."""
+
+    heads: tuple[MedusaHead, ...]
+    tree: Tree = field(metadata={"static": True})
+
+    def init(
+        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+    ) -> tuple[Cache, None]:
+        """Neither pools nor a memory. Raises DrafterError for weights of another model's shapes or dtype, and for a
+        tree that is too deep."""
+        if self.tree.depth > (n := len(self.heads)):
+            raise DrafterError(f"{n} Medusa heads draft {n} tokens ahead, and the tree wants {self.tree.depth}")
+        check_weights(self.heads, medusa_shapes(config, dtype, [head.head is not None for head in self.heads]))
+        return (), None
+
+    def propose(
+        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+    ) -> tuple[jax.Array, jax.Array, Cache, None]:
+        hidden, newest = last_valid(advance.hidden, advance.count), advance.start + advance.count - 1
+        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
+        found: dict[int, jax.Array] = {}
+        for depth, nodes in enumerate(self.tree.levels()[1:], 1):
+            logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)
+            most = 1 + max(self.tree.ranks[node] for node in nodes)
+            best = best_tokens(logits, advance.sampling, newest + depth, most, backend=backend)
+            found |= {node: best[:, self.tree.ranks[node]] for node in nodes}
+        tokens = jnp.stack([found[node] for node in range(1, self.tree.size)], axis=1)
+        return tokens, jnp.where(advance.count > 0, tokens.shape[1], 0), (), None
+
+    def remember(self, memory: None, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> None:
+        return None
+
+
+def head_logits(p: MedusaHead, normed: jax.Array, params: Params, *, backend: str | None = None) -> jax.Array:
+    """Logits [T, V] of hidden states [T, E] after the target's final norm, float32 at least: W (x + SiLU(A x + b))."""
+    residual = jax.nn.silu(linear(normed, p.linear, p.bias, backend=backend))
+    head: Weight = p.head if p.head is not None else params.embed if params.head is None else params.head
+    return linear(normed + residual, head, out_dtype=compute_dtype(normed.dtype), backend=backend)
+
+
+def medusa_shapes(config: LlamaConfig, dtype: Any, own: list[bool]) -> tuple[MedusaHead, ...]:
+    """Heads of jax.ShapeDtypeStruct for a target of this config and dtype, as many as `own` says, with a projection of
+    their own or the target's."""
+    E, V = config.hidden_size, config.vocab_size
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return tuple(MedusaHead(array(E, E), array(E), array(V, E) if o else None) for o in own)
+
+
+def init_medusa(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any, *, own: bool = False) -> Medusa:
+    """As many random heads as the tree is deep, which share the target's projection or have one of their `own`."""
+    return Medusa(random_weights(medusa_shapes(config, dtype, [own] * tree.depth), key), tree)

@@ -1,0 +1,43 @@
+"""The weights of small heads that draft: what they should be, and random ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.errors import DrafterError
+from pallas_kernels.numerics import compute_dtype
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by the names that they have in files and errors, such as "layer.mlp.down"."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def check_weights(found: Any, wanted: Any) -> None:
+    """Raises DrafterError unless the leaves of two pytrees have the same names, shapes and dtypes. `wanted` is of
+    jax.ShapeDtypeStruct."""
+    there, right = named(found), named(wanted)
+    if odd := [name for name in [*right, *there] if name not in there or name not in right]:
+        problem = "is missing in the drafter" if odd[0] in right else "of the drafter has no place in it"
+        raise DrafterError(f"weight {odd[0]} {problem}")
+    for name, leaf in there.items():
+        if leaf.shape != right[name].shape:
+            shapes = f"{list(leaf.shape)}, and this model takes {list(right[name].shape)}"
+            raise DrafterError(f"weight {name} of the drafter has shape {shapes}: it was made for another model")
+        if leaf.dtype != right[name].dtype:
+            raise DrafterError(f"weight {name} of the drafter is {leaf.dtype}, the model's are {right[name].dtype}")
+
+
+def random_weights[Tree](shapes: Tree, key: jax.Array) -> Tree:
+    """Random values for a pytree of jax.ShapeDtypeStruct: matrices normal(0, 0.02), vectors zero; drawn in at least
+    float32."""
+    leaves, tree = jax.tree.flatten(shapes)
+
+    def draw(key: jax.Array, leaf: Any) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return (0.02 * jax.random.normal(key, leaf.shape, compute_dtype(leaf.dtype))).astype(leaf.dtype)
+
+    return jax.tree.unflatten(tree, [draw(k, leaf) for k, leaf in zip(jax.random.split(key, len(leaves)), leaves)])
