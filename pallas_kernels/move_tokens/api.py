@@ -6,6 +6,7 @@ from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.move_tokens import xla
+from pallas_kernels.move_tokens.config import check_supported
 
 
 def move_tokens(
@@ -27,7 +28,7 @@ def move_tokens(
     in place. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was
     named doesn't do.
     """
-    bind_shapes(page_table=(page_table, "R M"), source=(source, "R Q"), target=(target, "R Q"))
+    sizes = bind_shapes(page_table=(page_table, "R M"), source=(source, "R Q"), target=(target, "R Q"))
     check_int32(page_table=page_table, source=source, target=target)
     for number, pages in enumerate(pools):
         check_pages(pages, None, pages.k.head_dim)
@@ -37,7 +38,16 @@ def move_tokens(
                 f"pools[{number}] has {found[0]} pages of {found[1]} tokens, expected {expected[0]} of {expected[1]} "
                 "as pools[0] has"
             )
-    return choose(BACKENDS, backend).run(pools, page_table, source, target)
+    return choose(BACKENDS, backend, pools, sizes["Q"]).run(pools, page_table, source, target)
 
 
-BACKENDS = {"xla": Backend(xla.move_tokens)}
+def _mosaic(*args) -> tuple[KVPages, ...]:
+    from pallas_kernels.move_tokens import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.move_tokens(*args)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported),
+    "xla": Backend(xla.move_tokens),
+}

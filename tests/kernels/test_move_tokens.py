@@ -1,6 +1,5 @@
-"""move_tokens: its definition, the xla backend, and the Mosaic GPU kernel interpreted, lowered and run."""
-
 import dataclasses
+import json
 import re
 from functools import partial
 
@@ -10,13 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_pages import KVFormat, KVPages, allocate, parse_format
-from pallas_kernels.move_tokens import move_tokens, reference
+from pallas_kernels.move_tokens import bench, move_tokens, reference
 from pallas_kernels.move_tokens.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.reference_pages import read_sequence
 from tests.kernels.helpers import poison, same_bits
-
-hypothesis = pytest.importorskip("hypothesis")  # device tests are collected without development packages
-given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 SMALL = Case(rows=3, moves=3, layers=2, num_kv_heads=2, head_dim=64, page_size=8, k_format="int8-g8", v_format="fp8")
 
@@ -53,35 +49,23 @@ def test_moves_what_the_definition_moves_and_touches_nothing_else(case):
     assert same_bits(move_tokens(*arguments), expected)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_accepted_nodes_become_the_next_tokens(data):
+@pytest.mark.parametrize(("moves", "page_size", "k_format"), [(1, 8, "bf16"), (6, 8, "int4-g32"), (5, 32, "fp8")])
+def test_accepted_nodes_become_the_next_tokens(moves, page_size, k_format):
     """Read back through the page tables: what was there stays, the accepted path follows in its order."""
-    case = Case(
-        rows=2,
-        moves=data.draw(st.integers(1, 6)),
-        layers=2,
-        num_kv_heads=2,
-        head_dim=64,
-        page_size=data.draw(st.sampled_from([8, 16, 32])),
-        k_format=data.draw(st.sampled_from(["bf16", "int4-g32"])),
-        v_format="int8-g16",
-    )
-    pools, table, source, target = case.inputs(data.draw(st.integers(0, 1000)))
-    moved = move_tokens(pools, table, source, target)
-    for pages, begin, *moves in zip(
-        np.asarray(table), np.asarray(target)[:, 0], np.asarray(source), np.asarray(target)
-    ):
-        path = np.where(moves[0] < 0, moves[1], moves[0])
-        end = begin + len(path)
-        for before, after in zip(pools, moved):
-            for pair in ((before.k, after.k), (before.v, after.v)):
-                old, new = (read_sequence(x, pages, 0, begin - 1 + case.nodes) for x in pair)
-                np.testing.assert_array_equal(new, np.concatenate([old[:begin], old[path], old[end:]]))
+    case = dataclasses.replace(SMALL, rows=2, moves=moves, page_size=page_size, k_format=k_format)
+    for seed in range(5):
+        pools, *indices = case.inputs(seed)
+        moved, (table, source, target) = move_tokens(pools, *indices), case.indices(seed)
+        paths = np.where(source < 0, target, source)
+        for pages, path, begin, end in zip(table, paths, target[:, 0], target[:, -1] + 1):
+            for before, after in zip(pools, moved):
+                for pair in ((before.k, after.k), (before.v, after.v)):
+                    old, new = (read_sequence(x, pages, 0, begin - 1 + case.nodes) for x in pair)
+                    np.testing.assert_array_equal(new, np.concatenate([old[:begin], old[path], old[end:]]))
 
 
 def overlapping() -> tuple:
-    """One sequence whose moves cross pages and read what earlier ones left: 9, 10, 14, 17 to 8, 9, 10, 11."""
+    """One sequence whose moves cross pages, and write what earlier ones read: 9, 10, 14, 17 to 8, 9, 10, 11."""
     pools, *_ = dataclasses.replace(SMALL, rows=1).inputs()
     source, target = (jnp.asarray([x], jnp.int32) for x in ([9, 10, 14, 17, -1], [8, 9, 10, 11, 12]))
     return pools, jnp.asarray([[3, 5, 1]], jnp.int32), source, target
@@ -234,3 +218,21 @@ def test_bench_cases_trace():
         assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(
             lambda x: (x.shape, x.dtype), arguments[0]
         )
+
+
+def test_one_row_a_case_backend_and_kind_of_step_and_bars_of_the_kernel(monkeypatch, tmp_path):
+    case = dataclasses.replace(SMALL, rows=64)
+    monkeypatch.setattr(bench, "BENCH_CASES", (case,))
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(bench, "device_us", lambda run: jax.block_until_ready(run()) and 4.0)
+    monkeypatch.setattr(bench, "move_tokens", lambda *arguments, backend: move_tokens(*arguments))
+    assert bench.main(["--results", str(tmp_path)]) == 0
+    document = json.loads(next(tmp_path.glob("move_tokens-*.json")).read_text())
+    assert [(row["peer"], row["step"], row["us"]) for row in document["rows"][1:]] == [
+        (peer, step, 4.0) for peer in ("mosaic", "xla") for step in ("moves", "idle")
+    ]
+    assert [(row["name"], row["met"]) for row in document["bars"]] == [
+        ("R=64 K=2 int8-g8 moves", False),
+        ("R=64 K=2 int8-g8 idle", True),
+    ]
+    assert bench.moved_bytes(case, 3) == 2 * 3 * case.layers * case.num_kv_heads * (64 + 2 * 8 + 64)

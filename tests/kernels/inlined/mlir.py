@@ -106,6 +106,17 @@ def _compare(op: Any) -> Any:
     return lambda run, a, b: compare(a, b) if number > 5 else compare(signed(a), signed(b))
 
 
+@operation("llvm.select")
+def _choose(op: Any) -> Any:
+    """One of two pointers, for all threads the same."""
+
+    def run(_: Run, condition: np.ndarray, a: Value, b: Value) -> Value:
+        assert condition.all() or not condition.any()
+        return a if condition.all() else b
+
+    return run
+
+
 @operation("arith.bitcast", "vector.bitcast", "llvm.bitcast")
 def _bitcast(op: Any) -> Any:
     read = reader(op.results[0].type)

@@ -1,0 +1,23 @@
+"""What the Mosaic GPU kernel supports. Light to import."""
+
+from pallas_kernels.checks import HEAD_DIMS, PAGE_SIZES, check_listed
+from pallas_kernels.kv_pages import FP8, KVPages
+
+FORMATS = ("bfloat16", "float16", "float32", FP8, "int8", "int4")
+MOST_MOVES = 64  # of a sequence; their indices are loaded at once
+MOST_ARRAYS = 256  # of a launch, whose parameters have 32 KB
+
+
+def check_supported(pools: tuple[KVPages, ...], moves: int) -> None:
+    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    for pages in pools:
+        check_listed(
+            ("head dim", pages.k.head_dim, HEAD_DIMS),
+            ("page size", pages.k.page_size, PAGE_SIZES),
+            ("K stored as", pages.k.format.dtype, FORMATS),
+            ("V stored as", pages.v.format.dtype, FORMATS),
+        )
+    if moves > MOST_MOVES:
+        raise NotImplementedError(
+            f"Q={moves} is not supported by backend mosaic, which does at most {MOST_MOVES} moves of a sequence"
+        )

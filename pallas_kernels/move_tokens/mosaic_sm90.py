@@ -1,0 +1,183 @@
+"""move_tokens on Hopper: one launch for the pools of all layers, in place.
+
+A block of one warpgroup serves some arrays (values or scales of K or V of a layer) of one sequence; without a move it
+reads the sequence's indices and ends. With moves it takes one after the other, and each thread the same bytes of all:
+so a slot is read before a later move writes it, in the order of the thread's own instructions. What an array holds does
+not matter: arrays with rows of equal size share the code, which picks among their addresses.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hopper import SMS
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.move_tokens.config import MOST_ARRAYS, check_supported
+
+THREADS = 128
+WIDEST = 16  # bytes that a thread loads at once
+AHEAD = 8  # such loads before the first store
+BLOCKS = 16 * SMS  # that run at the same time
+
+
+class _Rows(NamedTuple):
+    """What arrays have that share code: a token's K or V, or its scales, is a row of some bytes for each head."""
+
+    heads: int
+    size: int  # bytes
+
+
+@partial(jax.jit, static_argnames="interpret")
+def move_tokens(
+    pools: tuple[KVPages, ...],
+    page_table: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[KVPages, ...]:
+    """page_table i32[R, M], source, target i32[R, Q] -> the pools, in place where they are donated; see api.py."""
+    check_supported(pools, source.shape[1])
+    arrays, structure = jax.tree.flatten(pools)
+    if not arrays or not source.size:  # no launch without blocks
+        return pools
+    num_pages, page_size = pools[0].k.num_pages, pools[0].k.page_size
+    kinds = [_Rows(x.shape[1], math.prod(x.shape[2:]) // page_size * x.dtype.itemsize) for x in arrays]
+    order = sorted(range(len(arrays)), key=kinds.__getitem__)
+    for first in range(0, len(order), MOST_ARRAYS):
+        some = order[first : first + MOST_ARRAYS]
+        refs = [jax.new_ref(arrays[i].reshape(-1)) for i in some]
+        parts = min(len(some), -(-BLOCKS // len(source)))
+        plgpu.kernel(
+            partial(_body, kinds=[kinds[i] for i in some], slots=(num_pages, page_size), parts=parts),
+            out_type=(),
+            grid=(len(source), parts),
+            grid_names=("row", "part"),
+            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                unsafe_no_auto_barriers=True,  # no thread reads what another writes
+            ),
+            kernel_name="move_tokens",
+        )(page_table, source, target, *refs)
+        for i, ref in zip(some, refs):
+            arrays[i] = jax.freeze(ref).reshape(arrays[i].shape)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _body(
+    page_table: Any, source: Any, target: Any, *arrays: Any,
+    kinds: Sequence[_Rows], slots: tuple[int, int], parts: int,
+) -> None:  # fmt: skip
+    row, part = jax.lax.axis_index("row"), jax.lax.axis_index("part")
+    num_pages, page_size = slots
+    indices = [(source[row, e], target[row, e]) for e in range(source.shape[1])]
+    moved = functools.reduce(operator.or_, [(begin >= 0) & (begin != end) for begin, end in indices])
+
+    def slot(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Page and offset, and whether there is such a slot."""
+        entry = jax.lax.div(index, page_size)
+        inside = (index >= 0) & (entry < page_table.shape[1])
+        page = page_table[row, jnp.where(inside, entry, 0)]
+        return page, jax.lax.rem(index, page_size), inside & (page >= 0) & (page < num_pages)
+
+    def move(e: jax.Array, copy: Callable[..., None]) -> None:
+        begin, end = source[row, e], target[row, e]
+        (*old, there), (*new, too) = slot(begin), slot(end)
+        pl.when((begin != end) & there & too)(partial(copy, old, new))
+
+    def serve(i: jax.Array, _: None) -> None:
+        array = part + i * parts
+        for kind in sorted(set(kinds)):
+            first, count = kinds.index(kind), kinds.count(kind)
+            copy = partial(_copy, kind, page_size, array - first, arrays[first : first + count])
+            moves = partial(jax.lax.fori_loop, 0, len(indices), lambda e, _, copy=copy: move(e, copy), None)
+            pl.when((array >= first) & (array < first + count))(moves)
+
+    @pl.when(moved)
+    def _():
+        jax.lax.fori_loop(0, -(-len(arrays) // parts), serve, None)
+
+
+def _copy(
+    kind: _Rows, page_size: int, number: jax.Array, arrays: Sequence[Any],
+    old: Sequence[jax.Array], new: Sequence[jax.Array],
+) -> None:  # fmt: skip
+    """Copies the rows of all heads from one page and offset to others, in array `number` of those."""
+    splat, width = plgpu.Layout.WG_SPLAT(()), math.gcd(kind.size, WIDEST)
+    pieces = kind.size // width  # of a row
+
+    @plgpu.inline_mgpu(arg_types=(*(splat,) * 5, *(plgpu.RefType(),) * len(arrays)))
+    def copy(_: Any, *operands: Any) -> None:
+        number, *places = (x.registers.item() for x in operands[:5])
+        array = _chosen(number, [_global(x) for x in operands[5:]])
+        slots = [_moved(array, _bytes_before(kind, page_size, *place)) for place in (places[:2], places[2:])]
+        total = kind.heads * pieces
+
+        def place(slot: ir.Value, piece: ir.Value) -> ir.Value:
+            head, inside = arith.divui(piece, _i32(pieces)), arith.remui(piece, _i32(pieces))
+            offset = arith.addi(arith.muli(head, _i32(page_size * kind.size)), arith.muli(inside, _i32(width)))
+            return _moved(slot, arith.extui(_i64(), offset))
+
+        def copy_pieces(mine: Sequence[ir.Value]) -> None:
+            loaded = [llvm.load(_register(width), place(slots[0], piece), alignment=width) for piece in mine]
+            for piece, x in zip(mine, loaded):
+                llvm.store(x, place(slots[1], piece), alignment=width)
+
+        mine = [arith.addi(mgpu.utils.thread_idx(), _i32(first)) for first in range(0, total, THREADS)]
+        whole = total // THREADS
+        for first in range(0, whole, AHEAD):
+            copy_pieces(mine[first : min(first + AHEAD, whole)])
+        for piece in mine[whole:]:
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, piece, _i32(total))):
+                copy_pieces([piece])
+
+    copy(number, *old, *new, *arrays)
+
+
+def _chosen(number: ir.Value, pointers: Sequence[ir.Value]) -> ir.Value:
+    """pointers[number]."""
+    chosen = pointers[0]
+    for i, pointer in enumerate(pointers[1:], 1):
+        chosen = llvm.select(arith.cmpi(arith.CmpIPredicate.eq, number, _i32(i)), pointer, chosen)
+    return chosen
+
+
+def _bytes_before(kind: _Rows, page_size: int, page: ir.Value, offset: ir.Value) -> ir.Value:
+    """How far the first head's row in a slot is from the begin of its array: a pool may have more than 2 GB."""
+    rows = arith.muli(arith.extsi(_i64(), page), mgpu.c(kind.heads * page_size, _i64()))
+    return arith.muli(arith.addi(rows, arith.extsi(_i64(), offset)), mgpu.c(kind.size, _i64()))
+
+
+def _register(width: int) -> ir.Type:
+    """What holds `width` bytes."""
+    i32 = ir.IntegerType.get_signless(32)
+    return ir.VectorType.get((width // 4,), i32) if width > 4 else ir.IntegerType.get_signless(8 * width)
+
+
+def _global(ref: ir.Value) -> ir.Value:
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
+
+
+def _moved(pointer: ir.Value, offset: ir.Value) -> ir.Value:
+    i8 = ir.IntegerType.get_signless(8)
+    return llvm.getelementptr(pointer.type, pointer, [offset], [-2147483648], i8, llvm.GEPNoWrapFlags.none)
+
+
+def _i32(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
