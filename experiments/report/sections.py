@@ -179,6 +179,12 @@ KERNELS = (
         (COPY, Table(("T", "H", "K", "kv"), "us", pivot=("peer", "us"))),
     ),
     Section(
+        "move_tokens",
+        "Accepted drafts to their places, in all layers at once",
+        "Of the trees of R sequences up to Q nodes each were accepted (`moves`), or none (`idle`).",
+        (COPY, Table(("R", "Q", "L", "K", "kv", "step"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
         "int8_matmul|fp8_matmul",
         "8-bit products against XLA and torch",
         "Scales included, weights rotated so that no cache holds them. Bars: XLA's own int8 path in the run, torch's "

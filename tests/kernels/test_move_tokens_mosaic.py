@@ -45,7 +45,7 @@ def test_takes_moves_in_their_order():
     assert not same_bits(interpreted(pools, table, source[:, ::-1], target[:, ::-1]), expected)
 
 
-@pytest.mark.parametrize(("blocks", "arrays"), [(1, 256), (9, 256), (10**6, 3)])
+@pytest.mark.parametrize(("blocks", "arrays"), [(1, 500), (9, 500), (10**6, 3)])
 def test_takes_pools_of_several_models_however_work_is_cut(monkeypatch, blocks, arrays):
     monkeypatch.setattr(mosaic_sm90, "BLOCKS", blocks)
     monkeypatch.setattr(mosaic_sm90, "MOST_ARRAYS", arrays)
