@@ -65,30 +65,30 @@ def draft_levels(
     states = jnp.zeros((G, tree.size, hidden.shape[1]), hidden.dtype)
     states = states.at[:, 0].set(last_valid(hidden[: G * W].reshape(G, W, -1), advance.count))
     tokens = jnp.zeros((G, tree.size - 1), jnp.int32)
-    parents = np.array((0, *tree.parents))
+    parents = np.array((0, *tree.parents), np.int32)
     for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):
         above, of = np.unique(parents[nodes], return_inverse=True)
         ranks = np.array(tree.ranks)[nodes]
-        rows_of = np.repeat(np.arange(G), len(above))
-        sampling: Sampling = jax.tree.map(lambda x: x[rows_of], advance.sampling)  # noqa: B023
-        logits = logits_of(states[:, above].reshape(len(rows_of), -1))
-        best = best_tokens(logits, sampling, (newest + depth)[rows_of], 1 + int(ranks.max()), backend=backend)
+        row = np.repeat(np.arange(G), len(above))
+        sampling: Sampling = jax.tree.map(lambda x: x[row], advance.sampling)  # noqa: B023
+        logits = logits_of(states[:, above].reshape(len(row), -1))
+        best = best_tokens(logits, sampling, (newest + depth)[row], 1 + int(ranks.max()), backend=backend)
         tokens = tokens.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
         inner = nodes[np.isin(nodes, tree.parents)]
         if not len(inner):
             break
         first, end = depth if tree.is_chain else 1, int(inner.max()) + 1
         segments = ShortSegments(
-            tokens[:, first - 1 : end - 1],
-            newest + first,
-            jnp.clip(space - first, 0, end - first),
-            advance.pages,
-            None if tree.is_chain else jnp.broadcast_to(_ancestors(tree, end), (G, *_ancestors(tree, end).shape)),
+            tokens=tokens[:, first - 1 : end - 1],
+            start=newest + first,
+            rows=jnp.clip(space - first, 0, end - first),
+            pages=advance.pages,
+            ancestors=None if tree.is_chain else jnp.stack([_ancestors(tree, end)] * G),
         )
         paged = paged_batch(segments, no_chunks(advance.pages.shape[1]), **sizes)
         hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
-    needed = np.maximum.accumulate(parents[1:])  # the last place that drafts up to each node need
+    needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
     return tokens, jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32), cache
 
 
