@@ -96,7 +96,7 @@ class HostOnly(Device):
 
     def run(self, buffer, layout, variant) -> Outputs:
         self.programs.used.add((layout.bucket, variant))
-        tokens: Any = np.ones(layout.bucket.decodes + layout.bucket.chunks, np.int32)
+        tokens: Any = np.ones(layout.bucket.decodes * layout.bucket.rows + layout.bucket.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 
     def copy_pages(self, copies) -> None:

@@ -34,6 +34,8 @@ class RaggedBatch:
     """
 
     decode_slot: Any  # [R] slots that decode
+    decode_rows: Any  # [R] rows that each may have, 1 .. Q: its newest token, and drafts of the next ones
+    decode_room: Any  # [R] tokens that the slot's pages have room for, for a drafter's K and V
     tokens: Any  # [C] prompt tokens of all chunks, head to tail
     targets: Any  # [C] the prompt token that follows each, or -1: for prompt logprobs
     deltas: Any  # [L, 3] page table changes: slot, index, page
@@ -41,8 +43,10 @@ class RaggedBatch:
     chunk_start: Any  # [B] cache index of the chunk's first token
     chunk_len: Any  # [B] tokens in the chunk
     chunk_final: Any  # [B] 1: the sequence's last known token is in it, so a token is sampled
+    chunk_room: Any  # [B] as decode_room
     prompt_len: Any  # [B] tokens of the original prompt (later ones were generated)
     sampling: Sampling  # a row a chunk
+    width: int = field(default=1, metadata={"static": True})  # Q: rows of a short segment
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,21 @@ class PromptChunk:
     pages: Sequence[int] = ()  # the slot's page table from its first entry on, where this step is to set it
     prompt_len: int | None = None  # tokens of the prompt, where some of these were generated
     targets: Sequence[int] = ()  # the tokens that follow each, where their log-probabilities are wanted
+    room: int = NOWHERE  # tokens that the slot's pages have room for
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # by names of Sampling's fields
 
 
-def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0) -> RaggedBatch:
-    """A batch of nothing but padding, in numpy, with room for R decodes, C tokens in B chunks, and L page table
-    changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
+def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1) -> RaggedBatch:
+    """A batch of nothing but padding, in numpy, with room for R decodes of Q rows (`width`), C tokens in B chunks, and
+    L page table changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
 
     return RaggedBatch(
         decode_slot=ints(NOWHERE, decodes),
+        decode_rows=ints(1, decodes),
+        decode_room=ints(NOWHERE, decodes),
         tokens=ints(0, tokens),
         targets=ints(-1, tokens),
         deltas=ints(NOWHERE, deltas, 3),
@@ -75,8 +82,10 @@ def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: in
         chunk_start=ints(0, chunks),
         chunk_len=ints(0, chunks),
         chunk_final=ints(0, chunks),
+        chunk_room=ints(NOWHERE, chunks),
         prompt_len=ints(0, chunks),
         sampling=neutral_sampling(chunks, bias),
+        width=width,
     )
 
 
@@ -97,22 +106,27 @@ def fill_batch(
         batch.tokens[at : at + n] = chunk.tokens
         batch.targets[at : at + len(chunk.targets)] = chunk.targets
         batch.chunk_slot[b], batch.chunk_start[b], batch.chunk_len[b] = chunk.slot, chunk.start, n
-        batch.chunk_final[b] = chunk.final
+        batch.chunk_final[b], batch.chunk_room[b] = chunk.final, chunk.room
         batch.prompt_len[b] = chunk.start + n if chunk.prompt_len is None else chunk.prompt_len
         write_row(batch.sampling, b, chunk.sampling)
         at += n
 
 
 def ragged_batch(
-    chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = (), deltas: Sequence[tuple[int, int, int]] = ()
+    chunks: Sequence[PromptChunk] = (),
+    decodes: Sequence[int] = (),
+    deltas: Sequence[tuple[int, int, int]] = (),
+    rows: int = 1,
 ) -> RaggedBatch:
-    """A step written by hand, no larger than it needs to be: prompt chunks, slots that decode one token each, and page
-    table changes (slot, index, page) besides those of the chunks. Sequences end only where `sampling` says so."""
+    """A step written by hand, no larger than it needs to be: prompt chunks, slots that decode, and page table changes
+    (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest token, and what was
+    drafted for the next ones. Sequences end only where `sampling` says so."""
     tokens, changes = sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.pages) for chunk in chunks)
     bias = max((len(chunk.sampling.get("bias_ids", ())) for chunk in chunks), default=0)
     penalized = any(name.endswith("_penalty") for chunk in chunks for name in chunk.sampling)
-    batch = empty_batch(len(decodes), tokens, len(chunks), deltas=len(deltas) + changes, bias=max(bias, int(penalized)))
-    batch.sampling.max_length[:] = NOWHERE
+    sizes = {"deltas": len(deltas) + changes, "bias": max(bias, int(penalized)), "width": rows}
+    batch = empty_batch(len(decodes), tokens, len(chunks), **sizes)
+    batch.sampling.max_length[:], batch.decode_rows[:] = NOWHERE, rows
     fill_batch(batch, chunks, decodes, deltas)
     return batch
 
@@ -242,15 +256,16 @@ def _at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One compiled size: R decode rows, C prompt tokens in at most B chunks."""
+    """One compiled size: R decodes of Q rows each, C prompt tokens in at most B chunks."""
 
     decodes: int
     tokens: int
     chunks: int
+    rows: int = 1  # Q
 
     @property
     def size(self) -> int:
-        return self.decodes + self.tokens
+        return self.decodes * self.rows + self.tokens
 
 
 FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # of 128 parts of the slots: see make_buckets
@@ -277,7 +292,7 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))
 
 
-def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: int) -> Bucket:
+def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: int, rows: int = 1) -> Bucket:
     """The smallest bucket that holds a step."""
-    fits = [r for r in buckets if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks]
+    fits = [r for r in buckets if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks and r.rows >= rows]
     return min(fits, key=lambda r: (r.size, r))

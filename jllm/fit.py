@@ -38,7 +38,7 @@ def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
     E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
     qkv = (config.num_heads + 2 * config.num_kv_heads) * D
     widest = max(3 * F, 2 * qkv + config.num_heads * D)
-    logits = 3 * (bucket.decodes + bucket.chunks) * config.vocab_size * max(4, size)
+    logits = 3 * (bucket.decodes * bucket.rows + bucket.chunks) * config.vocab_size * max(4, size)
     return bucket.size * (2 * E + widest) * size + logits
 
 

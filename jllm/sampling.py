@@ -111,30 +111,43 @@ def make_counts(slots: int, vocab: int) -> TokenCounts:
     return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
 
 
-def penalize(logits: Array, penalties: Penalties | None, counts: TokenCounts | None) -> Array:
+def penalize(
+    logits: Array, penalties: Penalties | None, counts: TokenCounts | None, drafts: Array | None = None
+) -> Array:
     """Penalties, then bias: [R, V] -> [R, V] in the compute dtype; None changes nothing.
 
     Repetition divides positive and multiplies other logits of seen tokens (Keskar et al. 2019, as Hugging Face has
-    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it).
+    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it). drafts i32[R, D] are tokens
+    of the output that each row comes after and that counts do not have, -1 pads.
     """
     if penalties is None or counts is None:
         return logits
     logits = logits.astype(compute_dtype(logits.dtype))
-    repetition, presence, frequency, bias = (
-        x.astype(logits.dtype)
-        for x in (
-            penalties.repetition_penalty,
-            penalties.presence_penalty,
-            penalties.frequency_penalty,
-            penalties.bias_values,
-        )
+    row = jnp.arange(logits.shape[0])[:, None]
+    penalized = _penalized(logits, counts.seen, counts.counts, penalties)
+    if drafts is not None:
+        ids = jnp.maximum(drafts, 0)
+        more = jnp.sum(drafts[:, :, None] == drafts[:, None, :], axis=2, dtype=counts.counts.dtype)
+        again = _penalized(logits[row, ids], jnp.ones_like(ids, bool), counts.counts[row, ids] + more, penalties)
+        penalized = penalized.at[row, _or_none(drafts, logits)].set(again, mode="drop")
+    bias = penalties.bias_values.astype(logits.dtype)
+    return penalized.at[row, _or_none(penalties.bias_ids, logits)].add(bias, mode="drop")
+
+
+def _or_none(ids: Array, logits: Array) -> Array:
+    """Ids out of range where they are negative: an index below 0 would wrap around."""
+    return jnp.where(ids < 0, logits.shape[1], ids)
+
+
+def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) -> Array:
+    """Logits [R, n] of tokens that were seen bool[R, n], and occurred in the output i32[R, n] times."""
+    repetition, presence, frequency = (
+        x.astype(logits.dtype)[:, None]
+        for x in (penalties.repetition_penalty, penalties.presence_penalty, penalties.frequency_penalty)
     )
-    repeated = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-    logits = jnp.where(counts.seen, repeated, logits)
-    output = counts.counts.astype(logits.dtype)
-    logits -= output * frequency[:, None] + (output > 0).astype(logits.dtype) * presence[:, None]
-    ids = jnp.where(penalties.bias_ids < 0, logits.shape[1], penalties.bias_ids)  # a negative index would wrap around
-    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(bias, mode="drop")
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    times = output.astype(logits.dtype)
+    return jnp.where(seen, repeated, logits) - (times * frequency + (times > 0).astype(logits.dtype) * presence)
 
 
 def count_tokens(counts: TokenCounts, slot: Array, tokens: Array, is_output: Array) -> TokenCounts:

@@ -41,8 +41,8 @@ class Recipe(NamedTuple):
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
     """All buckets: first the one that holds every step (see options.resolve), then by decodes,
     descending, and at equal decodes those with fewer prompt tokens first."""
-    top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes))
-    return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens))]
+    top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes, -r.rows))
+    return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens, r.rows))]
 
 
 def own_settings() -> Callable[[], AbstractContextManager[None]]:

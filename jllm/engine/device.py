@@ -17,7 +17,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import Layout
-from jllm.engine.options import EngineOptions
+from jllm.engine.options import EngineOptions, drafter_of
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
@@ -28,6 +28,7 @@ from jllm.merge_step import (
     Outputs,
     State,
     Variant,
+    init_drafts,
     jit_copy_pages,
     make_slots,
 )
@@ -35,6 +36,9 @@ from jllm.model import Cache
 from jllm.params import Params
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
+from jllm.speculative.drafter import Drafter
+
+REMEMBERED = 512  # tokens that a drafter is told at once
 
 
 class Device:
@@ -49,6 +53,7 @@ class Device:
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._options, self._memory, self._free = options, memory, memory()
+        self._drafter = drafter_of(options)
         self.sizes = sizes_for(options, config, params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
@@ -64,7 +69,10 @@ class Device:
         self._free = None  # later on there is as much as there was, but the device may not know it yet
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
-        self._state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
+        state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
+        if self._drafter is not None:
+            state = replace(state, drafts=init_drafts(self._drafter, state, self._config, self._params.dtype))
+        self._state = state
 
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
@@ -79,7 +87,8 @@ class Device:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
-        self._state, outputs = self.programs.run((layout.bucket, variant), self._params, self._state, buffer)
+        arguments = self._params, self._state, buffer, self._drafter
+        self._state, outputs = self.programs.run((layout.bucket, variant), *arguments)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
         return outputs
@@ -91,7 +100,19 @@ class Device:
             pages = np.full((COPIES, 2), np.iinfo(np.int32).max, np.int32)
             some = copies[at : at + COPIES]
             pages[: len(some)] = some
-            self._state = replace(self._state, cache=jit_copy_pages(self._state.cache, pages))
+            self._state = _with_pools(self._state, jit_copy_pages(_pools(self._state), pages))
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Tells the drafter the first tokens of a slot's sequence, which no step computes."""
+        if self._drafter is None or self._state is None or self._state.drafts is None:
+            return
+        for start in range(0, len(tokens), REMEMBERED):
+            some = tokens[start : start + REMEMBERED]
+            padded = np.zeros(REMEMBERED, np.int32)
+            padded[: len(some)] = some
+            where = np.asarray([slot, start, len(some)], np.int32)
+            memory = _remember(self._drafter, self._state.drafts.memory, where, padded)
+            self._state = replace(self._state, drafts=replace(self._state.drafts, memory=memory))
 
     def read_pages(self, pages: Sequence[int]) -> Cache:
         """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
@@ -138,16 +159,18 @@ class Device:
     def _copying(self) -> Recipe:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        return Recipe(partial(jit_copy_pages.lower, jax.eval_shape(lambda s: s.cache, self._state), pages))
+        return Recipe(partial(jit_copy_pages.lower, jax.eval_shape(_pools, self._state), pages))
 
     def _check(self, top: jax.stages.Compiled) -> None:
         assert self._state is not None
         check_step(top, self._state, self.sizes, self._left)
 
-    def _arguments(self, bucket: Bucket, variant: Variant) -> tuple[Params, State, jax.ShapeDtypeStruct]:
+    def _arguments(
+        self, bucket: Bucket, variant: Variant
+    ) -> tuple[Params, State, jax.ShapeDtypeStruct, Drafter | None]:
         """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
-        return self._params, state, jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
+        return self._params, state, jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32), self._drafter
 
     def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
         layout = self.layout(bucket, variant)
@@ -162,6 +185,25 @@ class Device:
         neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
         slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
         return replace(state, slots=slots, counts=make_counts(S, V) if wanted else None)
+
+
+def _pools(state: State) -> Cache:
+    """All pools of pages: the model's, and those of a drafter, which share its page tables."""
+    return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
+
+
+def _with_pools(state: State, pools: Cache) -> State:
+    layers = len(state.cache)
+    drafts = None if state.drafts is None else replace(state.drafts, cache=pools[layers:])
+    return replace(state, cache=pools[:layers], drafts=drafts)
+
+
+@partial(jax.jit, donate_argnames="memory")
+def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array) -> Any:
+    """A drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first, and how
+    many are valid."""
+    slot, start, count = where
+    return drafter.remember(memory, slot, tokens, start, count)
 
 
 def make_files(folder: Path, params: Params) -> Executables:

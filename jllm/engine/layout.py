@@ -14,6 +14,7 @@ import numpy as np
 from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
 from jllm.merge_step import STATIC, Outputs, State, eager_step
 from jllm.params import Params
+from jllm.speculative.drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Layout:
     def empty(self) -> RaggedBatch:
         """A batch of this size with nothing in it."""
         bucket = self.bucket
-        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, deltas=self.deltas, bias=self.bias)
+        sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows}
+        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
 
     @property
     def size(self) -> int:
@@ -57,10 +59,10 @@ class Layout:
 
 @partial(jax.jit, static_argnames=(*STATIC, "layout"), donate_argnames="state")
 def packed_step(
-    params: Params, state: State, buffer: jax.Array, *, layout: Layout, **static: Any
+    params: Params, state: State, buffer: jax.Array, drafter: Drafter | None = None, *, layout: Layout, **static: Any
 ) -> tuple[State, Outputs]:
     """merge_step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
-    return eager_step(params, state, layout.unpack(buffer), **static)
+    return eager_step(params, state, layout.unpack(buffer), drafter, **static)
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:

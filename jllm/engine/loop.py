@@ -17,6 +17,8 @@ import jax
 
 from jllm.engine.checks import Prompt, check_request, token_ids
 from jllm.engine.device import Device
+from jllm.engine.drafters import with_drafter
+from jllm.engine.drafting import DraftCounts, drafting_of
 from jllm.engine.gate import Gate
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Metrics, RequestCounts, Times
@@ -60,15 +62,17 @@ class Engine:
         **options: Unpack[EngineKeywords],
     ):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._options = make_options(with_learned(options, model))
+        self._options = make_options(with_drafter(with_learned(options, model), model))
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
+        self._drafting = drafting_of(self._options, sizes.limits)
         self._scheduler = scheduler(
             sizes.limits,
             sizes.prompt_sizes,
             sizes.decode_sizes,
             policy=self._options.make_policy(),
             prefix_cache=self._options.prefix_cache,
+            draft_rows=None if self._drafting is None else self._drafting.rows,
         )
         self._gate = Gate(self._device.programs, self._scheduler)
         self._trace = None
@@ -88,6 +92,7 @@ class Engine:
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
         self._turns = Turns()
+        self._last_read: float | None = None  # when the step before was read, if the device went on at once
 
     @property
     def has_work(self) -> bool:
@@ -267,12 +272,15 @@ class Engine:
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
         waiting, programs = len(self._gate.waiting), self._device.programs
-        return Metrics.of(self._scheduler, waiting, programs, self._counts, self._times).as_dict()
+        found = Metrics.of(self._scheduler, waiting, programs, self._counts, self._times).as_dict()
+        return found if self._drafting is None else found | self._drafting.counts.as_dict()
 
     @in_turn
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
         self._counts, self._times = RequestCounts(), Times()
+        if self._drafting is not None:
+            self._drafting.counts = DraftCounts()
         self._scheduler.reset_counts()
 
     @in_turn
@@ -340,14 +348,18 @@ class Engine:
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
         tokens, pool = plan.prompt_tokens, self._scheduler.pool
-        bucket, variant = self._device.programs.choose(need, *plan.size)
+        bucket, variant = self._device.programs.choose(need, *plan.size, plan.most_rows)
         layout = self._device.layout(bucket, variant)
-        buffer = pack_plan(layout, plan, self._config.vocab_size, self._stop_ids)
+        buffer = pack_plan(layout, plan, pool.page_size, self._config.vocab_size, self._stop_ids)
         for seq in plan.loads:
             assert seq.snapshot is not None
             self._device.load(seq.pages[: pool.pages_for(seq.snapshot.length)], seq.snapshot)
         if plan.copies:
             self._device.copy_pages(plan.copies)
+        if self._drafting is not None:
+            for seq, tokens in plan.skips:
+                assert seq.slot is not None
+                self._device.remember(seq.slot, seq.slice(0, tokens))
         outputs = self._device.run(buffer, layout, variant)
         counts = self._counts
         if self._trace:
@@ -367,8 +379,9 @@ class Engine:
         self._failures = 0
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs, self._live.get)
-        plan, most, now = step.plan, self.sizes.limits.short_rows, time.perf_counter()
-        short = step.bucket.decodes * most  # rows before those of chunks
+        plan, bucket, now = step.plan, step.bucket, time.perf_counter()
+        short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
+        most = short // bucket.decodes if bucket.decodes else 1
         tokens = outputs.tokens[:short].reshape(-1, most).tolist()
         for i, (seq, rows, some) in enumerate(zip(plan.decodes, plan.rows, tokens)):
             if seq.finish_reason is None:  # else: ended by an earlier token or an abort; the surplus is dropped
@@ -379,9 +392,23 @@ class Engine:
         for last, times in self._previous.items():  # few: most sequences had their last token in the step before
             self._times.inter_token.add(now - last, times)
         self._previous.clear()
+        if self._drafting is not None:
+            self._learn(step, outputs, tokens, now)
         self._scheduler.step_read(step.plan.step)
         if self._trace:
             self._trace.read(step.plan.step)
+
+    def _learn(self, step: InFlight, outputs: Outputs, tokens: list[list[int]], now: float) -> None:
+        """Tells what a step with drafts gained and cost. Its time is known where the device had no pause before it."""
+        assert self._drafting is not None
+        seconds, self._last_read = (None if self._last_read is None else now - self._last_read), now
+        if self._in_flight is None:
+            self._last_read = None
+        if step.plan.chunks:
+            return
+        drafts = [0] * len(tokens) if outputs.drafted is None else outputs.drafted.tolist()
+        advanced = [(n, sum(token >= 0 for token in some)) for n, some in zip(drafts, tokens)]
+        self._drafting.observe(step.bucket, [each for each in advanced if each[1]], seconds)
 
     def _take(self, live: Live, tokens: list[int], rows: int, outputs: Outputs, row: int, now: float) -> None:
         """Takes in the tokens of a sequence's `rows` rows of a step, from `row` on, read at `now`: those after the

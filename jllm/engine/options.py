@@ -16,10 +16,14 @@ from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
 from jllm.kv_policies.length import Predictor
 from jllm.kv_policies.options import check_policy, policy_of
+from jllm.speculative.drafter import Drafter
+from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import BACKEND_NAMES
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
+MOST_DRAFTS = MOST_NODES - 1
+MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class EngineOptions:
     watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
+    # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
+    speculate: str | Drafter | None = None  # "ngram", or a drafter; default: none
+    drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
@@ -70,6 +77,10 @@ class EngineOptions:
         if self.trace is not None and not isinstance(self.trace, Sink):
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
         check_policy(self)
+        if not isinstance(self.speculate, str | Drafter | None):
+            raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {self.speculate!r}")
+        if self.drafts is not None:
+            _check_drafts(self.drafts, self.speculate)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -83,6 +94,16 @@ class EngineOptions:
     def make_policy(self) -> Callable[[PagePool], Policy]:
         """What makes the KV policy for a pool."""
         return policy_of(self)
+
+
+def _check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
+    """ConfigError for a number of drafts that has no meaning."""
+    if speculate is None:
+        raise ConfigError("drafts has no meaning without speculate: leave it out")
+    if not isinstance(drafts, Integral) or isinstance(drafts, bool) or not 0 < int(drafts) <= MOST_DRAFTS:
+        raise ConfigError(f"drafts must be an integer from 1 to {MOST_DRAFTS}, not {drafts!r}")
+    if not isinstance(speculate, str) and int(drafts) != speculate.tree.size - 1:
+        raise ConfigError(f"drafts={drafts}, but the drafter makes {speculate.tree.size - 1}: leave it out")
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -101,6 +122,8 @@ class EngineKeywords(TypedDict, total=False):
     watermark: float | None
     extent_overflow: str | None
     prefix_cache: bool | None
+    speculate: str | Drafter | None
+    drafts: int | None
     executables: str | os.PathLike | None
     trace: Sink | None
 
@@ -137,6 +160,13 @@ class EngineSizes:
         return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))
 
 
+def drafter_of(options: EngineOptions) -> Drafter | None:
+    """The drafter that the options have; a name was made into one before (drafters.with_drafter)."""
+    if isinstance(options.speculate, str):
+        raise ConfigError(f"speculate={options.speculate!r} is a name: give the drafter that it stands for")
+    return options.speculate
+
+
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> EngineSizes:
     """Fills in defaults; affordable_pages is what the device's memory can hold."""
     P, S = options.page_size, options.max_slots
@@ -155,6 +185,17 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         raise ConfigError(f"buckets must have one that holds {largest}: {add}{less}")
     if any(r.tokens and not r.chunks for r in buckets):
         raise ConfigError("a bucket with prompt tokens must have chunks")
+    drafter = drafter_of(options)
+    rows = 1 if drafter is None else drafter.tree.size
+    short = min(S, MOST_DRAFT_ROWS // rows, tokens // rows)
+    if rows > 1 and not short:
+        most = min(MOST_DRAFT_ROWS, tokens)
+        raise ConfigError(f"{rows - 1} drafts and a token are more rows than the {most} of a step: give fewer drafts")
+    if any(r.rows not in (1, rows) or (r.rows > 1 and r.tokens) for r in buckets):
+        raise ConfigError(f"a bucket's rows must be 1, or {rows} of one without prompt tokens")
+    if rows > 1 and all(r.rows == 1 for r in buckets):
+        sizes = sorted({min(r.decodes, short) for r in buckets if not r.tokens} | {short})
+        buckets = (*buckets, *(Bucket(r, 0, 0, rows) for r in sizes))
     limits = Limits(
         max_slots=S,
         max_step_tokens=tokens,
@@ -162,6 +203,8 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         max_chunks=top.chunks,
         page_size=P,
         num_pages=num_pages,
-        max_deltas=most_deltas(S, tokens, P),
+        max_deltas=most_deltas(S, tokens, P, rows),
+        short_rows=rows,
+        short_decodes=max((r.decodes for r in buckets if r.rows >= rows), default=short),
     )
     return EngineSizes(limits, min(whole, num_pages), buckets)

@@ -17,16 +17,19 @@ NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for 
 
 
 def pack_plan(
-    layout: Layout, plan: StepPlan, vocab_size: int, stop_ids: Callable[[Sequence], Collection[int]]
+    layout: Layout, plan: StepPlan, page_size: int, vocab_size: int, stop_ids: Callable[[Sequence], Collection[int]]
 ) -> np.ndarray:
     """The buffer of a planned step; stop_ids gives the tokens that end a sequence."""
     buffer, batch = layout.pack()
-    chunks = [_chunk(chunk, vocab_size, stop_ids(chunk.seq)) for chunk in plan.chunks]
+    chunks = [_chunk(chunk, page_size, vocab_size, stop_ids(chunk.seq)) for chunk in plan.chunks]
+    R = len(plan.decodes)
+    batch.decode_rows[:R] = plan.rows
+    batch.decode_room[:R] = [seq.mapped * page_size for seq in plan.decodes]
     fill_batch(batch, chunks, [seq.slot for seq in plan.decodes if seq.slot is not None], plan.deltas)
     return buffer
 
 
-def _chunk(chunk: Chunk, vocab_size: int, stop_ids: Collection[int]) -> PromptChunk:
+def _chunk(chunk: Chunk, page_size: int, vocab_size: int, stop_ids: Collection[int]) -> PromptChunk:
     seq, p, stop = chunk.seq, chunk.seq.params, chunk.start + len(chunk.tokens)
     assert seq.slot is not None
     bias = p.logit_bias or {}
@@ -47,5 +50,6 @@ def _chunk(chunk: Chunk, vocab_size: int, stop_ids: Collection[int]) -> PromptCh
         chunk.final,
         prompt_len=len(seq.prompt),
         targets=targets,
+        room=seq.mapped * page_size,
         sampling=sampling,
     )

@@ -14,8 +14,8 @@ class Limits:
     """Sizes that no plan exceeds.
 
     A step has rows for a short segment and at most one new page that is not for drafts from each decoding slot, hence
-    max_step_tokens >= max_slots * short_rows and max_deltas >= max_slots: the decodes always fit, and a slot that
-    prefills can always add a token.
+    max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots: the decodes always fit,
+    and a slot that prefills can always add a token.
     """
 
     max_slots: int  # sequences that run at once
@@ -26,18 +26,25 @@ class Limits:
     num_pages: int
     max_deltas: int  # page table changes in a step
     short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
+    short_decodes: int | None = None  # most decodes of a step in which they have more than one; None: max_slots
 
     def __post_init__(self):
         for f in fields(self):
-            if getattr(self, f.name) < 1:
-                raise ConfigError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
+            value = getattr(self, f.name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{f.name} must be at least 1, not {value}")
         for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
             if getattr(self, name) < self.max_slots:
                 least = f"max_slots = {self.max_slots} (one {unit} a slot)"
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.max_step_tokens < self.max_slots * self.short_rows:
-            least = f"max_slots * short_rows = {self.max_slots * self.short_rows}"
+        if self.max_step_tokens < self.most_short * self.short_rows:
+            least = f"{self.most_short} decodes of {self.short_rows} rows"
             raise ConfigError(f"max_step_tokens must be at least {least}, not {self.max_step_tokens}")
+
+    @property
+    def most_short(self) -> int:
+        """short_decodes, made definite."""
+        return self.max_slots if self.short_decodes is None else self.short_decodes
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
@@ -73,6 +80,7 @@ class StepPlan:
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
     loads: tuple[Sequence, ...] = ()  # whose snapshot goes to their first pages before all copies
+    skips: tuple[tuple[Sequence, int], ...] = ()  # admitted ones with the number of first tokens that no step computes
     preempted: tuple[Sequence, ...] = ()  # since the plan before
 
     @property
@@ -84,6 +92,11 @@ class StepPlan:
         """Decodes, prompt tokens and chunks that a compiled size must have room for."""
         return len(self.decodes), self.prompt_tokens, len(self.chunks)
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a decode."""
+        return max(self.rows, default=1)
+
 
 @dataclass
 class PlanParts:
@@ -93,6 +106,7 @@ class PlanParts:
     deltas: list[tuple[int, int, int]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # to: from
     loads: list[Sequence] = field(default_factory=list)
+    skips: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:

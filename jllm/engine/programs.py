@@ -64,19 +64,20 @@ class Programs:
         self._open.add(variant)
         self._permitted.update(self._keys(variant))
 
-    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int) -> Key:
+    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Key:
         """The program for a step: the smallest of the narrowest variant. If it is not there, it is compiled behind, and
-        the step takes a larger one."""
+        the step takes a larger one, or one of fewer rows a decode."""
         self._collect()
         variant = self._narrowest(need)
         if variant is None:
             self.permit(need)
             variant = need
-        bucket = choose_bucket(self._buckets, decodes, tokens, chunks)
+        bucket = choose_bucket(self._buckets, decodes, tokens, chunks, rows)
         if not self._is_there(_key(bucket, variant)):
             self._begin(_key(bucket, variant))
             now = [bucket for bucket in self._buckets if self._is_there(_key(bucket, variant))]
-            bucket = choose_bucket(now, decodes, tokens, chunks)
+            rows = min(rows, max(bucket.rows for bucket in now if bucket.decodes >= decodes))
+            bucket = choose_bucket(now, decodes, tokens, chunks, rows)
         return _key(bucket, variant)
 
     def run(self, key: Key, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 from jllm.batch import Bucket
 from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
-from jllm.engine.options import EngineOptions, EngineSizes, resolve
+from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.memory import gib, is_host
@@ -36,8 +36,8 @@ class Need:
 
 
 def largest(buckets: tuple[Bucket, ...]) -> Bucket:
-    """As large as any bucket in each of its sizes: one of them is."""
-    return Bucket(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in buckets))))
+    """As large as any bucket of plain decoding in each of its sizes: one of them is."""
+    return Bucket(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in buckets if r.rows == 1))))
 
 
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
@@ -82,8 +82,9 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free
 
 def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[EngineSizes, Need]:
     """Sizes, with as many pages by default as fit, and what they take."""
-    page = page_bytes(config, dtype, options.kv_cache, options.page_size)
-    step = step_bytes(config, dtype, largest(resolve(options, config, 0).buckets))
+    page = page_bytes(config, dtype, options.kv_cache, options.page_size) + _draft_bytes(options, config, dtype)
+    buckets = resolve(options, config, 0).buckets
+    step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
     most = CPU_CACHE_BYTES if free is None else int(SHARE * free)
     if is_host():
         most = min(most, CPU_CACHE_BYTES)
@@ -92,6 +93,15 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
         pages = min(pages, _affordable(options, config, page, free - step))
     sizes = resolve(options, config, pages)
     return sizes, Need(sizes.limits.num_pages * page, _slot_bytes(options.max_slots, sizes.max_pages), step)
+
+
+def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int:
+    """Bytes that a drafter's pools have for a page."""
+    drafter = drafter_of(options)
+    if drafter is None:
+        return 0
+    sizes = {"slots": 1, "num_pages": 1, "page_size": options.page_size, "max_tokens": options.page_size}
+    return tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, **sizes)[0]))
 
 
 def _slot_bytes(slots: int, max_pages: int) -> int:

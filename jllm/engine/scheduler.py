@@ -49,6 +49,9 @@ class Scheduler(PageTables):
     policy makes the KV policy for a pool (see kv_policy.py); by default pages on demand.
 
     prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
+
+    draft_rows tells how many rows a decode may have at most, of limits.short_rows, in a step of some decodes, with
+    prompts or without; by default all.
     """
 
     PATIENCE = 8
@@ -62,8 +65,10 @@ class Scheduler(PageTables):
         *,
         policy: Callable[[PagePool], Policy] = OnDemand,
         prefix_cache: bool = False,
+        draft_rows: Callable[[int, bool], int] | None = None,
     ):
         super().__init__(limits, policy, prefix_cache)
+        self.draft_rows = draft_rows
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
         self.turn = 0  # round-robin offset of decodes that sit out
         self.held = 0  # steps since prompts first waited for others to fill a step with
@@ -124,15 +129,17 @@ class Scheduler(PageTables):
             return None
         decodes, short, prefills = room
         limits = self.limits
-        budget = min(limits.max_step_tokens - len(decodes) * limits.short_rows, limits.max_prompt_tokens)
+        rows = self._most_rows(len(decodes), bool(prefills or (self.waiting and self.free_slots)))
+        budget = min(limits.max_step_tokens - len(decodes) * rows, limits.max_prompt_tokens)
         parts = PlanParts()
         self._map(short, parts)
         self._prefill(prefills, self._fill(prefills, budget, len(decodes)), parts)
         if not parts.chunks:
             decodes = self._trim(decodes)
+            rows = self._most_rows(len(decodes), False)
         if not decodes and parts.empty:
             return self._nothing()
-        return self._plan(decodes, parts)
+        return self._plan(decodes, self._rows(decodes, rows, parts), parts)
 
     def _nothing(self) -> StepPlan | None:
         """There is nothing to dispatch now: a read or a request must come first."""
@@ -140,9 +147,8 @@ class Scheduler(PageTables):
             raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
         return None
 
-    def _plan(self, decodes: list[Sequence], parts: PlanParts) -> StepPlan:
+    def _plan(self, decodes: list[Sequence], rows: tuple[int, ...], parts: PlanParts) -> StepPlan:
         """The parts as a plan, which counts as dispatched."""
-        rows = self._rows(decodes, parts)
         self.dispatched += 1
         for seq in decodes:
             seq.computed += 1
@@ -165,6 +171,7 @@ class Scheduler(PageTables):
             tuple(parts.deltas),
             copies,
             tuple(parts.loads),
+            tuple(parts.skips),
             tuple(preempted),
         )
 
@@ -201,18 +208,30 @@ class Scheduler(PageTables):
         for left, seq in zip(range(len(short) - 1, -1, -1), short):
             self._grow(seq, seq.reach, parts, left)
 
-    def _rows(self, decodes: list[Sequence], parts: PlanParts) -> tuple[int, ...]:
-        """Rows of each decode: all that a short segment has where their pages are there or left over, else one."""
+    def _most_rows(self, decodes: int, prompts: bool) -> int:
+        """The most rows of each decode in a step of these, and whether prompts come with them."""
+        if decodes > self.limits.most_short:
+            return 1
         most = self.limits.short_rows
-        if most == 1:
+        return most if self.draft_rows is None else min(most, self.draft_rows(decodes, prompts))
+
+    def _rows(self, decodes: list[Sequence], most: int, parts: PlanParts) -> tuple[int, ...]:
+        """Rows of each decode: `most` where their pages are there or left over, else one. With drafts at all, those get
+        a page for the token that they draw as well, since a drafter's K and V are a token ahead."""
+        if self.limits.short_rows == 1:
             return (1,) * len(decodes)
         spare = 0 if self.waiting and self.free_slots else self.pool.num_available - len(self.running)
         rows = []
         for seq in decodes:
-            n, available = min(most, seq.max_length - 1 - seq.computed), self.pool.num_available
-            rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
+            n, available = max(1, min(most, seq.max_length - 1 - seq.computed)), self.pool.num_available
+            rows.append(n if self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
             spare -= available - self.pool.num_available
             seq.ahead += rows[-1] - 1
+        for chunk in parts.chunks:
+            if chunk.final:
+                available = self.pool.num_available
+                self._lend(chunk.seq, chunk.start + len(chunk.tokens) + 1, spare, parts)
+                spare -= available - self.pool.num_available
         return tuple(rows)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
@@ -275,6 +294,8 @@ class Scheduler(PageTables):
             self.retired.append((self.dispatched + 1, [reused.source]))
         if reused.snapshot:
             parts.loads.append(seq)
+        if seq.computed:
+            parts.skips.append((seq, seq.computed))
         seq.slot = self.free_slots.pop()
         seq.prefill_end = seq.length
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed

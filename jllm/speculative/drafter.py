@@ -10,7 +10,7 @@ at the draft's token index uses the same noise.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -56,6 +56,7 @@ class Advance:
     chunk_hidden: jax.Array  # [C, E], the target's, of the chunks' tokens
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes drafts for sequences that decode."""
 

@@ -41,7 +41,8 @@ class Advancing(HostOnly):
 
     @property
     def sizes(self) -> EngineSizes:
-        return replace(self._sizes, limits=replace(self._sizes.limits, short_rows=self.rows))
+        buckets = tuple(replace(bucket, rows=self.rows) for bucket in self._sizes.buckets)
+        return replace(self._sizes, limits=replace(self._sizes.limits, short_rows=self.rows), buckets=buckets)
 
     @sizes.setter
     def sizes(self, sizes: EngineSizes) -> None:

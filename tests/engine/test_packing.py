@@ -19,18 +19,21 @@ LAYOUT = Layout(Bucket(3, 10, 3), deltas=3, bias=2)
 def test_a_plan_as_the_device_reads_it():
     asked = {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.5, "logit_bias": {7: -1.0}}
     rare = SamplingParams(temperature=0.5, top_k=500, top_p=0.75, min_p=0.125, prompt_logprobs=True, **asked)
-    first = Sequence(0, 0, (10, 11, 12, 13, 14), rare, 2**32 - 1, 50, [20, 21], slot=2)
-    second = Sequence(0, 1, (30, 31), SamplingParams(temperature=0.0), 5, 9, slot=0)
-    decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot) for slot in (3, 1))
+    first = Sequence(0, 0, (10, 11, 12, 13, 14), rare, 2**32 - 1, 50, [20, 21], slot=2, mapped=2)
+    second = Sequence(0, 1, (30, 31), SamplingParams(temperature=0.0), 5, 9, slot=0, mapped=1)
+    decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot, mapped=slot) for slot in (3, 1))
     chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
     stops = {first: range(40, 40 + STOP_IDS + 3), second: {9, 2}}
-    buffer = pack_plan(
-        LAYOUT, StepPlan(0, decodes, (1,) * len(decodes), chunks, ((2, 1, 6), (0, 0, 4))), 97, lambda seq: stops[seq]
-    )
+    plan = StepPlan(0, decodes, (2, 1), chunks, ((2, 1, 6), (0, 0, 4)))
+    buffer = pack_plan(LAYOUT, plan, 8, 97, lambda seq: stops[seq])
     batch = LAYOUT.unpack(buffer)
     assert buffer.dtype == np.int32
     want = {
         "decode_slot": [3, 1, NOWHERE],
+        "decode_rows": [2, 1, 1],
+        "decode_room": [24, 8, NOWHERE],
+        "chunk_room": [16, 8, NOWHERE],
+        "width": 1,
         "tokens": [13, 14, 20, 30, 31, 0, 0, 0, 0, 0],
         "targets": [14, -1, -1, -1, -1, -1, -1, -1, -1, -1],  # what follows in a prompt whose scores are asked for
         "deltas": [[2, 1, 6], [0, 0, 4], [NOWHERE] * 3],

@@ -282,8 +282,8 @@ MOVING = {
 class IgnoresDrafts(Scheduler):
     """Takes a step that is unread to have advanced everyone by one token."""
 
-    def _rows(self, decodes, parts):
-        rows = super()._rows(decodes, parts)
+    def _rows(self, decodes, most, parts):
+        rows = super()._rows(decodes, most, parts)
         for seq in decodes:
             seq.ahead = 0
         return rows

@@ -1,0 +1,39 @@
+"""The engine's option `speculate` as a drafter: by name, from a file, or as it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jllm.drafter_files import KINDS, load_drafter
+from jllm.errors import ConfigError
+from jllm.speculative.drafter import Drafter
+from jllm.speculative.ngram import NGram
+from jllm.speculative.tree import chain
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
+
+SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
+FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}
+NAMES = ("ngram", *KINDS, *(f"{kind}:PATH" for kind in KINDS))
+
+
+def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
+    """Engine options whose `speculate` is a drafter, if it is a name. Raises as find_drafter does."""
+    name = options.get("speculate")
+    if not isinstance(name, str):
+        return dict(options)
+    return {**options, "speculate": find_drafter(name, model, options.get("drafts"))}
+
+
+def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafter:
+    """The drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE"; without a path
+    those that are shipped with the bundled model. drafts: how many it makes in a chain; None leaves that to it. Raises
+    ConfigError for a name or a file that is none, or does not fit the model."""
+    kind, _, path = name.partition(":")
+    tree = None if drafts is None else chain(drafts)
+    if name == "ngram":
+        return NGram() if drafts is None else NGram(drafts)
+    if kind not in KINDS:
+        raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")
+    return load_drafter(kind, path or SHIPPED / FILES[kind], model, tree)

@@ -1,0 +1,162 @@
+"""Drafters in an engine: their K and V go wherever the target's go, and metrics tell what became of their drafts."""
+
+import jax
+import pytest
+
+from jllm.batch import Bucket
+from jllm.engine.drafters import find_drafter
+from jllm.engine.drafting import Drafting
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.eagle import init_eagle
+from jllm.speculative.medusa import init_medusa
+from jllm.speculative.ngram import NGram
+from jllm.speculative.tree import Tree, chain
+from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
+from tests.speculative.test_oracle import BUSHY, POOL, some_jobs
+from tests.tiny import CONFIG, tiny_model
+
+KEY = jax.random.key(5)
+SMALL = {"max_slots": 2, "page_size": 8, "max_step_tokens": 24, "buckets": (Bucket(2, 16, 2),)}
+
+
+@pytest.fixture(scope="module")
+def model64():
+    with jax.enable_x64(True):
+        yield tiny_model("float64")
+
+
+def drafters(model) -> dict:
+    draft = tiny_model("float64", seed=3, num_layers=1, hidden_size=16)
+    return {
+        "draft": DraftModel(draft.params, draft.config, chain(3)),
+        "draft tree": DraftModel(draft.params, draft.config, BUSHY),
+        "eagle": init_eagle(CONFIG, KEY, chain(3), "float64"),
+        "eagle tree": init_eagle(CONFIG, KEY, BUSHY, "float64"),
+        "medusa": init_medusa(CONFIG, KEY, chain(3), "float64"),
+        "medusa tree": init_medusa(CONFIG, KEY, Tree((0, 0, 1, 1, 2)), "float64"),
+        "ngram": NGram(3, shortest=1),
+    }
+
+
+NAMES = ["draft", "draft tree", "eagle", "eagle tree", "medusa", "medusa tree", "ngram"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_tokens_with_every_drafter(model64, name):
+    jobs = some_jobs()
+    with jax.enable_x64(True):
+        drafter = drafters(model64)[name]
+        options = COMPANY[POOL] | {"speculate": drafter, "drafts": drafter.tree.size - 1}
+        for completion, want in zip(play(model64, jobs, options), alone(model64, jobs), strict=True):
+            assert_same(completion, want, False)
+
+
+@pytest.mark.parametrize("tree", [chain(3), BUSHY], ids=["chain", "tree"])
+@pytest.mark.parametrize("company", [POOL, "two slots, pages of 16"])
+def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, company):
+    """So its K and V are right after preemption, in pages that the prefix cache has, and where chunks are cut: what it
+    draws with them is what the target draws."""
+    seen: dict = {}
+    jobs = some_jobs() + [Job(job.prompt, job.params, 80, None) for job in some_jobs(max_new_tokens=20)]
+    with jax.enable_x64(True):
+        drafter = DraftModel(model64.params, model64.config, tree)
+        options = COMPANY[company] | {"num_pages": 14, "speculate": drafter, "drafts": tree.size - 1}
+        got = play(model64, jobs, options, seen)
+        for completion, want in zip(got, alone(model64, jobs), strict=True):
+            assert_same(completion, want, False)
+    assert seen["prefix_hit_tokens"]
+    assert seen["draft_segments"] > 5
+    if company != POOL:
+        assert set(seen["draft_acceptance"].values()) == {1.0}
+    else:  # where pages are short, a drafter misses K and V of some tokens
+        assert min(seen["draft_acceptance"].values()) > 0.8
+
+
+def test_forks_and_snapshots(model64):
+    """Pages of a drafter are copied with the target's; a snapshot has none of them, which costs acceptance alone."""
+    prompt, params = list(range(3, 14)), SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True, seed=1)
+    with jax.enable_x64(True):
+        want = next(alone(model64, [Job(tuple(prompt), params, 0, None)])).token_ids
+        drafter = DraftModel(model64.params, model64.config, chain(3))
+        engine = Engine(model64, speculate=drafter, drafts=3, **SMALL, num_pages=20)
+        request = engine.submit(prompt, params)
+        for _ in range(5):
+            engine.step()
+        sample = engine.fork(request)
+        taken = engine.snapshot(request)
+        done = {(e.id, e.sample): e.completion for e in engine.run() if e.completion}
+        assert done[request, 0].token_ids == want
+        assert done[request, sample].token_ids == want  # greedy: its own key changes nothing
+        assert set(engine.metrics()["draft_acceptance"].values()) == {1.0}
+        known = len(taken.tokens)
+        again = engine.resume(taken, SamplingParams(**{**vars(params), "max_new_tokens": 30 - (known - len(prompt))}))
+        done = {e.id: e.completion for e in engine.run() if e.completion}
+        assert (*taken.tokens[len(prompt) :], *done[again].token_ids) == want
+
+
+def test_steps_with_drafts_end_where_the_context_does(model64):
+    """A draft past the last token that may be is not verified, whatever room there is."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=1000, ignore_eos=True)
+    with jax.enable_x64(True):
+        model = tiny_model("float64", context=40)
+        jobs = [Job((5, 6, 7), params, 0, None), Job(tuple(range(3, 40)), params, 0, None)]
+        drafter = DraftModel(model.params, model.config, chain(7))
+        for got, want in zip(play(model, jobs, SMALL | {"speculate": drafter}), alone(model, jobs), strict=True):
+            assert_same(got, want, False)
+            assert got.finish_reason == "length"
+
+
+def test_drafts_are_chosen_where_they_pay():
+    """With times that are made up: verifying costs 1.5 times a plain step."""
+    drafting = Drafting(chain(4), most_decodes=8, always=False)
+    plain, drafted = Bucket(4, 0, 0), Bucket(4, 0, 0, 5)
+
+    def run(gain: int, steps: int) -> float:
+        """The share of steps that verify drafts of which so many are accepted."""
+        found = 0
+        for _ in range(steps):
+            with_drafts = drafting.rows(4, False) > 1
+            found += with_drafts
+            bucket = drafted if with_drafts else plain
+            drafting.observe(bucket, [(4 * with_drafts, 1 + gain * with_drafts)] * 4, 1.5 if with_drafts else 1.0)
+        return found / steps
+
+    assert drafting.rows(4, True) == 1, "prompts come first"
+    assert drafting.rows(9, False) == 1
+    assert run(gain=2, steps=600) > 0.9
+    run(gain=0, steps=600)  # the text has changed
+    assert run(gain=0, steps=1000) < 0.04, "trials cost about a hundredth"
+    run(gain=3, steps=600)
+    assert run(gain=3, steps=600) > 0.9
+    assert Drafting(chain(4), 8, always=True).rows(4, False) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"speculate": "lookup"}, "speculate='lookup' is not known: give one of ngram, draft"),
+        ({"drafts": 3}, "drafts has no meaning without speculate"),
+        ({"speculate": "ngram", "drafts": 0}, "drafts must be an integer from 1 to 63, not 0"),
+        ({"speculate": "ngram", "drafts": 60}, "60 drafts and a token are more rows than the 24 of a step"),
+        ({"speculate": 7}, "speculate must be the name of a drafter, or a drafter, not 7"),
+        ({"speculate": NGram(4), "drafts": 3}, "drafts=3, but the drafter makes 4"),
+        ({"speculate": "ngram", "buckets": (Bucket(2, 16, 2), Bucket(2, 0, 0, 3))}, "a bucket's rows must be 1, or 5"),
+        ({"speculate": DraftModel(tiny_model(vocab_size=64).params, tiny_model(vocab_size=64).config)}, "vocabulary"),
+    ],
+)
+def test_what_is_refused(options, why):
+    with pytest.raises(ConfigError, match=why):
+        Engine(tiny_model(), **{**SMALL, **options})
+
+
+def test_names_of_drafters(tmp_path):
+    model = tiny_model()
+    assert find_drafter("ngram", model, 6) == NGram(6)
+    for name in ("medusa", "eagle"):  # those of the bundled model fit no other
+        with pytest.raises(ConfigError):
+            find_drafter(name, model)
+        with pytest.raises(ConfigError, match="nothing"):
+            find_drafter(f"{name}:{tmp_path / 'nothing'}", model)
