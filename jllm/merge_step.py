@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jllm.batch import Chunks, Paged, RaggedBatch, ShortSegments, chunk_of_row, paged_batch
+from jllm.batch import Chunks, RaggedBatch, chunk_of_row
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.params import Params
+from jllm.rows import Rows, lay_out
 from jllm.sampling import (
     Sampling,
     TokenCounts,
@@ -35,9 +35,7 @@ from jllm.sampling import (
     top_logprobs,
 )
 from jllm.sampling import sample as draw_tokens
-from jllm.speculative.accept import accept, drafts_before
 from jllm.speculative.drafter import Advance, Drafter, Drafts
-from jllm.speculative.tree import Tree, chain
 from pallas_kernels.move_tokens import move_tokens
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
@@ -94,44 +92,6 @@ class State:
     counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rows:
-    """The rows that the head runs on: R short segments of Q rows, then the last row of each of B chunks; and the R + B
-    sequences that they are of."""
-
-    slot: jax.Array  # i32[R + B], clipped into range
-    target_slot: jax.Array  # i32[R + B], out of range where no token is drawn
-    valid: jax.Array  # bool[R + B], whether tokens are drawn
-    written: jax.Array  # bool[R + B], whether the slot's length changes
-    start: jax.Array  # i32[R + B], the token index of the first token drawn, which is its sequence's length before it
-    tokens: jax.Array  # i32[R, Q], the inputs of the short segments
-    used: jax.Array  # i32[R], how many of these count
-    tree: Tree = field(metadata={"static": True})  # of the Q rows
-
-    @property
-    def most(self) -> int:
-        """W: the most tokens that a short segment may draw."""
-        return self.tree.depth + 1
-
-    def spread(self, values: Any) -> Any:
-        """A row of values for each sequence [R + B, ...] as a row for each of the head's rows [R Q + B, ...]."""
-        if self.tree.size == 1:
-            return values
-        R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
-        of = np.concatenate([np.repeat(np.arange(R), self.tree.size), R + np.arange(B)])
-        return jax.tree.map(lambda x: x[of], values)
-
-    @property
-    def index(self) -> jax.Array:
-        """i32[R Q + B], the token index of what each row draws."""
-        if self.tree.size == 1:
-            return self.start
-        R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
-        depths = np.concatenate([np.tile(np.asarray(self.tree.depths, np.int32), R), np.zeros(B, np.int32)])
-        return self.spread(self.start) + depths
 
 
 @jax.tree_util.register_dataclass
@@ -254,12 +214,12 @@ def sample(
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         own = rows.spread(jax.tree.map(lambda x: x[rows.slot], counts))
-        tokens, _ = draw(penalize(raw, each.penalties, own, _drafts_before(rows)), each, rows.index, backend=backend)
+        tokens, _ = draw(penalize(raw, each.penalties, own, rows.drafts_before()), each, rows.index, backend=backend)
         finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
     else:
         tokens, finite = draw(raw, each, rows.index, backend=backend)
-    nodes, count = _accept(rows, tokens)
-    drawn, sound = _by_sequence(rows, tokens, nodes), _by_sequence(rows, finite, nodes)
+    nodes, count = rows.accept(tokens)
+    drawn, sound = rows.by_sequence(tokens, nodes), rows.by_sequence(finite, nodes)
     count, done = _end(sampling, rows.start, drawn, sound, count)
     valid = jnp.arange(rows.most, dtype=jnp.int32)[None, :] < count[:, None]
     if variant.penalties:
@@ -267,7 +227,7 @@ def sample(
         slot = jnp.where(valid, rows.target_slot[:, None], state.slots.token.shape[0])
         counts = count_tokens(counts, slot.reshape(-1), drawn.reshape(-1), valid.reshape(-1))
     outputs = Outputs(
-        tokens=_flat(rows, jnp.where(valid, jnp.where(sound, drawn, NOT_FINITE), -1)),
+        tokens=rows.flat(jnp.where(valid, jnp.where(sound, drawn, NOT_FINITE), -1)),
         **_logprobs(rows, raw, tokens, nodes, variant),
         prompt_logprobs=logits.prompt_logprobs,
         prompt_ranks=logits.prompt_ranks,
@@ -294,9 +254,7 @@ def draft(
     rows, slots, drafts = logits.rows, state.slots, state.drafts
     assert drafts is not None, "a drafter needs State.drafts: init_state(..., drafter=drafter)"
     S, R = slots.token.shape[0], rows.tokens.shape[0]
-    tokens = outputs.tokens[: R * rows.most].reshape(R, rows.most)
-    last = jnp.pad(outputs.tokens[R * rows.most :, None], ((0, 0), (0, rows.most - 1)), constant_values=-1)
-    tokens = jnp.concatenate([tokens, last])
+    tokens = rows.unflat(outputs.tokens, -1)
     nodes = jnp.broadcast_to(jnp.arange(rows.most, dtype=jnp.int32), (R, rows.most))
     if outputs.nodes is not None:
         nodes = jnp.maximum(outputs.nodes, 0)
@@ -306,7 +264,7 @@ def draft(
         start=rows.start,
         tokens=tokens,
         count=jnp.where(slots.done[rows.slot], 0, jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)),
-        hidden=_by_sequence(rows, logits.hidden, nodes),
+        hidden=rows.by_sequence(logits.hidden, nodes),
         pages=slots.pages[rows.slot],
         room=jnp.concatenate([batch.decode_room, batch.chunk_room]),
         sampling=jax.tree.map(lambda x: x[rows.slot], slots.sampling),
@@ -386,86 +344,6 @@ def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
     return replace(slots, sampling=sampling, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
 
 
-def lay_out(
-    slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int
-) -> tuple[Paged, Rows]:
-    """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
-    on."""
-    S, Q = slots.token.shape[0], batch.width
-    in_use = batch.decode_slot < S
-    decode_slot = jnp.where(in_use, batch.decode_slot, 0)
-    live = in_use & ~slots.done[decode_slot]
-    start = jnp.where(live, slots.length[decode_slot], 0)
-    tree, ancestors = chain(0), None
-    tokens, used = slots.token[decode_slot][:, None], live.astype(jnp.int32)
-    if Q > 1:
-        assert drafts is not None, "segments of several rows need State.drafts"
-        tree = drafts.tree
-        if tree.size != Q:
-            raise ValueError(f"the batch has segments of {Q} rows, and the drafter's tree has {tree.size} nodes")
-        tokens = jnp.concatenate([tokens, drafts.tokens[decode_slot]], axis=1)
-        last = slots.sampling.max_length[decode_slot] - 1  # the last token of all never gets K and V
-        most = jnp.minimum(batch.decode_rows, last - start)
-        used = jnp.where(live, jnp.minimum(most, 1 + drafts.count[decode_slot]), 0)
-        if not tree.is_chain:
-            masks = tree.ancestors()
-            ancestors = jnp.broadcast_to(masks[None], (tokens.shape[0], *masks.shape))
-    chunk_slot = jnp.where(batch.chunk_slot < S, batch.chunk_slot, 0)
-    paged = paged_batch(
-        ShortSegments(tokens, start, used, slots.pages[decode_slot], ancestors),
-        Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[chunk_slot]),
-        num_pages=num_pages,
-        page_size=page_size,
-    )
-    valid = jnp.concatenate([live, batch.chunk_final == 1])
-    slot = jnp.concatenate([decode_slot, chunk_slot])
-    rows = Rows(
-        slot=slot,
-        target_slot=jnp.where(valid, slot, S),
-        valid=valid,
-        written=jnp.concatenate([live, batch.chunk_len > 0]),
-        start=jnp.concatenate([start + 1, batch.chunk_start + batch.chunk_len]),
-        tokens=tokens,
-        used=used,
-        tree=tree,
-    )
-    return paged, rows
-
-
-def _accept(rows: Rows, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The nodes that each segment reaches i32[R, W], and how many tokens each sequence draws i32[R + B]."""
-    R, Q = rows.tokens.shape
-    nodes, count = accept(rows.tree, rows.tokens, drawn[: R * Q].reshape(R, Q), rows.used)
-    return nodes, jnp.concatenate([count, rows.valid[R:].astype(jnp.int32)])
-
-
-def _drafts_before(rows: Rows) -> jax.Array | None:
-    """The drafts that each of the head's rows comes after, i32[R Q + B, D], padded with -1."""
-    if rows.tree.size == 1:
-        return None
-    drafts = drafts_before(rows.tree, rows.tokens)
-    drafts = drafts.reshape(-1, drafts.shape[2])
-    return jnp.pad(drafts, ((0, rows.slot.shape[0] - rows.used.shape[0]), (0, 0)), constant_values=-1)
-
-
-def _by_sequence(rows: Rows, values: jax.Array, nodes: jax.Array) -> jax.Array:
-    """Of values of the head's rows [R Q + B, ...] those at nodes i32[R, W], and those of the chunks in their first
-    column: [R + B, W, ...]."""
-    if rows.tree.size == 1:
-        return values[:, None]
-    R, Q = rows.tokens.shape
-    B = rows.slot.shape[0] - R
-    short = Q * jnp.arange(R, dtype=jnp.int32)[:, None] + nodes
-    chunks = R * Q + jnp.arange(B, dtype=jnp.int32)[:, None]
-    return values[jnp.concatenate([short, jnp.broadcast_to(chunks, (B, rows.most))])]
-
-
-def _flat(rows: Rows, values: jax.Array) -> jax.Array:
-    """Values by sequence [R + B, W, ...] as Outputs has them: [R W + B, ...]."""
-    R = rows.used.shape[0]
-    return jnp.concatenate([values[:R].reshape(-1, *values.shape[2:]), values[R:, 0]])
-
-
 def _end(
     sampling: Sampling, start: jax.Array, drawn: jax.Array, sound: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -525,7 +403,7 @@ def _logprobs(
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
     ids, values = top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1]))
     found = {"logprobs": token_logprobs(raw, tokens), "top_ids": ids, "top_logprobs": values}
-    return {name: _flat(rows, _by_sequence(rows, value, nodes)) for name, value in found.items()}
+    return {name: rows.flat(rows.by_sequence(value, nodes)) for name, value in found.items()}
 
 
 def _score_prompt(

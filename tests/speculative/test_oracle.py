@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import merge_step
+from jllm import merge_step, rows
 from jllm.batch import Bucket
 from jllm.engine.request import SamplingParams
+from jllm.speculative.accept import accept
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import Tree, chain
 from tests.engine.test_oracle import ASKING, COMPANY, TINY, Job, alone, assert_same, jobs, play
@@ -156,23 +157,24 @@ def test_ngrams(model64, jobs, repeat):
 
 FAULTS = {
     "what was drafted is accepted": (
+        rows,
         "accept",
         lambda tree, drafted, drawn, used: (drafted[:, : tree.depth + 1] * 0, used),
     ),
     "a draft that was not verified is accepted": (
+        rows,
         "accept",
-        lambda tree, drafted, drawn, used: merge_step_accept(tree, drafted, drawn, used * 0 + tree.size),
+        lambda tree, drafted, drawn, used: accept(tree, drafted, drawn, used * 0 + tree.size),
     ),
-    "the tree's nodes stay where they are": ("_compact", lambda state, *_: state.cache),
-    "penalties forget drafts": ("_drafts_before", lambda rows: None),
+    "the tree's nodes stay where they are": (merge_step, "_compact", lambda state, *_: state.cache),
+    "penalties forget drafts": (rows.Rows, "drafts_before", lambda rows: None),
 }
-merge_step_accept = merge_step.accept
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault, monkeypatch):
     """A context of its own gives each faulty step a compilation of its own."""
-    name, wrong = FAULTS[fault]
+    place, name, wrong = FAULTS[fault]
     params = SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=40, ignore_eos=True, seed=4)
     jobs = [Job((5, 6, 7), params, 0, None), Job((9, 8), replace(params, seed=7), 0, None)]
     with jax.enable_x64(True):
@@ -184,7 +186,7 @@ def test_faults_are_noticed(fault, monkeypatch):
         for got, want in zip(right, wants, strict=True):
             assert_same(got, want, False)
         jax.clear_caches()
-        monkeypatch.setattr(merge_step, name, wrong)
+        monkeypatch.setattr(place, name, wrong)
         faulty = play(model, jobs, options)
     monkeypatch.undo()
     jax.clear_caches()
