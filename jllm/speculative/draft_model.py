@@ -14,14 +14,15 @@ from jllm.errors import DrafterError
 from jllm.model import backbone, head
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts
-from jllm.speculative.levels import draft_levels
+from jllm.speculative.levels import after_previous, draft_levels, newest_tokens
 from jllm.speculative.tree import Tree, chain
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModel:
-    """A Drafter that is a model. Its dtype may be another than the target's, and its vocabulary a part of that."""
+    """A Drafter that is a model. Its dtype may be another than the target's, and its vocabulary a part of that. Its
+    memory is i32[S], the newest token of each slot's sequence."""
 
     params: Params
     config: LlamaConfig = field(metadata={"static": True})
@@ -31,8 +32,8 @@ class DraftModel:
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, None]:
-        """Pools of its own config, in its params' dtype, and no memory. Raises DrafterError for a model of another
+    ) -> tuple[Cache, jax.Array]:
+        """Pools of its own config, in its params' dtype, and its memory. Raises DrafterError for a model of another
         vocabulary."""
         own, target = self.config.vocab_size, config.vocab_size
         if self.target_ids is None and own != target:
@@ -41,11 +42,11 @@ class DraftModel:
         if self.target_ids is not None:
             _check_ids(self.target_ids, own, target)
         formats = parse_kv_cache(None, self.config, self.params.dtype)
-        return make_cache(self.config, num_pages, page_size, formats), None
+        return make_cache(self.config, num_pages, page_size, formats), jnp.zeros(slots, jnp.int32)
 
     def propose(
         self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
-    ) -> tuple[jax.Array, jax.Array, Cache, None]:
+    ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
         own = None
         if self.target_ids is not None:
             numbers = jnp.arange(self.config.vocab_size, dtype=jnp.int32)
@@ -65,11 +66,14 @@ class DraftModel:
             banned = jnp.full((logits.shape[0], config.vocab_size), -jnp.inf, logits.dtype)
             return banned.at[:, self.target_ids].set(logits)
 
-        found = draft_levels(self.tree, advance, drafts.cache, None, forward, logits_of, backend=backend)
-        return *found, None
+        tokens = after_previous(jnp.take(drafts.memory, advance.slot, mode="clip"), advance.tokens, advance)
+        found = draft_levels(self.tree, advance, drafts.cache, tokens, None, forward, logits_of, backend=backend)
+        return *found, newest_tokens(drafts.memory, advance)
 
-    def remember(self, memory: None, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> None:
-        return None
+    def remember(
+        self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        return memory  # a prompt chunk comes first
 
 
 def _check_ids(target_ids: jax.Array, own: int, target: int) -> None:

@@ -24,7 +24,7 @@ from jllm.model import head, run_layers
 from jllm.param_specs import abstract_params, init_params
 from jllm.params import LayerParams, Params
 from jllm.speculative.drafter import Advance, Drafts
-from jllm.speculative.levels import draft_levels, last_valid
+from jllm.speculative.levels import after_previous, draft_levels, last_valid, newest_tokens
 from jllm.speculative.tree import Tree, chain
 from jllm.speculative.weights import check_weights, random_weights
 from pallas_kernels.backends import DIFFERENTIABLE
@@ -41,25 +41,33 @@ class EagleHead:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class EagleMemory:
+    """What an EAGLE head keeps of each slot's sequence."""
+
+    hidden: jax.Array  # [S, E], the target's, of the last token but the newest one; zero where it is not known
+    token: jax.Array  # i32[S], the newest one
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Eagle:
-    """A Drafter of an EAGLE head. Its memory is f[S, E], the target's hidden state that each slot's newest token was
-    drawn from; zero where it is not known."""
+    """A Drafter of an EAGLE head."""
 
     head: EagleHead
     tree: Tree = field(default=chain(4), metadata={"static": True})
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, jax.Array]:
-        """Pools of one layer. Raises DrafterError for weights of another model's shapes or dtype."""
+    ) -> tuple[Cache, EagleMemory]:
+        """Pools of one layer, and a memory. Raises DrafterError for weights of another model's shapes or dtype."""
         check_weights(self.head, eagle_shapes(config, dtype))
         own = eagle_config(config)
         cache = make_cache(own, num_pages, page_size, parse_kv_cache(None, own, dtype))
-        return cache, jnp.zeros((slots, config.hidden_size), dtype)
+        return cache, EagleMemory(jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros(slots, jnp.int32))
 
     def propose(
         self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
-    ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, Cache, EagleMemory]:
         def forward(batch: Paged, before: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
             assert before is not None
             hidden, updated = eagle_hidden(self.head, params, config, batch, before, cache, backend=backend)
@@ -69,15 +77,20 @@ class Eagle:
         def logits_of(hidden: jax.Array) -> jax.Array:
             return head(params, config, hidden, backend=backend)
 
-        E = config.hidden_size
-        before = jnp.concatenate([advance.hidden.reshape(-1, E), _before_chunks(drafts.memory, advance)])
-        found = draft_levels(self.tree, advance, drafts.cache, before, forward, logits_of, backend=backend)
-        return *found, _newest_states(drafts.memory, advance)
+        memory: EagleMemory = drafts.memory
+        hidden, token = jax.tree.map(
+            lambda x: jnp.take(x, advance.slot, axis=0, mode="clip"), (memory.hidden, memory.token)
+        )
+        tokens = after_previous(token, advance.tokens, advance)
+        states = after_previous(hidden, advance.hidden, advance).reshape(-1, config.hidden_size)
+        before = jnp.concatenate([states, _before_chunks(memory.hidden, advance)])
+        found = draft_levels(self.tree, advance, drafts.cache, tokens, before, forward, logits_of, backend=backend)
+        return *found, EagleMemory(_newest_states(memory.hidden, advance), newest_tokens(memory.token, advance))
 
     def remember(
-        self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        return memory.at[slot].set(jnp.zeros_like(memory[0]), mode="drop")
+        self, memory: EagleMemory, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+    ) -> EagleMemory:
+        return replace(memory, hidden=memory.hidden.at[slot].set(jnp.zeros_like(memory.hidden[0]), mode="drop"))
 
 
 def eagle_hidden(
@@ -100,7 +113,7 @@ def eagle_hidden(
 
 
 def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
-    """The hidden states [C, E] of the tokens before those of the chunks."""
+    """With the memory's states [S, E], the hidden states [C, E] of the tokens before those of the chunks."""
     chunks, C = advance.chunks, advance.chunk_hidden.shape[0]
     if not C:
         return advance.chunk_hidden
@@ -112,7 +125,7 @@ def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
-    """The memory after the step: of the chunks' last tokens, and of what the newest tokens were drawn from."""
+    """The memory's states [S, E] after the step: of the chunks' last tokens, and of what the newest were drawn from."""
     S, C = memory.shape[0], advance.chunk_hidden.shape[0]
     if C:
         last = jnp.cumsum(advance.chunks.lengths, dtype=jnp.int32) - 1

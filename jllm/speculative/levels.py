@@ -22,8 +22,22 @@ Forward = Callable[[Paged, jax.Array | None, Cache], tuple[jax.Array, Cache]]
 
 
 def last_valid(values: jax.Array, count: jax.Array) -> jax.Array:
-    """The last of the first `count` i32[G] of values [G, W, E] -> [G, E]; any where there is none."""
-    return jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    """The last of the first `count` i32[G] of values [G, W, ...] -> [G, ...]; any where there is none."""
+    return values[jnp.arange(values.shape[0]), jnp.maximum(count - 1, 0)]
+
+
+def after_previous(previous: jax.Array, values: jax.Array, advance: Advance) -> jax.Array:
+    """Values of each sequence's `tokens` [G, W, ...] after that of the token before them [G, ...], for the rows of
+    draft_levels: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to spare."""
+    wide = jnp.concatenate([previous[:, None], values], axis=1)
+    R = wide.shape[0] - advance.chunk_slot.shape[0]
+    return jnp.concatenate([wide[:R], jnp.roll(wide[R:], -1, axis=1)])
+
+
+def newest_tokens(memory: jax.Array, advance: Advance) -> jax.Array:
+    """The newest token of each slot's sequence i32[S] after the step, from what it was before."""
+    slot = jnp.where(advance.count > 0, advance.slot, memory.shape[0])
+    return memory.at[slot].set(last_valid(advance.tokens, advance.count), mode="drop")
 
 
 def best_tokens(
@@ -40,6 +54,7 @@ def draft_levels(
     tree: Tree,
     advance: Advance,
     cache: Cache,
+    tokens: jax.Array,
     before: jax.Array | None,
     forward: Forward,
     logits_of: Callable[[jax.Array], jax.Array],
@@ -49,22 +64,25 @@ def draft_levels(
     """Drafts i32[G, Q - 1], how many of them count i32[G], and the cache, in which are then the K and V of all tokens
     up to each sequence's newest one.
 
-    The first pass is over what the step did; `before` [G W + C, E] has the hidden states of the tokens before its rows.
+    The first pass is over what the step did: tokens i32[G, W + 1] by after_previous, since the token before those that
+    were drawn had no place while it was the newest if its page was not there yet; then the chunks. `before`
+    [G (W + 1) + C, E] has the hidden states of the tokens before these.
     Then there is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far.
     A node is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would
     need one of those do not count. `logits_of` takes hidden states [rows, E].
     """
-    pool, (G, W) = cache[0].k, advance.tokens.shape
+    pool, (G, width) = cache[0].k, tokens.shape
     sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
-    rows = jnp.clip(advance.room - advance.start, 0, advance.count)
-    segments = ShortSegments(advance.tokens, advance.start, rows, advance.pages)
+    more = (np.arange(G) < G - advance.chunk_slot.shape[0]).astype(np.int32)  # 1: the first row is the previous token's
+    start, count = advance.start - more, jnp.where(advance.count > 0, advance.count + more, 0)
+    segments = ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages)
     hidden, cache = forward(paged_batch(segments, advance.chunks, **sizes), before, cache)
-    newest = advance.start + advance.count - 1
-    space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from the newest token's on
+    newest = start + count - 1
+    space = jnp.where(count > 0, advance.room - newest, 0)  # places from the newest token's on
 
     states = jnp.zeros((G, tree.size, hidden.shape[1]), hidden.dtype)
-    states = states.at[:, 0].set(last_valid(hidden[: G * W].reshape(G, W, -1), advance.count))
-    tokens = jnp.zeros((G, tree.size - 1), jnp.int32)
+    states = states.at[:, 0].set(last_valid(hidden[: G * width].reshape(G, width, -1), count))
+    drafts = jnp.zeros((G, tree.size - 1), jnp.int32)
     parents = np.array((0, *tree.parents), np.int32)
     for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):
         above, of = np.unique(parents[nodes], return_inverse=True)
@@ -73,13 +91,13 @@ def draft_levels(
         sampling: Sampling = jax.tree.map(lambda x: x[row], advance.sampling)  # noqa: B023
         logits = logits_of(states[:, above].reshape(len(row), -1))
         best = best_tokens(logits, sampling, (newest + depth)[row], 1 + int(ranks.max()), backend=backend)
-        tokens = tokens.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
+        drafts = drafts.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
         inner = nodes[np.isin(nodes, tree.parents)]
         if not len(inner):
             break
         first, end = depth if tree.is_chain else 1, int(inner.max()) + 1
         segments = ShortSegments(
-            tokens=tokens[:, first - 1 : end - 1],
+            tokens=drafts[:, first - 1 : end - 1],
             start=newest + first,
             rows=jnp.clip(space - first, 0, end - first),
             pages=advance.pages,
@@ -89,7 +107,7 @@ def draft_levels(
         hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
     needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
-    return tokens, jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32), cache
+    return drafts, jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32), cache
 
 
 def _ancestors(tree: Tree, end: int) -> np.ndarray:
