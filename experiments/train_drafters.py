@@ -277,11 +277,11 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("lr", 3e-3, "peak learning rate"),
     ("weight-decay", 0.1, "AdamW's, times the learning rate"),
     ("decay", 0.8, "how much a depth counts in the loss of heads, to the one before"),
-    ("regression", 10.0, "weight of EAGLE's loss of hidden states"),
+    ("regression", 0.3, "weight of EAGLE's loss of hidden states"),
     ("width", 128, "the draft model's E"),
     ("ffn", 512, "the draft model's F"),
     ("medusa-heads", 4, "tokens that Medusa drafts ahead"),
-    ("passes", 3, "drafts in a row that EAGLE learns from"),
+    ("passes", 2, "drafts in a row that EAGLE learns from"),
     ("seed", 0, "of weights, texts and their order"),
 )
 

@@ -31,7 +31,7 @@ from jllm.checkpoint import save  # noqa: E402
 from jllm.drafter_files import load_drafter  # noqa: E402
 from jllm.errors import InputFileError  # noqa: E402
 from jllm.model import head, packed_logits  # noqa: E402
-from jllm.pretrained import load  # noqa: E402
+from jllm.pretrained import BUNDLED, load  # noqa: E402
 from jllm.sampling import neutral_sampling, sample  # noqa: E402
 from jllm.speculative.eagle import eagle_hidden, init_eagle  # noqa: E402
 from jllm.speculative.medusa import head_logits, init_medusa  # noqa: E402
@@ -249,6 +249,14 @@ def test_the_command_leaves_drafters_that_load(tmp_path, capsys):
         load_drafter(kind, tmp_path / "out" / name, target)
     assert main(command) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_the_bundled_drafters_are_made_for_the_bundled_model():
+    folder, target = BUNDLED / "drafters", load()
+    assert sum(file.stat().st_size for file in folder.rglob("*")) < 8e6
+    for kind, name in train_drafters.FILES.items():
+        drafter = load_drafter(kind, folder / name, target)
+        drafter.init(target.config, target.params.dtype, slots=1, num_pages=1, page_size=16, max_tokens=16)
 
 
 def test_bad_options(tmp_path, capsys):
