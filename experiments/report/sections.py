@@ -294,6 +294,7 @@ ACCURACY = (
     Section(
         "train_small", "Training of the bundled model", answer=last_values("validation loss {:.3f}", "valid_loss")
     ),
+    Section("train_drafters.*", "Training of drafters", "How often drafts are what the target draws, by depth."),
 )  # fmt: skip
 
 LIBRARY = (
