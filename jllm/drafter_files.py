@@ -2,7 +2,7 @@
 
 A file has the leaves of Medusa.heads or Eagle.head as they are, by names such as "0.linear" or "layer.mlp.down". Its
 metadata are the kind, the tree as a JSON list of its nodes' parents, and two fingerprints of the target: of all its
-weights, and of its norms and biases, which its quantized copies share.
+weights, and of its norms and biases, which its copies share that are quantized or in float16.
 """
 
 import json
@@ -110,13 +110,13 @@ def _check_shapes(path: Path, shapes: Any, stored: dict[str, StoredTensor]) -> N
 
 
 def _check_target(path: Path, metadata: dict[str, str], params: Params) -> None:
-    """DrafterError unless the file was made for these weights, or those that these are a quantized copy of."""
+    """DrafterError unless the file was made for these weights, or those that these are a rounded copy of."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    quantized = any(isinstance(leaf, QuantizedWeight) for leaf in leaves)
-    found = of_norms(params) if quantized else of_params(params)
-    wanted = metadata.get("norms" if quantized else "target")
+    rounded = params.dtype == jnp.float16 or any(isinstance(leaf, QuantizedWeight) for leaf in leaves)
+    found = of_norms(params) if rounded else of_params(params)
+    wanted = metadata.get("norms" if rounded else "target")
     if found != wanted:
-        of = "norms" if quantized else "weights"
+        of = "norms" if rounded else "weights"
         raise DrafterError(
             f"{path}: was made for a model whose {of} have the fingerprint {wanted}, and this one's have {found}: "
             "train heads for it (experiments.train_drafters)"

@@ -55,6 +55,10 @@ def test_heads_serve_a_quantized_copy_and_another_dtype_of_their_model(tmp_path)
     assert load_drafter("eagle", tmp_path / "heads", wider).head.fc.dtype == jnp.float32
     small = replace(model, params=quantize(model.params, find_scheme("w8a16")))
     assert load_drafter("eagle", tmp_path / "heads", small).head.fc.dtype == jnp.bfloat16
+    tiniest = model.params.embed.at[0, 0].set(2.0**-30)  # zero in float16
+    save_heads(tmp_path / "heads", heads("eagle", model), replace(model.params, embed=tiniest))
+    narrow = replace(model, params=jax.tree.map(lambda x: x.astype(jnp.float16), replace(model.params, embed=tiniest)))
+    assert load_drafter("eagle", tmp_path / "heads", narrow).head.fc.dtype == jnp.float16
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
