@@ -31,6 +31,17 @@ def depths(ancestors: jax.Array) -> jax.Array:
     return jnp.maximum(bits, 1) - 1
 
 
+def within(ancestors: jax.Array, window: int) -> jax.Array:
+    """The masks u32[R, Q, words] without the ancestors whose positions a window of `window` of them does not hold."""
+    R, Q, words = ancestors.shape
+    bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
+    related = (ancestors[..., None] >> bit) & jnp.uint32(1)  # [R, Q, words, WORD]
+    depth = depths(ancestors)
+    of_bits = jnp.pad(depth, ((0, 0), (0, words * WORD - Q))).reshape(R, 1, words, WORD)
+    held = depth[:, :, None, None] - of_bits < window
+    return jnp.sum(jnp.where(held, related << bit, 0), axis=-1, dtype=jnp.uint32)
+
+
 def words_of(rows: int) -> int:
     """How many words a mask of the ancestors among `rows` rows has."""
     return -(-rows // WORD)

@@ -1,5 +1,7 @@
 """decode_attention: one query token a sequence, or a short segment of them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -41,7 +43,9 @@ def decode_attention(
     says which of its rows are in use and which of them each sees besides the keys before (None: all of them, in a
     chain); unused rows come out zero. Token j of segment r is in page page_table[r, j // P] (i32[R, M]); entries past
     the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
-    0 <= i - j < window, in positions (see Segments). `work` is `plan`'s for the same arguments, which all layers of a
+    0 <= i - j < window, in positions (see Segments). A row's result does not depend on keys that it does not see, nor
+    on values that it does not see if they are finite; its last bits may depend on the sequence's length, which says how
+    keys are split (mosaic_sm90.py). `work` is `plan`'s for the same arguments, which all layers of a
     step share; without it each call makes its own. `debug` reads the values first, outside of jit only, and raises
     ValueError for a row whose length, pages or ancestors are out of range. Raises ValueError where shapes or dtypes
     disagree, NotImplementedError for sizes, dtypes and formats that the backend lacks.
@@ -57,7 +61,7 @@ def decode_attention(
     check_window(window)
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
-    chosen = choose(BACKENDS, backend, q, pages, rows > 1 or segments is not None)
+    chosen = choose(BACKENDS, backend, q, pages, rows)
     return chosen.run(q, pages, page_table, lengths, scale, window, segments, work)
 
 
@@ -71,10 +75,10 @@ def plan(
     backend: str | None = None,
 ) -> Work | None:
     """The work list of decode_attention with these arguments, where the backend that is chosen has one. It depends on
-    lengths i32[R], sizes and dtypes alone, so that the layers of a step share it; of q [R Q, H, D] and pages the
-    shapes and dtypes are enough."""
-    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths) > 1 or segments is not None).plan
-    return None if make is None else make(q, pages, lengths, window)
+    lengths i32[R], segments, sizes and dtypes alone, so that the layers of a step share it; of q [R Q, H, D] and pages
+    the shapes and dtypes are enough."""
+    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths)).plan
+    return None if make is None else make(q, pages, lengths, window, segments)
 
 
 def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array) -> int:
@@ -96,15 +100,22 @@ def _check_segments(segments: Segments, R: int, Q: int) -> None:
         raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32{list(shape)}")
 
 
-def _mosaic(q, pages, page_table, lengths, scale, window, _, work) -> jax.Array:
+def _mosaic(q, pages, page_table, lengths, scale, window, segments, work) -> jax.Array:
     from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work)
+    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work, segments)
 
 
-def _mosaic_plan(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, lengths: jax.Array, window: int | None) -> Work:
+def _mosaic_plan(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pages: KVPages,
+    lengths: jax.Array,
+    window: int | None,
+    segments: Segments | None,
+) -> Work:
     sizes = q.shape[1], pages.k.values.shape[1], q.shape[2]
-    return make_work(lengths, *sizes, window=window, narrow=pages.narrow)
+    options: dict[str, Any] = {"window": window, "narrow": pages.narrow}
+    return make_work(lengths, *sizes, width=_rows_each(q, lengths), segments=segments, **options)
 
 
 def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
@@ -113,5 +124,5 @@ def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_proven, plan=_mosaic_plan),
-    "xla": Backend(_xla, lambda q, pages, segments: check_page_size(pages.k.page_size)),
+    "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
 }

@@ -1,6 +1,7 @@
 """The warpgroups of decode_attention that compute: online softmax over the tiles of their work items."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -14,10 +15,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention import warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
+from pallas_kernels.decode_attention.masks_sm90 import bounds_of, visible, without_unused
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.warps_sm90 import BY_ROWS, BY_WARP, Queries
 
+Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
     warp_dims=(plgpu.Replicated(4),),
@@ -30,7 +33,8 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
     """Zeros in the rows of length 0, some by each worker."""
     out_s[...] = jnp.zeros(out_s.shape, out_s.dtype)
     plgpu.commit_smem()
-    zeros = math.gcd(shape.num_heads, shape.queries)
+    queries = shape.num_heads * shape.width
+    zeros = math.gcd(queries, shape.queries)
 
     @pl.loop(worker, shape.rows, step=shape.config.workers)
     def _row(used: jax.Array) -> None:
@@ -38,9 +42,9 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
         def _clear() -> None:
             row = rows_ref[used]
 
-            @pl.loop(0, shape.num_heads // zeros)
+            @pl.loop(0, queries // zeros)
             def _some(i: jax.Array) -> None:
-                rows = pl.ds(row * shape.num_heads + i * zeros, zeros)
+                rows = pl.ds(row * queries + i * zeros, zeros)
                 plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, zeros)], out_ref.at[rows])
 
     plgpu.wait_smem_to_gmem(0)
@@ -86,6 +90,7 @@ def compute_item(
     warpgroup: jax.Array,
     out_ref: Any,
     part_ref: Any,
+    trees_ref: Any,
     item: Item,
     state: tuple[jax.Array, jax.Array, jax.Array, Sum, Queries | None],
     *,
@@ -124,9 +129,10 @@ def compute_item(
     queries = lax.cond(item.enters, enter, lambda: queries)
     heads = heads + item.enters.astype(jnp.int32)
     first_tile, end_tile = tile_range(item)
-    attend = partial(_by_warpgroup, shape, item)
+    seen = partial(visible, shape, item, bounds_of(shape, item, trees_ref), trees_ref)
+    attend = partial(_by_warpgroup, shape, item, seen)
     if shape.by_warps:
-        attend = partial(_by_warps, shape, item, queries)
+        attend = partial(_by_warps, shape, item, seen, queries)
     log2_scale = _log2_scale(shape, queries, q_raw.dtype, others)
 
     def step(j: jax.Array, carry: Sum) -> Sum:
@@ -142,7 +148,7 @@ def compute_item(
         if shape.by_warps
         else reduce_rows(own.total, "add", others["reduced"], shape)
     )
-    own = Sum(own.top, weights, own.acc)
+    own = without_unused(shape, item, Sum(own.top, weights, own.acc))
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
     total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
@@ -162,12 +168,19 @@ def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any
     first = first_query(shape, item.row, item.head)
     if shape.by_warps:
         result = _of_warps(shape, total, part_s).astype(out_s.dtype)
-        warps_sm90.store_rows(result, out_ref, first, shape.queries)
+        warps_sm90.store_rows(result, out_ref, first, shape.queries, shape.heads, shape.num_heads)
         return
     result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
     out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
+    if shape.width == 1:
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
+        return
+
+    @pl.loop(0, shape.width)
+    def _row(i: jax.Array) -> None:
+        target = out_ref.at[pl.ds(first + i * shape.num_heads, shape.heads)]
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(i * shape.heads, shape.heads)], target)
 
 
 def _store_partial(
@@ -204,8 +217,8 @@ def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others:
 
 
 def _by_warpgroup(
-    shape: Shape, item: Item, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array], carry: Sum,
-    *, q_s: Any, p_s: Any, reduced: Any, **others: Any,
+    shape: Shape, item: Item, seen: Seen, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
+    carry: Sum, *, q_s: Any, p_s: Any, reduced: Any, **others: Any,
 ) -> Sum:  # fmt: skip
     """`carry` and the 64 tokens from `tokens` on, which a warpgroup finds in slot at[0]."""
     staged = partial(_staged, shape, item, tokens, at, others)
@@ -219,7 +232,7 @@ def _by_warpgroup(
         return ref[...]
 
     logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, shape.columns), jnp.float32))
-    logits = _visible(shape, item, tokens, logits * log2_scale)
+    logits = seen(tokens, logits * log2_scale)
     top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
@@ -239,8 +252,8 @@ def _by_warpgroup(
 
 
 def _by_warps(
-    shape: Shape, item: Item, queries: Queries, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
-    carry: Sum, **others: Any,
+    shape: Shape, item: Item, seen: Seen, queries: Queries, log2_scale: Any, tokens: jax.Array,
+    at: tuple[jax.Array, jax.Array], carry: Sum, **others: Any,
 ) -> Sum:  # fmt: skip
     """The same, each warp with 16 of the tokens."""
     operands, zero = [], jnp.minimum(item.high, 0)
@@ -248,7 +261,7 @@ def _by_warps(
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
-    logits = _visible(shape, item, tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
+    logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
     bounds = item.low - tokens, item.high - tokens
     values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(warps_sm90.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -259,12 +272,6 @@ def _by_warps(
     shrink = jnp.exp2(carry.top - top)
     acc = warps_sm90.dot_v(values, warps_sm90.weighted(shape.v, v, bounds, p), carry.acc, shrink)
     return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
-
-
-def _visible(shape: Shape, item: Item, tokens: jax.Array, logits: jax.Array) -> jax.Array:
-    row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
-    token = row + tokens
-    return jnp.where(jnp.logical_and(token >= item.low, token < item.high), logits, MASKED)
 
 
 def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:

@@ -41,9 +41,14 @@ class Config:
         return self.per_sm * self.sms
 
 
+def most_queries(head_dim: int) -> int:
+    """The most queries of a KV head, of all rows of a segment together, that shared memory has room for at a time."""
+    return 16 if head_dim > 128 else 64
+
+
 def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False) -> Config:
-    """The configuration for a head dim, the query heads that share a KV head (up to 64 of them), the heads that a row
-    has work for, and K and V both in 8 or 4 bits (`narrow`).
+    """The configuration for a head dim, the queries that share a KV head (up to 64 of them: heads times rows of a
+    segment), the heads that a row has work for, and K and V both in 8 or 4 bits (`narrow`).
 
     Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
     ones, whose items are over sooner, so that what an item costs counts for more). Of what needs more shared memory,
@@ -54,27 +59,32 @@ def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False)
     return Config(computing=computing, split=(512 if narrow else 256) // computing)
 
 
-def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, segments: bool = False) -> None:
-    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size, or segments
-    of several rows."""
-    if segments:
-        raise NotImplementedError("segments of several rows are not supported by backend mosaic, which does one a row")
+def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
+    """Raises NotImplementedError, saying what is supported, where the kernel lacks a dtype, format or size; `rows`: Q,
+    those of a segment. Query heads that don't fit beside one another take turns, the rows of one head don't."""
     head_dim = q.shape[-1]
     check_paged(str(q.dtype), head_dim, pages, FORMATS)
-    group = q.shape[1] // pages.k.values.shape[1]
+    most = most_queries(head_dim)
+    if rows > most:
+        raise NotImplementedError(
+            f"segments of {rows} rows of head dim {head_dim} are not supported by backend mosaic, only of up to {most}"
+        )
+    queries = min(q.shape[1] // pages.k.values.shape[1], most // rows) * rows
     stored = pages.k.format.dtype, pages.v.format.dtype
-    large = group > 8 if head_dim == 256 else head_dim == 128 and 8 < group <= 16  # beyond: one head a CTA
+    large = queries > 8 if head_dim == 256 else head_dim == 128 and 8 < queries <= 16  # beyond: one head a CTA
     if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and large:
         raise NotImplementedError(  # for copies of both in the queries' dtype
             f"the mosaic kernel has no room for float16 queries over bfloat16 K and V of head dim {head_dim} with "
-            f"{group} query heads a KV head; supported: up to 8"
+            f"{queries} queries a KV head (heads times rows); supported: up to 8"
         )
 
 
-def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, segments: bool = False) -> None:
+def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
     """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
     arguments get it when it is named, not by default."""
-    check_supported(q, pages, segments)
+    check_supported(q, pages, rows)
+    if rows > 1:
+        raise NotImplementedError(f"the mosaic kernel was not yet run with segments of {rows} rows, only of one")
     group = q.shape[1] // pages.k.values.shape[1]
     if group > 16 and q.shape[-1] <= 128:
         raise NotImplementedError(

@@ -44,7 +44,7 @@ def copy_item(
     q_ref: Any,
     table_ref: Any,
     sources: dict[str, Any],
-    with_queries: bool,
+    query_rows: range,
     parts: Parts,
     item: Item,
     state: tuple[jax.Array, jax.Array],
@@ -56,14 +56,15 @@ def copy_item(
     free: Any,
     **targets: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """One warp's share of an item's copies, of its queries and of keys and values, as room gets free.
+    """One warp's share of an item's copies, of its queries (these rows of a segment) and of keys and values, as room
+    gets free.
 
     state: how many tiles and queries came before.
     """
     tiles, heads = state
     kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
-    if with_queries:
-        pl.when(item.enters)(lambda: _copy_queries(shape, q_ref, item, heads, q_raw, q_full, q_free))
+    if query_rows:
+        pl.when(item.enters)(lambda: _copy_queries(shape, q_ref, query_rows, item, heads, q_raw, q_full, q_free))
         heads = heads + item.enters.astype(jnp.int32)
     pages_read = page_of(shape, item.low), page_of(shape, item.high - 1)
     first_tile, end_tile = tile_range(item)
@@ -88,12 +89,16 @@ def drain_item_rings(tiles: jax.Array, heads: jax.Array, q_free: Any, free: Any)
     drain(tiles, free)
 
 
-def _copy_queries(shape: Shape, q_ref: Any, item: Item, heads: jax.Array, q_raw: Any, q_full: Any, q_free: Any) -> None:
+def _copy_queries(
+    shape: Shape, q_ref: Any, rows: range, item: Item, heads: jax.Array, q_raw: Any, q_full: Any, q_free: Any
+) -> None:
     slot = free_slot(heads, q_free)
     for w in range(shape.config.computing):
-        queries = pl.ds(first_query(shape, item.row, item.head + w), shape.queries)
-        target = q_raw.at[slot, w, pl.ds(0, shape.queries)]
-        plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[slot])
+        first = first_query(shape, item.row, item.head + w)
+        for i in rows:
+            queries = pl.ds(first + i * shape.num_heads if i else first, shape.heads)
+            target = q_raw.at[slot, w, pl.ds(i * shape.heads, shape.heads)]
+            plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[slot])
 
 
 def page_of(shape: Shape, token: jax.Array) -> jax.Array:

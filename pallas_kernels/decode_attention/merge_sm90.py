@@ -42,6 +42,14 @@ def merge_cuts(
     return jax.freeze(result)
 
 
+def _place(shape: Shape, query: jax.Array) -> jax.Array:
+    """Where a head's column is among the queries of the batch, from its first one on."""
+    if shape.width == 1:
+        return query
+    of_row, head = (f(query, jnp.int32(shape.heads)) for f in (lax.div, lax.rem))
+    return of_row * shape.num_heads + head
+
+
 def _merge_kernel(
     shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
@@ -92,5 +100,5 @@ def _merge_kernel(
         total, acc = jax.tree.map(lambda *both: sum(both[1:], both[0]), *sums)
         out_s[0] = (acc * (1 / total)).astype(out_s.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, out_ref.at[pl.ds(first_query(shape, row, head) + query, 1)])
+        plgpu.copy_smem_to_gmem(out_s, out_ref.at[pl.ds(first_query(shape, row, head) + _place(shape, query), 1)])
         plgpu.wait_smem_to_gmem(0)

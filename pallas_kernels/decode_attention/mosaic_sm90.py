@@ -7,6 +7,13 @@ fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. 
 2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as
 in Stream-K (Osama et al. 2023). Whole numbers are subtracted from logits, so that sums are rescaled by powers of two,
 exactly: a head's result is the sum of its splits from left to right, in whatever order their maxima were found.
+
+The rows of a short segment are further columns, each with keys of its own (masks_sm90). What a column does not see
+weighs exactly zero, so a row's bits depend on the keys that it sees, on where these are, and on its sequence's length,
+from which the size of splits follows; not on what was drafted in other rows, as long as their values are numbers. So a
+row of a chain has the bits of plain decoding, where the lengths of both have splits of one size and products as many
+columns (K and V of 8 and 4 bits with many columns are multiplied another way); a row of a tree, whose ancestors' keys
+lie apart, is the same sum in another order.
 """
 
 from functools import partial
@@ -24,8 +31,18 @@ from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain_it
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
 from pallas_kernels.decode_attention.storage_sm90 import shared_bytes_of_worker, storage
-from pallas_kernels.decode_attention.work import Work, items_of_row, make_work, max_slots, query_chunks, row_splits
+from pallas_kernels.decode_attention.work import (
+    Work,
+    items_of_row,
+    make_work,
+    max_slots,
+    padded,
+    query_chunks,
+    reach,
+    row_splits,
+)
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.segments import Segments, words_of
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 
 
@@ -38,24 +55,29 @@ def decode_attention(
     scale: float,
     window: int | None,
     work: Work | None = None,
+    segments: Segments | None = None,
     *,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """q [R, H, D], page_table i32[R, M], lengths i32[R] -> [R, H, D]; see api.py."""
-    check_supported(q, pages)
-    num_rows, num_heads, head_dim = q.shape
-    kv_heads, page_size = pages.k.values.shape[1:3]
+    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py."""
     if q.size == 0:
         return q
+    num_rows, (_, num_heads, head_dim) = lengths.shape[0], q.shape
+    width = q.shape[0] // num_rows
+    check_supported(q, pages, width)
+    kv_heads, page_size = pages.k.values.shape[1:3]
     if work is None:
-        work = make_work(lengths, num_heads, kv_heads, head_dim, window=window, narrow=pages.narrow, config=config)
-    config = work.config
-    shape = shape_of(q, pages, scale, window, page_table.shape[1] * page_size, config)
-    if (work.rows.shape, work.heads, work.window) != ((num_rows,), shape.items, window):
+        options: dict[str, Any] = {"window": window, "width": width, "segments": segments, "config": config}
+        work = make_work(lengths, num_heads, kv_heads, head_dim, narrow=pages.narrow, **options)
+    config, words = work.config, 0 if work.trees is None else words_of(width)
+    shape = shape_of(q, pages, scale, window, page_table.shape[1] * page_size, config, width, words)
+    if width > 1 and (words > 0) != (segments is not None and segments.ancestors is not None):
+        raise ValueError(f"the work list is for {'trees' if words else 'chains'}, the call's segments are not")
+    if (work.rows.shape, work.width, work.heads, work.window) != ((num_rows,), width, shape.items, window):
         raise ValueError(
-            f"the work list is for {work.rows.shape[0]} rows of {work.heads} items and window {work.window}, "
-            f"the call has {num_rows} of {shape.items} and {window}"
+            f"the work list is for {work.rows.shape[0]} segments of {work.width} rows, {work.heads} items and window "
+            f"{work.window}, the call has {num_rows} of {width}, {shape.items} and {window}"
         )
     out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
     if shape.slots:
@@ -70,12 +92,16 @@ def shape_of(
     window: int | None,
     max_tokens: int,
     config: Config,
+    width: int = 1,
+    words: int = 0,
 ) -> Shape:
-    """What the kernels are specialized to, for q [R, H, D] and rows of at most `max_tokens` keys."""
-    num_rows, num_heads, head_dim = q.shape
+    """What the kernels are specialized to, for q [R Q, H, D] with Q = `width`, masks of ancestors of `words` words (0:
+    chains) and sequences of at most `max_tokens` keys."""
+    num_heads, head_dim = q.shape[1:]
+    num_rows = q.shape[0] // width
     kv_heads, page_size = pages.k.values.shape[1:3]
-    chunks, queries = query_chunks(num_heads, kv_heads, head_dim)
-    columns = -(-queries // 8) * 8
+    chunks, heads = query_chunks(num_heads, kv_heads, head_dim, width)
+    columns = padded(heads * width)
     fits = columns == 8 or columns * head_dim <= 1024  # in registers
     by_warps = config.by_warps and pages.narrow and fits
     k, v = (
@@ -83,19 +109,21 @@ def shape_of(
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
     items = items_of_row(kv_heads * chunks, config)
-    splits, slots = max_slots(num_rows, max_tokens, items, window, config)
+    splits, slots = max_slots(num_rows, max_tokens, items, window, config, width)
     return Shape(
         rows=num_rows,
         num_heads=num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        queries=queries,
+        heads=heads,
+        width=width,
         chunks=chunks,
-        columns=columns,
         items=items,
         splits=splits,
         slots=slots,
+        window=window,
+        words=words,
         scale=scale,
         config=config,
         k=k,
@@ -122,7 +150,7 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((each, columns, head_dim), dtype),
-        "q_full": plgpu.Barrier(num_arrivals=each, num_barriers=2),
+        "q_full": plgpu.Barrier(num_arrivals=each * shape.width, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=each, num_barriers=stages),
@@ -149,7 +177,7 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [R * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
+    """Results [R Q * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
     warpgroup's sums after the other's."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
@@ -157,10 +185,12 @@ def _attend(
     for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
         if pool.scales is not None:
             sources[name] = stored.scale_rows(pool.scales)
+    drafts = {"segments": work.segments, "trees": work.trees}
+    drafts = {name: array for name, array in drafts.items() if array is not None}
     return plgpu.kernel(
-        partial(_attend_kernel, shape, work.window, tuple(sources)),
+        partial(_attend_kernel, shape, tuple(sources), tuple(drafts)),
         out_type=(
-            jax.ShapeDtypeStruct((shape.rows * shape.num_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((shape.rows * shape.width * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((config.computing * shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
         scratch_types=fitting_scratch(shape, dtype, tuple(sources)),
@@ -181,13 +211,14 @@ def _attend(
         work.items,
         work.slots,
         *sources.values(),
+        *drafts.values(),
     )
 
 
 def _attend_kernel(
     shape: Shape,
-    window: int | None,
     names: tuple[str, ...],
+    of_drafts: tuple[str, ...],
     q_ref: Any,
     table_ref: Any,
     rows_ref: Any,
@@ -199,7 +230,9 @@ def _attend_kernel(
     *refs: Any,
     **scratch: Any,
 ) -> None:
-    sources, (out_ref, part_ref) = dict(zip(names, refs)), refs[len(names) :]
+    sources, rest = dict(zip(names, refs)), refs[len(names) :]
+    drafts, (out_ref, part_ref) = dict(zip(of_drafts, rest)), rest[len(of_drafts) :]
+    segments_ref, trees_ref = drafts.get("segments"), drafts.get("trees")
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
     computing, items = shape.config.computing, items_ref[worker]
 
@@ -208,22 +241,27 @@ def _attend_kernel(
 
         def row_at(used: jax.Array) -> tuple[jax.Array, ...]:
             used = jnp.minimum(used, shape.rows - 1)
-            return rows_ref[used], lengths_ref[used], splits_ref[used]
+            of_row = rows_ref[used], lengths_ref[used], splits_ref[used]
+            return of_row if segments_ref is None else (*of_row, segments_ref[used])
 
         def step(count: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            used, head, index, (row, length, log2), state = carry
+            used, head, index, this_row, state = carry
+            row, length, log2, *drafted = this_row
+            queries = drafted[0] if drafted else None
             next_row = row_at(used + 1)  # read ahead: it takes long
-            start, first, splits = row_splits(length, log2, window)
+            start, first, splits = row_splits(length, log2, reach(shape.window, queries))
             low = jnp.maximum(lax.shift_left(first + index, log2), start)
             high = jnp.minimum(lax.shift_left(first + index + 1, log2), length)
             ends = index == splits - 1
             begins, last = jnp.logical_or(index == 0, count == 0), count == items - 1
-            item = Item(row, head * computing, low, high, begins, index == 0, ends, index <= count, last)
+            committed = None if queries is None else length - queries
+            drafts = queries, committed
+            item = Item(row, head * computing, low, high, begins, index == 0, ends, index <= count, last, *drafts)
             state = body(item, state)
             index, head = jnp.where(ends, 0, index + 1), jnp.where(ends, head + 1, head)
             over = head == shape.items
             used, head = jnp.where(over, used + 1, used), jnp.where(over, 0, head)
-            this_row = tuple(jnp.where(over, *pair) for pair in zip(next_row, (row, length, log2)))
+            this_row = tuple(jnp.where(over, *pair) for pair in zip(next_row, this_row))
             return used, head, index, this_row, state
 
         at = (first_ref[0, worker], first_ref[1, worker], first_ref[2, worker])
@@ -235,7 +273,7 @@ def _attend_kernel(
         def _clear() -> None:
             clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"].at[0])
 
-        compute = partial(compute_item, shape, role, out_ref, part_ref, **scratch)
+        compute = partial(compute_item, shape, role, out_ref, part_ref, trees_ref, **scratch)
         zero = jnp.int32(0)
         for_each_item(
             compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape, scratch["q_raw"].dtype))
@@ -246,10 +284,12 @@ def _attend_kernel(
     def _copy() -> None:
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
-            for w, parts in enumerate(parts_by_warp(shape, names)):
+            copying = parts_by_warp(shape, names)
+            for w, parts in enumerate(copying):
 
                 @pl.when(warp == w)
                 def _share(w: int = w, parts: Parts = parts) -> None:
-                    copy = partial(copy_item, shape, q_ref, table_ref, sources, w == 0, parts)
+                    query_rows = range(w, shape.width, len(copying))
+                    copy = partial(copy_item, shape, q_ref, table_ref, sources, query_rows, parts)
                     tiles, queries = for_each_item(partial(copy, **scratch), (jnp.int32(0), jnp.int32(0)))
                     drain_item_rings(tiles, queries, scratch["q_free"], scratch["free"])

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.storage_sm90 import Storage
+from pallas_kernels.decode_attention.work import padded
 
 MASKED = -1e30  # finite: the difference of two is a number
 PAD = 4  # a partial result is followed by its largest logit, its sum of weights, and 8 bytes that align copies
@@ -28,16 +29,28 @@ class Shape:
     kv_heads: int  # K
     head_dim: int  # D
     page_size: int  # P
-    queries: int  # query heads that a warpgroup has at a time: with their KV head, a head of its work
+    heads: int  # query heads that a warpgroup has at a time: with their KV head, a head of its work
+    width: int  # Q, rows of a segment: column i * heads + h of a product is query head h of row i
     chunks: int  # heads of work that share a KV head
-    columns: int  # `queries` padded to what wgmma wants
     items: int  # work items a row and split: heads of work, or pairs of them
     splits: int  # partial results of a head, at most; 0: no row is ever split
     slots: int  # and of all: those of a pair share a number
+    window: int | None
+    words: int  # of a mask of ancestors; 0: segments are chains
     scale: float
     config: Config
     k: Storage
     v: Storage
+
+    @property
+    def queries(self) -> int:
+        """Columns of a product that are in use."""
+        return self.heads * self.width
+
+    @property
+    def columns(self) -> int:
+        """`queries` padded to what wgmma wants."""
+        return padded(self.queries)
 
     @property
     def group(self) -> int:
@@ -72,6 +85,8 @@ class Item:
     last: jax.Array  # or the last
     begun: jax.Array  # whether this worker has the head's first split
     end: jax.Array  # whether it is the worker's last item
+    used: jax.Array | None  # rows of its segment that are in use, where Q > 1
+    committed: jax.Array | None  # and how many keys come before theirs
 
 
 @jax.tree_util.register_dataclass
@@ -90,12 +105,14 @@ def kv_head_of(shape: Shape, head: jax.Array) -> jax.Array:
 
 
 def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
-    """The first query head, counted through the batch, of a row's KV head and chunk of query heads."""
+    """The first query, counted through the batch, of a sequence's KV head and chunk of query heads. Of each further row
+    of its segment it is `num_heads` later."""
+    queries = shape.num_heads * shape.width  # of a sequence
     if shape.chunks == 1:
-        return row * shape.num_heads + head * shape.queries
+        return row * queries + head * shape.heads
     kv_head, chunk = kv_head_of(shape, head), lax.rem(head, jnp.int32(shape.chunks))
-    offset = jnp.minimum(chunk * shape.queries, shape.group - shape.queries)
-    return row * shape.num_heads + kv_head * shape.group + offset
+    offset = jnp.minimum(chunk * shape.heads, shape.group - shape.heads)
+    return row * queries + kv_head * shape.group + offset
 
 
 def tile_range(item: Item) -> tuple[jax.Array, jax.Array]:

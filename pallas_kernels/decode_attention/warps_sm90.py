@@ -362,9 +362,9 @@ def _store(pointer: ir.Value, at: ir.Value, numbers: list[ir.Value]) -> None:
     llvm.store(several, where, alignment=4 * len(numbers))
 
 
-def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int) -> None:
-    """The first rows of x [columns, D] in 16 bits, BY_ROWS, to rows `first` and on of `target` [.., D] in global
-    memory: each thread what it has."""
+def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int, heads: int, apart: int) -> None:
+    """The first rows of x [columns, D] in 16 bits, BY_ROWS, to `target` [.., D] in global memory: `heads` of them to
+    rows `first` and on, as many to those that are `apart` further, ..: each thread what it has."""
     head_dim, splat = x.shape[1], plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(BY_ROWS, splat, plgpu.RefType()))
@@ -375,7 +375,8 @@ def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int) -> Non
         text = f"{{ .reg .pred p; setp.lt.u32 p, $0, {queries}; @p st.global.v2.b32 [$1], {{$2, $3}}; }}"
         for n, i in np.ndindex(*registers.shape):
             row = add(own, 8 * n)
-            at = add(mul(add(row, first.registers.item()), head_dim), add(mul(rem(lane, 16), 4), 64 * i))
+            place = row if queries == heads else add(mul(div(row, heads), apart), rem(row, heads))
+            at = add(mul(add(place, first.registers.item()), head_dim), add(mul(rem(lane, 16), 4), 64 * i))
             kind = ir.VectorType(registers[n, i].type).element_type
             where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], kind, llvm.GEPNoWrapFlags.none)
             operands = [row, where, *_words(registers[n, i])]

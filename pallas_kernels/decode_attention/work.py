@@ -1,9 +1,10 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of the keys of one row, for as many heads as warpgroups compute: a KV head with a chunk of its
-query heads, or a pair of these, which is what "head" stands for below. Splits end at multiples of a number of tokens
-that depends on the row's own length alone, so that results are batch-invariant. Items are ordered by
-row, head and split; each worker takes a contiguous run of about equally many tiles.
+A work item is one split of the keys of one row of the batch, a sequence with its query or its short segment of them,
+for as many heads as warpgroups compute: a KV head with a chunk of its query heads, or a pair of these, which is what
+"head" stands for below. Splits end at multiples of a number of tokens that depends on the row's own length alone, so
+that results are batch-invariant. Items are ordered by row, head and split; each worker takes a contiguous run of about
+equally many tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
 them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
@@ -12,12 +13,14 @@ head was cut.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_attention.config import ROWS, Config, choose_config
+from pallas_kernels.decode_attention.config import ROWS, Config, choose_config, most_queries
+from pallas_kernels.segments import Segments, depths, within
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +38,9 @@ class Work:
     heads: int = field(metadata={"static": True})  # items a row and split: its heads, or pairs of them
     window: int | None = field(metadata={"static": True})
     config: Config = field(metadata={"static": True})
+    width: int = field(default=1, metadata={"static": True})  # Q
+    segments: jax.Array | None = None  # i32[R] used queries of these rows, where Q > 1
+    trees: jax.Array | None = None  # what columns_of_trees makes, where segments are trees
 
 
 def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.Array:
@@ -53,9 +59,20 @@ def row_splits(length: jax.Array, log2_split: jax.Array, window: int | None) -> 
     return start, first, lax.shift_right_logical(length + (1 << log2_split) - 1, log2_split) - first
 
 
-def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Heads of work a KV head, and the query heads of each (the last ones overlap where they don't divide)."""
-    most = 16 if head_dim > 128 else 64  # that shared memory has room for
+def reach(window: int | None, rows: Any) -> Any:
+    """How many of its keys a segment of `rows` queries (None: one) sees, at most (None: all)."""
+    return window if window is None or rows is None else window + (rows - 1)
+
+
+def padded(queries: int) -> int:
+    """Columns of a product."""
+    return -(-queries // 8) * 8
+
+
+def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int, width: int = 1) -> tuple[int, int]:
+    """Heads of work a KV head, and the query heads of each (the last ones overlap where they don't divide), with
+    `width` queries each."""
+    most = most_queries(head_dim) // width
     chunks = -(-(num_heads // num_kv_heads) // most)
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
 
@@ -75,18 +92,28 @@ def make_work(
     *,
     window: int | None = None,
     narrow: bool = False,
+    width: int = 1,
+    segments: Segments | None = None,
     config: Config | None = None,
 ) -> Work:
-    """The work list that every layer of a step shares. lengths i32[R] as decode_attention takes them; `narrow`: of K
-    and V that are both in 8 or 4 bits. Raises ValueError where `config` has pairs of an odd number of heads."""
-    chunks, queries = query_chunks(num_heads, num_kv_heads, head_dim)
-    config = config or choose_config(head_dim, queries, num_kv_heads * chunks, narrow)
+    """The work list that every layer of a step shares. lengths i32[R] and `segments` of `width` (Q) queries as
+    decode_attention takes them; `narrow`: of K and V that are both in 8 or 4 bits. Raises ValueError where `config` has
+    pairs of an odd number of heads."""
+    chunks, each = query_chunks(num_heads, num_kv_heads, head_dim, width)
+    config = config or choose_config(head_dim, each * width, num_kv_heads * chunks, narrow)
+    if segments is not None:
+        lengths = jnp.where(segments.rows > 0, lengths, 0)  # of an unused segment nothing is read
+    elif width > 1:
+        segments = Segments(jnp.where(lengths > 0, width, 0))
     heads = items_of_row(num_kv_heads * chunks, config)
     tile, workers = ROWS, config.workers
     rows = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
     lengths = lengths[rows]  # in the order of work; the unused rows at the end have no tiles
+    queries = trees = None
+    if segments is not None and width > 1:
+        queries, trees = segments.rows[rows], columns_of_trees(segments, window, each)
     log2_splits = log2_of_split(lengths, window, config)
-    start, _, splits = row_splits(lengths, log2_splits, window)
+    start, _, splits = row_splits(lengths, log2_splits, reach(window, queries))
     tiles = (lengths + (tile - 1)) // tile - start // tile
     begin_tiles = _exclusive_sum(tiles) * heads  # [R + 1]
     begin_items = _exclusive_sum(splits) * heads
@@ -122,17 +149,37 @@ def make_work(
         heads=heads,
         window=window,
         config=config,
+        width=width,
+        segments=queries,
+        trees=trees,
     )
 
 
-def max_slots(num_rows: int, max_tokens: int, items: int, window: int | None, config: Config) -> tuple[int, int]:
-    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with `items` a split; 0
-    if none is ever split."""
+def columns_of_trees(segments: Segments, window: int | None, heads: int) -> jax.Array | None:
+    """Of the segments' queries, each with `heads` heads, padded to columns: the number of its ancestors, and the words
+    of its mask of those that its window holds: i32[R, 1 + words, columns]; None of chains."""
+    masks = segments.ancestors
+    if masks is None:
+        return None
+    width = masks.shape[1]
+    held = masks if window is None or window >= width else within(masks, window)
+    words = lax.bitcast_convert_type(held, jnp.int32).swapaxes(1, 2)
+    each = jnp.repeat(jnp.concatenate([depths(masks)[:, None], words], axis=1), heads, axis=2)
+    return jnp.pad(each, ((0, 0), (0, 0), (0, padded(each.shape[2]) - each.shape[2])))
+
+
+def max_slots(
+    num_rows: int, max_tokens: int, items: int, window: int | None, config: Config, width: int = 1
+) -> tuple[int, int]:
+    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with `items` a split and
+    `width` queries; 0 if none is ever split."""
     if max_tokens <= 2 * config.split:
         return 0, 0
-    most = min(-(-max_tokens // config.split), config.most_splits + (window is not None))
+    edges = 0 if window is None else min(width, 2)  # of a window, and of the keys that further rows see before it
+    most = min(-(-max_tokens // config.split), config.most_splits + edges)
     if window is not None:
-        most = min(most, (window - 2) // config.split + 2 if window > 1 else 1)
+        seen = reach(window, width)
+        most = min(most, (seen - 2) // config.split + 2 if seen > 1 else 1)
     return (most, min(num_rows * items, config.workers - 1) * most) if most > 1 else (0, 0)
 
 

@@ -247,11 +247,14 @@ def run_inlined(
                     if kind == "copy":
                         clock.inc(memory.get_next_tma_thread_id())
                         memory.copies[thread].append(clock)
-                    at = np.unravel_index(np.unique(np.concatenate(touched)), shape)
-                    box = Access(tuple(slice(int(x.min()), int(x.max()) + 1) for x in at))
+                    places = np.unique(np.concatenate(touched))
+                    rows = np.unravel_index(places, shape)[0]
                     races = gpu_callbacks.get_races()
                     check = races.check_read if kind == "read" else races.check_write
-                    check(thread, clock.generic_clock, key, box, source_info)
+                    for some in np.split(places, np.flatnonzero(np.diff(rows) > 1) + 1):  # rows with none between
+                        at = np.unravel_index(some, shape)
+                        box = Access(tuple(slice(int(x.min()), int(x.max()) + 1) for x in at))
+                        check(thread, clock.generic_clock, key, box, source_info)
                 touched.clear()
 
     def synchronize() -> None:

@@ -85,9 +85,19 @@ def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries
     x = np.random.default_rng(5).normal(size=(columns, head_dim)).astype(dtype)
     target = np.full((40, head_dim), np.nan, dtype)
     with inlined_now(monkeypatch, warps_sm90):
-        warps_sm90.store_rows(x, target, np.int32(7), queries)
+        warps_sm90.store_rows(x, target, np.int32(7), queries, queries, 100)
     assert np.array_equal(target[7 : 7 + queries], x[:queries])
     assert np.isnan(np.delete(target, np.s_[7 : 7 + queries], axis=0).astype(np.float32)).all()
+
+
+def test_rows_of_a_segment_are_stored_apart(monkeypatch):
+    x = np.random.default_rng(5).normal(size=(16, 64)).astype(jnp.bfloat16)
+    target = np.full((60, 64), np.nan, jnp.bfloat16)
+    with inlined_now(monkeypatch, warps_sm90):
+        warps_sm90.store_rows(x, target, np.int32(5), 12, 3, 13)
+    places = [5 + 13 * i + head for i in range(4) for head in range(3)]
+    assert np.array_equal(target[places], x[:12])
+    assert np.isnan(np.delete(target, places, axis=0).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("columns", [8, 16])

@@ -195,8 +195,9 @@ def test_what_does_not_fit_is_refused():
         attend(q, segments=Segments(jnp.ones(3, jnp.int32)))
     with pytest.raises(ValueError, match=r"segments.ancestors is uint32\[2, 1\], expected uint32\[2, 1, 1\]"):
         attend(q, segments=Segments(jnp.ones(2, jnp.int32), jnp.ones((2, 1), jnp.uint32)))
-    with pytest.raises(NotImplementedError, match="segments of several rows are not supported by backend mosaic"):
-        attend(queries(case, 2).astype(jnp.bfloat16), backend="mosaic")
+    wide = case_of((19, 64), head_dim=256)
+    with pytest.raises(NotImplementedError, match="segments of 17 rows of head dim 256 are not supported by backend"):
+        attend(queries(wide, 17).astype(jnp.bfloat16), pages=wide.inputs()[1], backend="mosaic")
     shapes = jax.ShapeDtypeStruct((4, *q.shape[1:]), jnp.bfloat16)
     assert plan(shapes, pages, lengths, backend="hopper") is None
     masks = jnp.asarray(words([[1, 1], [1, 3]]))
