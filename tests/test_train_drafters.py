@@ -254,8 +254,8 @@ def test_the_command_leaves_drafters_that_load(tmp_path, capsys):
 def test_the_bundled_drafters_are_made_for_the_bundled_model():
     folder, target = BUNDLED / "drafters", load()
     assert sum(file.stat().st_size for file in folder.rglob("*")) < 8e6
-    for kind in ("draft", "medusa"):
-        drafter = load_drafter(kind, folder / train_drafters.FILES[kind], target)
+    for kind, name in train_drafters.FILES.items():
+        drafter = load_drafter(kind, folder / name, target)
         drafter.init(target.config, target.params.dtype, slots=1, num_pages=1, page_size=16, max_tokens=16)
 
 
