@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jllm.batch import Chunks
 from jllm.config import load_config
@@ -24,6 +22,10 @@ from tests.kernels_of import kernels_of
 from tests.speculative.drafters_reference import hidden_states, logits_of
 from tests.speculative.simulation import SLOTS, TREES, M, N, P, Simulation, make, random_step, sequences
 from tests.tiny import tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 

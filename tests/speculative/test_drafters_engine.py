@@ -3,10 +3,7 @@
 import jax
 import pytest
 
-from jllm.engine.loop import Engine
-from jllm.engine.request import SamplingParams
 from jllm.speculative.draft_model import DraftModel
-from tests import gpu_models
 from tests.engine.test_oracle import COMPANY, alone, assert_same, play
 from tests.speculative.simulation import TREES, make
 from tests.speculative.test_oracle import POOL, some_jobs
@@ -38,21 +35,3 @@ def test_drafters_change_no_token(kind, shape, company):
     assert seen["draft_segments"] > 3
     assert kind != "itself" or set(seen["draft_acceptance"].values()) == {1.0}
     assert (seen["preemptions"] > 0) == (company == POOL)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("model", ["D=64", "D=128"])
-def test_a_target_that_drafts_for_itself_on_a_device(model, shape):
-    """In bfloat16, through the kernels of a device. Its passes have other numbers of rows than the target's steps, so
-    that sums differ by rounding, and a draft where two tokens nearly tie."""
-    model = gpu_models.kernel_model(model)
-    drafter = DraftModel(model.params, model.config, TREES[shape])
-    engine = Engine(model, max_slots=4, num_pages=64, speculate=drafter, drafts=drafter.tree.size - 1)
-    params = [SamplingParams(temperature=t, seed=5, max_new_tokens=40, ignore_eos=True) for t in (0.0, 0.7, 1.0)]
-    jobs = [gpu_models.Job(range(3 + 20 * i, 20 + 30 * i), p, i) for i, p in enumerate(params)]
-    for completion in gpu_models.play(engine, jobs):
-        assert len(completion.token_ids) == 40
-    metrics = engine.metrics()
-    assert metrics["draft_acceptance"][1] > 0.8
-    assert metrics["draft_tokens_mean"] > 2

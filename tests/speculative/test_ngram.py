@@ -3,14 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jllm.batch import Chunks
 from jllm.errors import ConfigError
 from jllm.sampling import neutral_sampling
 from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.ngram import NGram
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 SLOTS, PAGE = 3, 8
 

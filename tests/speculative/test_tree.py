@@ -1,10 +1,12 @@
 """The shape of a draft."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jllm.speculative.tree import MOST_NODES, Tree, chain
+
+pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 trees = st.integers(0, MOST_NODES - 1).flatmap(lambda n: st.tuples(*(st.integers(0, i) for i in range(n)))).map(Tree)
 
