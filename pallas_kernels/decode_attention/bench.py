@@ -1,6 +1,6 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
-    python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed] [--heads 32/32 32/8]
+    python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive]
         [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
@@ -26,7 +26,7 @@ from pallas_kernels.bench.cases import random_tables
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.decode_attention import decode_attention, make_work
-from pallas_kernels.decode_attention.cases import BENCH_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
+from pallas_kernels.decode_attention.cases import BENCH_CASES, SEGMENT_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
 from pallas_kernels.decode_attention.config import choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 
@@ -37,6 +37,7 @@ PEERS = {
     (32, 32, 128, 2048): 966.0, (32, 32, 256, 512): 488.6, (32, 8, 1, 1024): 8.9, (32, 8, 1, 16384): 26.6,
     (32, 8, 16, 1024): 22.6, (32, 8, 64, 1024): 73.3, (32, 8, 128, 2048): 256.4, (32, 8, 256, 512): 142.0,
 }  # fmt: skip
+SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
 SLACK = {"fp8": 1.15, "int8": 1.15, "int4": 1.4}  # time over bf16's, at most this times the ratio of bytes
 
 
@@ -115,12 +116,13 @@ def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, layers + 1)
-        q = random_normal(keys[0], (rows, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
+        q = random_normal(keys[0], (rows * case.width, case.heads[0], case.head_dim), jnp.dtype(case.dtype))
         lengths = jnp.asarray(case.lengths, jnp.int32)
         narrow = jax.eval_shape(partial(random_pages, random_key(), num_pages, case)).narrow
-        config = replace(choose_config(case.head_dim, case.heads[0] // case.heads[1], case.heads[1], narrow), **changes)
-        listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames="config")
-        work = listed(lengths, *case.heads, case.head_dim, config=config)
+        queries = case.heads[0] // case.heads[1] * case.width
+        config = replace(choose_config(case.head_dim, queries, case.heads[1], narrow), **changes)
+        listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames=("config", "width"))
+        work = listed(lengths, *case.heads, case.head_dim, width=case.width, config=config)
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 
@@ -166,6 +168,8 @@ def runs(
         cases |= {case: size[1] for case, size in zip(BENCH_CASES, sizes) if size in SHORT_CELLS}
     if "skewed" in parts:
         cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
+    if "segments" in parts:
+        cases |= {case: case.lengths[0] for case in SEGMENT_CASES}
     asked = [case for case in cases if "{}/{}".format(*case.heads) in heads and case.k_format in formats]
     cases = {case: cases[case] for case in asked}
     for case, length in cases.items():
@@ -191,9 +195,9 @@ def table(
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     for case, who, length, future in found:
         row: dict[str, Any] = {
-            "kernel": "decode_attention", "peer": who, "R": len(case.lengths), "length": length,
-            "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size, "dtype": case.dtype,
-            "kv": case.k_format,
+            "kernel": "decode_attention", "peer": who, "R": len(case.lengths), "Q": case.width,
+            "length": length, "H": case.heads[0], "K": case.heads[1], "D": case.head_dim, "P": case.page_size,
+            "dtype": case.dtype, "kv": case.k_format,
         }  # fmt: skip
         try:
             us, moved = future.result().microseconds(), moved_bytes(case)
@@ -205,12 +209,13 @@ def table(
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """FlashInfer's time in bf16; for other formats bf16's time by the ratio of bytes and the slack; for skewed lengths
-    uniform ones' time and 15 %."""
-    own = {
-        (row["H"], row["K"], row["R"], row["length"], row["kv"]): row["us"]
+    uniform ones' time and 15 %; for segments one row's time and 5 %."""
+    found = {
+        (row["H"], row["K"], row["R"], row["length"], row["kv"], row["Q"]): row["us"]
         for row in rows
         if row.get("peer") == "mosaic" and "us" in row
     }
+    own = {(*case,): us for (*case, width), us in found.items() if width == 1}
     for (heads, kv_heads, count, length, kv), us in own.items():
         limit = PEERS.get((heads, kv_heads, count, length)) if kv == "bf16" else None
         bf16 = own.get((heads, kv_heads, count, length, "bf16"))
@@ -224,6 +229,11 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             limit = round(1.15 * uniform, 2)
         if limit is not None:
             yield bar(f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv}", us, "us", limit, most=True)
+    for (heads, kv_heads, count, length, kv, width), us in found.items():
+        one = own.get((heads, kv_heads, count, length, kv))
+        if one is not None and SEGMENT_BARS.get((heads, kv_heads)) == width:
+            name = f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv} Q={width}"
+            yield bar(name, us, "us", round(1.05 * one, 2), most=True)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -245,8 +255,8 @@ def parse_cell(text: str) -> tuple[int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parts = ["bf16", "formats", "skewed"]
-    parser.add_argument("--parts", nargs="*", choices=parts, default=parts, help="(--parts alone: none of them)")
+    parts = ["bf16", "formats", "skewed", "segments"]
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts[:3], help="(--parts alone: none of them)")
     parser.add_argument(
         "--cells", type=parse_cell, nargs="+", default=[], metavar="ROWSxLENGTH", help="besides, in all formats"
     )

@@ -13,7 +13,7 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a row of `lengths` a sequence."""
+    """One call: a segment of `width` rows a sequence of `lengths`."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int]  # H, K
@@ -23,6 +23,7 @@ class Case:
     v_format: str
     dtype: str
     window: int | None = None
+    width: int = 1  # Q
 
     @property
     def scale(self) -> float:
@@ -34,7 +35,7 @@ class Case:
         num_heads, num_kv_heads = self.heads
         num_pages = sum(-(-length // self.page_size) for length in self.lengths) + 1
         formats = (self.k_format, self.v_format)
-        q = normal(rng, (len(self.lengths), num_heads, self.head_dim), self.dtype)
+        q = normal(rng, (len(self.lengths) * self.width, num_heads, self.head_dim), self.dtype)
         pages = random_pages(rng, num_pages, num_kv_heads, self.page_size, self.head_dim, formats)
         table = random_tables(rng, num_pages, self.lengths, self.page_size)
         return q, pages, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32)
@@ -53,6 +54,13 @@ BENCH_CASES = tuple(
     for shape in (_LLAMA_7B, _LLAMA_8B)
     for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
     for batch, length in (_CELLS if name == "bf16" else SHORT_CELLS)
+)
+# Segments of drafts, beside one row.
+SEGMENT_CASES = tuple(
+    dataclasses.replace(case, width=width)
+    for case in BENCH_CASES
+    if case.k_format in ("bf16", "int8-g8")
+    for width in (1, 2, 4, 8)
 )
 # Equally many keys: in sequences of one length, in a long one among short ones, and in lengths by Zipf's law.
 _ROWS, _KEYS = 64, 32768 + 63 * 512

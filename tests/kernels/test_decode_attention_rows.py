@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.decode_attention import (
     Segments,
+    bench,
     compute_sm90,
     decode_attention,
     make_work,
@@ -19,7 +20,7 @@ from pallas_kernels.decode_attention import (
     plan,
     reference,
 )
-from pallas_kernels.decode_attention.cases import Case
+from pallas_kernels.decode_attention.cases import SEGMENT_CASES, Case
 from pallas_kernels.decode_attention.config import check_proven, check_supported, choose_config, most_queries
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks
@@ -278,6 +279,26 @@ def test_a_work_list_of_other_rows_is_refused():
     work = make_work(lengths, 4, 2, 64, config=TINY, width=2, segments=trees)
     with pytest.raises(ValueError, match="for trees, the call's segments are not"):
         mosaic_sm90.decode_attention(jnp.tile(q, (2, 1, 1)), pages, table, lengths, 1.0, None, work)
+
+
+BENCHMARKED = [
+    dataclasses.replace(case, lengths=(100,)) for case in SEGMENT_CASES if len(case.lengths) == 128 and case.width > 1
+]
+
+
+@pytest.mark.parametrize("case", BENCHMARKED, ids=str)
+def test_what_is_benchmarked_lowers_for_cuda(case):
+    run = bench.paged(case, "mosaic")
+    arguments = jax.eval_shape(run.make, bench.random_key())
+    assert arguments[0].shape[0] == case.width
+    assert "mosaic_gpu" in jax.jit(run.attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_bars_compare_segments_with_one_row():
+    row = {"peer": "mosaic", "H": 32, "K": 8, "R": 1, "length": 1024, "kv": "int8-g8"}
+    rows = [{**row, "Q": width, "us": us} for width, us in ((1, 100.0), (2, 104.0), (4, 150.0))]
+    (found,) = bench.bars(rows)
+    assert (found["value"], found["bar"], found["met"]) == (104.0, 105.0, True)
 
 
 ON_DEVICE = [
