@@ -249,8 +249,10 @@ def draft(
     *,
     config: LlamaConfig,
     backend: str | None = None,
+    wanted: bool = True,
 ) -> State:
-    """Has the drafter see what a step did, and keeps what it proposes for the slots of the step."""
+    """Has the drafter see what a step did, and keeps what it proposes for the slots of the step, if drafts are wanted
+    of it."""
     rows, slots, drafts = logits.rows, state.slots, state.drafts
     assert drafts is not None, "a drafter needs State.drafts: init_state(..., drafter=drafter)"
     S, R = slots.token.shape[0], rows.tokens.shape[0]
@@ -272,18 +274,16 @@ def draft(
         chunks=Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[rows.slot[R:]]),
         chunk_hidden=logits.chunk_hidden,
     )
-    found, count, cache, memory = drafter.propose(drafts, advance, params, config=config, backend=backend)
-    drafts = replace(
-        drafts,
-        tokens=drafts.tokens.at[slot].set(found, mode="drop"),
-        count=drafts.count.at[slot].set(jnp.where(advance.count > 0, count, 0), mode="drop"),
-        cache=cache,
-        memory=memory,
-    )
-    return replace(state, drafts=drafts)
+    options: dict[str, Any] = {"config": config, "backend": backend, "wanted": wanted}
+    found, count, cache, memory = drafter.propose(drafts, advance, params, **options)
+    tokens, count = drafts.tokens, jnp.where(wanted & (advance.count > 0), count, 0)
+    if wanted:
+        tokens = tokens.at[slot].set(found, mode="drop")
+    count = drafts.count.at[slot].set(count, mode="drop")
+    return replace(state, drafts=replace(drafts, tokens=tokens, count=count, cache=cache, memory=memory))
 
 
-STATIC = ("config", "variant", "backend", "draw")
+STATIC = ("config", "variant", "backend", "draw", "wanted")
 
 
 def eager_step(
@@ -296,13 +296,14 @@ def eager_step(
     variant: Variant = Variant(),
     backend: str | None = None,
     draw: Draw = draw_tokens,
+    wanted: bool = True,
 ) -> tuple[State, Outputs]:
-    """One merged step: forward, sample and, with a drafter, draft. `step` is this under jit, where config, variant,
-    backend and draw are static; the old state stays usable."""
+    """One merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify drafts.
+    `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
     state, logits = forward(params, state, batch, config=config, variant=variant, backend=backend)
     state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw)
     if drafter is not None:
-        state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend)
+        state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
     return state, outputs
 
 

@@ -81,7 +81,11 @@ class Device:
         self._state = None
 
     def layout(self, bucket: Bucket, variant: Variant) -> Layout:
-        return Layout(bucket, self.sizes.limits.max_deltas, SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0)
+        """A step's. Drafts are wanted of steps that verify some, and of those that begin sequences, if few decode."""
+        limits = self.sizes.limits
+        wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
+        bias = SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0
+        return Layout(bucket, limits.max_deltas, bias, wanted)
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""

@@ -46,6 +46,7 @@ class Drafting:
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=2 * self.TRIALS))
         self._gains: deque[float] = deque(maxlen=8 * self.TRIALS)
         self._left = 0  # steps before the next trial; below 0 in one
+        self._drafted = False  # whether the newest step that was read verified drafts
 
     def rows(self, decodes: int, prompts: bool) -> int:
         """The most rows that each of these decodes may have in the step that is planned now."""
@@ -59,7 +60,7 @@ class Drafting:
             return True
         if len(plain) < self.TRIALS:
             return False
-        gain = sum(self._gains) / len(self._gains) * median(plain) / median(drafted)
+        gain = sum(self._gains) / max(1, len(self._gains)) * median(plain) / median(drafted)
         self._left -= 1
         if self._left < -self.TRIALS:
             self._left = min(self.LONGEST, int(self.TRIALS * abs(gain - 1) / self.LOSS))
@@ -74,9 +75,11 @@ class Drafting:
         by; and the step's time, None where it is not known."""
         if seconds is not None and advanced:
             self._times(len(advanced), bucket.rows).append(seconds)
+        begins, self._drafted = not self._drafted, bucket.rows > 1
         if bucket.rows == 1 or not advanced:
             return
-        self._gains.append(sum(tokens for _, tokens in advanced) / len(advanced))
+        if not begins:  # before the first such step, nothing was drafted
+            self._gains.append(sum(tokens for _, tokens in advanced) / len(advanced))
         counts = self.counts
         for drafts, tokens in advanced:
             counts.segments += 1

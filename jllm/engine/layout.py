@@ -24,6 +24,7 @@ class Layout:
     bucket: Bucket
     deltas: int  # most page table changes in a step
     bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
+    wanted: bool = True  # whether a step after this one may verify drafts
 
     def empty(self) -> RaggedBatch:
         """A batch of this size with nothing in it."""
@@ -62,7 +63,7 @@ def packed_step(
     params: Params, state: State, buffer: jax.Array, drafter: Drafter | None = None, *, layout: Layout, **static: Any
 ) -> tuple[State, Outputs]:
     """merge_step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
-    return eager_step(params, state, layout.unpack(buffer), drafter, **static)
+    return eager_step(params, state, layout.unpack(buffer), drafter, wanted=layout.wanted, **static)
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:

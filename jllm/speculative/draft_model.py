@@ -45,7 +45,14 @@ class DraftModel:
         return make_cache(self.config, num_pages, page_size, formats), jnp.zeros(slots, jnp.int32)
 
     def propose(
-        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+        self,
+        drafts: Drafts,
+        advance: Advance,
+        params: Params,
+        *,
+        config: LlamaConfig,
+        backend: str | None,
+        wanted: bool = True,
     ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
         own = None
         if self.target_ids is not None:
@@ -67,7 +74,8 @@ class DraftModel:
             return banned.at[:, self.target_ids].set(logits)
 
         tokens = after_previous(jnp.take(drafts.memory, advance.slot, mode="clip"), advance.tokens, advance)
-        found = draft_levels(self.tree, advance, drafts.cache, tokens, None, forward, logits_of, backend=backend)
+        options: dict[str, Any] = {"backend": backend, "wanted": wanted}
+        found = draft_levels(self.tree, advance, drafts.cache, tokens, None, forward, logits_of, **options)
         return *found, newest_tokens(drafts.memory, advance)
 
     def remember(

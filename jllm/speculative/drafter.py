@@ -78,9 +78,11 @@ class Drafter(Protocol):
         *,
         config: LlamaConfig,
         backend: str | None,
+        wanted: bool = True,
     ) -> tuple[jax.Array, jax.Array, Cache, Any]:
         """Drafts i32[G, Q - 1] for the tokens after each sequence's newest one, how many were drafted i32[G], and its
-        pools and memory after the step. params and config are the target's."""
+        pools and memory after the step. params and config are the target's. Where drafts are not wanted, these are not
+        used, and only what later drafts need is worth computing."""
 
     def remember(self, memory: Any, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Any:
         """Its memory once a slot's sequence has tokens i32[n] at start, start + 1, ..., of which the first `count` are

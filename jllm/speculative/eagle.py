@@ -66,7 +66,14 @@ class Eagle:
         return cache, EagleMemory(jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros(slots, jnp.int32))
 
     def propose(
-        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+        self,
+        drafts: Drafts,
+        advance: Advance,
+        params: Params,
+        *,
+        config: LlamaConfig,
+        backend: str | None,
+        wanted: bool = True,
     ) -> tuple[jax.Array, jax.Array, Cache, EagleMemory]:
         def forward(batch: Paged, before: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
             assert before is not None
@@ -84,7 +91,8 @@ class Eagle:
         tokens = after_previous(token, advance.tokens, advance)
         states = after_previous(hidden, advance.hidden, advance).reshape(-1, config.hidden_size)
         before = jnp.concatenate([states, _before_chunks(memory.hidden, advance)])
-        found = draft_levels(self.tree, advance, drafts.cache, tokens, before, forward, logits_of, backend=backend)
+        options: dict[str, Any] = {"backend": backend, "wanted": wanted}
+        found = draft_levels(self.tree, advance, drafts.cache, tokens, before, forward, logits_of, **options)
         return *found, EagleMemory(_newest_states(memory.hidden, advance), newest_tokens(memory.token, advance))
 
     def remember(

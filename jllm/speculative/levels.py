@@ -60,6 +60,7 @@ def draft_levels(
     logits_of: Callable[[jax.Array], jax.Array],
     *,
     backend: str | None,
+    wanted: bool = True,
 ) -> tuple[jax.Array, jax.Array, Cache]:
     """Drafts i32[G, Q - 1], how many of them count i32[G], and the cache, in which are then the K and V of all tokens
     up to each sequence's newest one.
@@ -69,7 +70,8 @@ def draft_levels(
     [G (W + 1) + C, E] has the hidden states of the tokens before these.
     Then there is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far.
     A node is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would
-    need one of those do not count. `logits_of` takes hidden states [rows, E].
+    need one of those do not count. `logits_of` takes hidden states [rows, E]. Where no drafts are wanted the first pass
+    is all.
     """
     pool, (G, width) = cache[0].k, tokens.shape
     sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
@@ -77,6 +79,8 @@ def draft_levels(
     start, count = advance.start - more, jnp.where(advance.count > 0, advance.count + more, 0)
     segments = ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages)
     hidden, cache = forward(paged_batch(segments, advance.chunks, **sizes), before, cache)
+    if not wanted:
+        return jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache
     newest = start + count - 1
     space = jnp.where(count > 0, advance.room - newest, 0)  # places from the newest token's on
 

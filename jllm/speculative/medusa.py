@@ -54,7 +54,14 @@ class Medusa:
         return (), None
 
     def propose(
-        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+        self,
+        drafts: Drafts,
+        advance: Advance,
+        params: Params,
+        *,
+        config: LlamaConfig,
+        backend: str | None,
+        wanted: bool = True,
     ) -> tuple[jax.Array, jax.Array, Cache, None]:
         hidden, newest = last_valid(advance.hidden, advance.count), advance.start + advance.count - 1
         normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]

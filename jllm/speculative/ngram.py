@@ -45,7 +45,14 @@ class NGram:
         return (), jnp.full((slots, min(self.context, max_tokens)), -1, jnp.int32)
 
     def propose(
-        self, drafts: Drafts, advance: Advance, params: Params, *, config: LlamaConfig, backend: str | None
+        self,
+        drafts: Drafts,
+        advance: Advance,
+        params: Params,
+        *,
+        config: LlamaConfig,
+        backend: str | None,
+        wanted: bool = True,
     ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
         memory = self._take_in(drafts.memory, advance)
         rows = jnp.take(memory, advance.slot, axis=0, mode="clip")

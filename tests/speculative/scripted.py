@@ -33,7 +33,7 @@ class Scripted:
     def remember(self, memory, slot, tokens, start, count):
         return memory
 
-    def propose(self, drafts: Drafts, advance: Advance, params, *, config, backend):
+    def propose(self, drafts: Drafts, advance: Advance, params, *, config, backend, wanted=True):
         newest = advance.start + advance.count - 1
         row = jnp.argmax(self.seeds[None, :] == advance.sampling.seed[:, None], axis=1)
         index = newest[:, None] + jnp.asarray([self.tree.depths[1:]], jnp.int32)
