@@ -1,0 +1,42 @@
+"""What is compiled for steps with drafts: pools are changed in place, never copied."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jllm.batch import Bucket
+from jllm.engine.layout import Layout, packed_step
+from jllm.merge_step import eager_step, init_state
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.ngram import NGram
+from jllm.speculative.tree import Tree, chain
+from tests.tiny import tiny_model
+
+PAGES = 37
+
+
+def copies(compiled: jax.stages.Compiled) -> list[str]:
+    """Instructions of the program that write as much as a pool of pages has."""
+    return re.findall(rf"= \S*\[{PAGES},\S* (?:copy|transpose|concatenate)\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("kv_cache", ["f32", "int8-g8"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "tree"])
+def test_no_pool_is_copied(name, kv_cache):
+    model, draft = tiny_model(), tiny_model(seed=3, num_layers=1, hidden_size=16)
+    tree = Tree((0, 0, 1, 1)) if name == "tree" else chain(3)
+    drafter = NGram(3) if name == "ngram" else DraftModel(draft.params, draft.config, tree)
+    sizes = {"slots": 4, "num_pages": PAGES, "page_size": 8, "dtype": "float32", "kv_cache": kv_cache}
+    state = init_state(model.config, **sizes, drafter=drafter)
+    layout = Layout(Bucket(4, 0, 0, tree.size), 8)
+    buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
+    arguments, static = (model.params, state, buffer, drafter), {"config": model.config, "layout": layout}
+    donated = packed_step.lower(*arguments, **static).compile()
+    assert not copies(donated)
+
+    def kept(params, state, buffer, drafter):
+        return eager_step(params, state, layout.unpack(buffer), drafter, config=model.config)
+
+    assert copies(jax.jit(kept).lower(*arguments).compile()), "a copy would be seen"
