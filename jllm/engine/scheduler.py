@@ -216,22 +216,16 @@ class Scheduler(PageTables):
         return most if self.draft_rows is None else min(most, self.draft_rows(decodes, prompts))
 
     def _rows(self, decodes: list[Sequence], most: int, parts: PlanParts) -> tuple[int, ...]:
-        """Rows of each decode: `most` where their pages are there or left over, else one. With drafts at all, those get
-        a page for the token that they draw as well, since a drafter's K and V are a token ahead."""
-        if self.limits.short_rows == 1:
+        """Rows of each decode: `most` where their pages are there or left over, else one."""
+        if most == 1:
             return (1,) * len(decodes)
         spare = 0 if self.waiting and self.free_slots else self.pool.num_available - len(self.running)
         rows = []
         for seq in decodes:
-            n, available = max(1, min(most, seq.max_length - 1 - seq.computed)), self.pool.num_available
-            rows.append(n if self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
+            n, available = min(most, seq.max_length - 1 - seq.computed), self.pool.num_available
+            rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
             spare -= available - self.pool.num_available
             seq.ahead += rows[-1] - 1
-        for chunk in parts.chunks:
-            if chunk.final:
-                available = self.pool.num_available
-                self._lend(chunk.seq, chunk.start + len(chunk.tokens) + 1, spare, parts)
-                spare -= available - self.pool.num_available
         return tuple(rows)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
