@@ -22,7 +22,7 @@ from pallas_kernels.backends import BACKEND_NAMES
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
-MOST_DRAFTS = MOST_NODES - 1
+MOST_DRAFTS = MOST_NODES // 2  # in a chain
 MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
 
 

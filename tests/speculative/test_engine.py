@@ -139,8 +139,8 @@ def test_drafts_are_chosen_where_they_pay():
     [
         ({"speculate": "lookup"}, "speculate='lookup' is not known: give one of ngram, draft"),
         ({"drafts": 3}, "drafts has no meaning without speculate"),
-        ({"speculate": "ngram", "drafts": 0}, "drafts must be an integer from 1 to 63, not 0"),
-        ({"speculate": "ngram", "drafts": 60}, "60 drafts and a token are more rows than the 24 of a step"),
+        ({"speculate": "ngram", "drafts": 0}, "drafts must be an integer from 1 to 32, not 0"),
+        ({"speculate": "ngram", "drafts": 30}, "30 drafts and a token are more rows than the 24 of a step"),
         ({"speculate": 7}, "speculate must be the name of a drafter, or a drafter, not 7"),
         ({"speculate": NGram(4), "drafts": 3}, "drafts=3, but the drafter makes 4"),
         ({"speculate": "ngram", "buckets": (Bucket(2, 16, 2), Bucket(2, 0, 0, 3))}, "a bucket's rows must be 1, or 5"),
