@@ -16,6 +16,7 @@ from jllm.engine.request import Timings as Timings
 from jllm.engine.request import TokenLogprob as TokenLogprob
 from jllm.errors import CheckpointError as CheckpointError
 from jllm.errors import ConfigError as ConfigError
+from jllm.errors import DrafterError as DrafterError
 from jllm.errors import EngineBusy as EngineBusy
 from jllm.errors import EngineClosed as EngineClosed
 from jllm.errors import EvaluationError as EvaluationError
