@@ -21,6 +21,7 @@ examples:
   python -m jllm.generate --temperature 0.8 --top-p 0.95 --seed 7 -n 3 "The old king"
   echo "Once upon a time" | python -m jllm.generate --json > story.json
   python -m jllm.generate --input prompts.jsonl --output results.jsonl --max-new-tokens 256
+  python -m jllm.generate --speculate draft "Once upon a time"
 
 input file: each line is a JSON object with "prompt" (text, or a list of token ids) or "messages" (a list of
   {"role", "content"}, for the chat template), perhaps an "id" (any value, repeated in its results), and perhaps
@@ -37,6 +38,13 @@ output file: one JSON object a completion, written as it finishes: index (of the
 
 seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without, each prompt draws one,
   which its result reports. Equal seeds give equal text, whatever else runs at the same time.
+
+speculation: a drafter guesses the next tokens of each sequence, and one step of the model checks them all. Only a token
+  that the model draws itself is kept, so the text is that of a run without, only sooner where guesses are good; a file
+  of results may be resumed with another drafter, or none. NAME is ngram (what followed before in the same text; needs
+  no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model);
+  plain draft, medusa and eagle are those of the bundled model. The last line says how many tokens a step made of each
+  sequence that had drafts, and the share of drafts accepted at each depth.
 
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
@@ -72,6 +80,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         problem = "--output needs --input"
     if args.logprobs is not None and args.output is None and not args.json:
         problem = "--logprobs needs --json or --output: text has no place for them"
+    if args.drafts is not None and args.speculate is None:
+        problem = "--drafts needs --speculate NAME"
     if problem:
         make_parser().error(problem)
     return args
@@ -181,6 +191,15 @@ def _add_engine(group: Group) -> None:
         type=int,
         metavar="N",
         help="most tokens computed in one step (default: 256, or twice max-slots)",
+    )
+    group.add_argument(
+        "--speculate",
+        metavar="NAME",
+        help="check drafts of this drafter, for speed: ngram, draft[:DIR], medusa[:FILE], eagle[:FILE]; "
+        "changes no token (see below; default: none)",
+    )
+    group.add_argument(
+        "--drafts", type=int, metavar="K", help="drafts a step checks of each sequence (default: some, where they pay)"
     )
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -83,7 +83,8 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         speed = Speed(started, _compiled(engine))
         interrupt.deferred = True  # from here on there is something to keep
         sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
-        return _drive(_serve(engine, todo, prompts, 2 * slots, interrupt), sink, speed, interrupt)
+        events = _serve(engine, todo, prompts, 2 * slots, interrupt)
+        return _drive(events, sink, speed, interrupt, lambda: _drafted(engine))
 
 
 @contextlib.contextmanager
@@ -96,8 +97,14 @@ def _output(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | Non
         yield file
 
 
-def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, interrupt: Interrupt) -> int:
-    """Runs the engine until nothing is left or Ctrl-C is pressed, and says how fast that was."""
+def _drive(
+    events: "Iterable[tuple[Job, Event]]",
+    sink: "Sink",
+    speed: Speed,
+    interrupt: Interrupt,
+    drafted: Callable[[], list[str]],
+) -> int:
+    """Runs the engine until nothing is left or Ctrl-C is pressed, and says how fast that was and what `drafted` has."""
     broken = 0
     try:
         for job, event in events:
@@ -108,7 +115,7 @@ def _drive(events: "Iterable[tuple[Job, Event]]", sink: "Sink", speed: Speed, in
         interrupt.asked = True
     finally:
         sink.close()
-    _note(speed.line(*sink.notes(), *(["interrupted"] if interrupt.asked else [])))
+    _note(speed.line(*drafted(), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
     if broken:
         _note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
     return INTERRUPTED if interrupt.asked else 2 if broken else 0
@@ -195,6 +202,15 @@ def _compiled(engine: "Engine") -> str:
     return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 
+def _drafted(engine: "Engine") -> list[str]:
+    """What became of drafts; nothing without a drafter."""
+    m = engine.metrics()
+    if not m.get("draft_segments"):
+        return ["no step had drafts"] if "draft_segments" in m else []
+    shares = " ".join(f"{100 * share:.0f}" for share in m["draft_acceptance"].values())
+    return [f"{m['draft_tokens_mean']:.2f} tokens a step with drafts, % accepted by depth: {shares}"]
+
+
 def _serve(
     engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
 ) -> "Iterator[tuple[Job, Event]]":
@@ -241,7 +257,7 @@ def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Pro
     """Flags, and sizes that suit the run."""
     from jllm.engine.one_run import options_for_run
 
-    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache")
+    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts")
     given = {name: getattr(args, name) for name in names}
     return options_for_run([(len(prompt), job.sampling) for job, prompt in zip(jobs, prompts)], given)
 

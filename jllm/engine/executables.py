@@ -31,6 +31,7 @@ from jllm.engine.program_key import (
     surroundings,
 )
 
+DRAFTERS = ("draft_model", "eagle", "medusa", "ngram")  # modules of jllm.speculative whose values a step may be given
 KEPT_DAYS = 30  # without use
 DAY = 86400  # seconds
 UNKEPT = (  # what serializing raises: among others for programs that call back into Python
@@ -108,6 +109,8 @@ class Executables:
 def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
     """Sources and basis; once a process, since what it has loaded stays as it is (see check_unedited)."""
     sources = reached(module)
+    for drafter in DRAFTERS:
+        sources |= reached(f"jllm.speculative.{drafter}")
     return sources, digest(repr(tuple(surroundings(device, sources))).encode())
 
 

@@ -46,6 +46,13 @@ ERRORS = {
     "prompt and input": (("--input", "x.jsonl", "--output", "y.jsonl", "hi"), "give prompts or --input, not both"),
     "same file": (("--input", "x.jsonl", "--output", "./x.jsonl"), "are the same file"),
     "no input": (("--input", "/none/x.jsonl", "--json"), "cannot read /none/x.jsonl: No such file"),
+    "drafter": (("--speculate", "oracle", "hi"), "speculate='oracle' is not known: give one of ngram, draft"),
+    "heads": (("--speculate", "medusa:/none/such", "hi"), "/none/such"),
+    "draft model": (("--speculate", "draft:/none/such", "hi"), "/none/such"),
+    "another model's draft": (("--speculate", "draft", "hi"), "vocabulary"),
+    "another model's heads": (("--speculate", "eagle", "hi"), "made for another model"),
+    "drafts alone": (("--drafts", 3, "hi"), "--drafts needs --speculate NAME"),
+    "no drafts": (("--speculate", "ngram", "--drafts", 0, "hi"), "drafts must be an integer from 1 to 32, not 0"),
     "surrogate": (("a\udcff",), "not valid Unicode"),
 }
 

@@ -110,3 +110,12 @@ def test_flags_are_the_library_parameters():
 
     for name in (*DTYPES, *(set(FLOATS) - {"f64"}), "int8-gN", "int4-gN", "examples:", "exit status"):
         assert name in text
+
+
+def test_speculation_changes_no_text_and_is_summed_up(run):
+    """Also where drafts come from the prompt's own repetition."""
+    prompt = "once upon a time there was once upon a time there"
+    plain, drafted = run(*FLAGS, prompt), run(*FLAGS, "--speculate", "ngram", "--drafts", 2, prompt)
+    assert drafted[:2] == plain[:2]
+    assert "tokens a step with drafts, % accepted by depth:" in drafted[2]
+    assert "drafts" not in plain[2]

@@ -23,6 +23,11 @@ from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.merge_step import Variant
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.eagle import init_eagle
+from jllm.speculative.medusa import init_medusa
+from jllm.speculative.ngram import NGram
+from jllm.speculative.tree import chain
 from tests.tiny import greedy, tiny_model
 
 BUCKETS = (Bucket(2, 0, 0), Bucket(2, 6, 2))
@@ -201,3 +206,40 @@ def test_weights_on_several_devices_have_no_files(tmp_path):
 
     with pytest.raises(ConfigError, match="executables are for one device, and the weights are on 2"):
         make_files(tmp_path, SimpleNamespace(norm=Spread()))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnDrafter(NGram):
+    """A user's own class, which the key of a step knows nothing about."""
+
+
+def test_steps_with_a_shipped_drafter_are_kept_and_found(model, tmp_path, monkeypatch):
+    wants = tokens(Engine(model, **OPTIONS))
+    options = OPTIONS | {"speculate": "ngram", "drafts": 2, "executables": tmp_path}
+    Engine(model, **options).compile_ahead()
+    jax.clear_caches()
+    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    engine = Engine(model, **options)
+    engine.compile_ahead()
+    assert tokens(engine) == wants
+    assert engine.metrics()["compile_loaded"] == engine.metrics()["compiled_steps"] == 3
+
+
+@pytest.mark.parametrize("kind", ["itself", "medusa", "eagle"])
+def test_shipped_drafters_with_weights_have_a_key(model, tmp_path, kind):
+    key = jax.random.key(0)
+    if kind == "itself":
+        drafter = DraftModel(model.params, model.config, chain(2))
+    else:
+        drafter = {"medusa": init_medusa, "eagle": init_eagle}[kind](model.config, key, chain(2), np.dtype("float32"))
+    assert files(tmp_path).path(drafter, ()) is not None
+
+
+def test_steps_with_ones_own_drafter_are_compiled_each_time(model, tmp_path):
+    options = OPTIONS | {"speculate": OwnDrafter(2), "executables": tmp_path}
+    engine = Engine(model, **options)
+    with pytest.warns(UserWarning, match="OwnDrafter is a container that a key cannot hold"):
+        engine.compile_ahead()
+    assert not list(tmp_path.iterdir())
+    assert tokens(engine) == tokens(Engine(model, **OPTIONS))
