@@ -211,7 +211,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """FlashInfer's time in bf16; for other formats bf16's time by the ratio of bytes and the slack; for skewed lengths
     uniform ones' time and 15 %; for segments one row's time and 5 %."""
     found = {
-        (row["H"], row["K"], row["R"], row["length"], row["kv"], row["Q"]): row["us"]
+        (row["H"], row["K"], row["R"], row["length"], row["kv"], row.get("Q", 1)): row["us"]
         for row in rows
         if row.get("peer") == "mosaic" and "us" in row
     }

@@ -99,7 +99,7 @@ def test_penalties_and_logprobs_count_accepted_tokens(model64, shape):
         assert len({want.token_ids for want in wants}) == len(jobs)
         got = play(model64, jobs, COMPANY[POOL] | with_drafts(shape, jobs, wants, right=0.9), seen)
     assert seen["preemptions"]
-    assert seen["draft_tokens_mean"] > 1.2
+    assert seen["draft_tokens_mean"] > 1.1
     for completion, want in zip(got, wants, strict=True):
         assert_same(completion, want, False)
         np.testing.assert_allclose(completion.prompt_logprobs, want.prompt_logprobs, rtol=1e-10)
