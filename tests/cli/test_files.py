@@ -65,6 +65,29 @@ def test_resume_after_a_cut(run, lines, tmp_path):
     assert re.search(r"11 of 11 prompts done, [34] of them before", err)
 
 
+DRAFTERS = {
+    "none": (),
+    "ngram": ("--speculate", "ngram", "--drafts", 3),
+    "itself": ("--speculate", "draft", "--drafts", 2),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [("ngram", "none"), ("none", "ngram"), ("ngram", "itself")])
+def test_another_drafter_goes_on_with_a_file(run, lines, folder, tmp_path, before, after):
+    """Tokens don't depend on it, so nothing in a results file tells which there was."""
+    flags = {name: [f"draft:{folder}" if flag == "draft" else flag for flag in DRAFTERS[name]] for name in DRAFTERS}
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run("--input", lines, "--output", whole, *FLAGS)
+    first, rest = tmp_path / "first.jsonl", lines.read_bytes().splitlines(keepends=True)
+    first.write_bytes(b"".join(rest[:5]))
+    assert run("--input", first, "--output", out, *FLAGS, *flags[before])[0] == 0
+    kept = out.read_bytes()
+    status, _, err = run("--input", lines, "--output", out, *FLAGS, *flags[after])
+    assert (status, "11 of 11 prompts done, 5 of them before" in err) == (0, True)
+    assert out.read_bytes().startswith(kept)
+    assert results(out) == results(whole)
+
+
 def interrupt_after(monkeypatch, steps: int) -> None:
     """Ctrl-C in the middle of a step, once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background, it is ignored

@@ -17,12 +17,13 @@ from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
 from jllm.engine.device import make_files
-from jllm.engine.executables import Executables
+from jllm.engine.executables import DRAFTERS, Executables
 from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.merge_step import Variant
+from jllm.speculative import drafter
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
@@ -234,6 +235,14 @@ def test_shipped_drafters_with_weights_have_a_key(model, tmp_path, kind):
     else:
         drafter = {"medusa": init_medusa, "eagle": init_eagle}[kind](model.config, key, chain(2), np.dtype("float32"))
     assert files(tmp_path).path(drafter, ()) is not None
+
+
+def test_every_module_of_drafters_decides_about_programs(tmp_path):
+    """One that DRAFTERS forgets has its steps compiled at each start."""
+    folder = Path(drafter.__file__).parent
+    modules = {f"jllm.speculative.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"}
+    assert modules <= files(tmp_path).sources.keys()
+    assert {f"jllm.speculative.{name}" for name in DRAFTERS} <= modules
 
 
 def test_steps_with_ones_own_drafter_are_compiled_each_time(model, tmp_path):
