@@ -1,6 +1,6 @@
 """The engine's option `speculate` as a drafter: by name, from a file, or as it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}
-NAMES = ("ngram", *KINDS, *(f"{kind}:PATH" for kind in KINDS))
+WITHOUT_WEIGHTS: Mapping[str, Callable[..., Drafter]] = {"ngram": NGram}  # take `drafts`, if it is given
+NAMES = (*WITHOUT_WEIGHTS, *KINDS, *(f"{kind}:PATH" for kind in KINDS))
 
 
 def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
@@ -32,8 +33,8 @@ def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafte
     ConfigError for a name or a file that is none, or does not fit the model."""
     kind, _, path = name.partition(":")
     tree = None if drafts is None else chain(drafts)
-    if name == "ngram":
-        return NGram() if drafts is None else NGram(drafts)
+    if make := WITHOUT_WEIGHTS.get(name):
+        return make() if drafts is None else make(drafts=drafts)
     if kind not in KINDS:
         raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")
     return load_drafter(kind, path or SHIPPED / FILES[kind], model, tree)
