@@ -123,6 +123,16 @@ COMMANDS = (
     Command("C22", "-m experiments.claims C22 --results {results}", 90),
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
     Command("sample", "-m pallas_kernels.sample.bench --results {results}", 90),
+    Command("speculation", "-m experiments.speculation acceptance --results {results}", 300),
+    # By name, since what a device has not yet run is not chosen by default.
+    Command(
+        "speculation_7b", "-m experiments.speculation steps --backend mosaic --threads 14 --results {results}", 300
+    ),
+    Command(
+        "speculation_8b",
+        "-m experiments.speculation steps --config configs/llama-3-8b.json --backend mosaic --results {results}",
+        300,
+    ),
     Command("move_tokens", "-m pallas_kernels.move_tokens.bench --results {results}", 120),
     Command("norm_quant", "-m pallas_kernels.norm_quant.bench --rows 1 8192 128 512 --results {results}", 60),
     Command("kv_measured", "-m experiments.kv_measured --requests 384 --results {results}", 260),

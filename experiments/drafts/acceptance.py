@@ -1,0 +1,165 @@
+"""How often drafts are accepted, by drafter, workload and temperature, and what that does to a document's time."""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.drafts.workloads import WORKLOADS
+from experiments.result_file import bar
+from jllm.batch import Bucket
+from jllm.engine.drafters import find_drafter
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError
+from jllm.pretrained import Model, load
+
+Row = dict[str, Any]
+DRAFTERS = {"ngram": 7, "draft": 4, "medusa": 4, "eagle": 4}  # and the drafts of a chain where it is fixed
+LEAST_TIMES, LEAST_AUTOMATIC = 1.8, 0.98
+DRAFTS = 4
+PLAIN, AGAIN = "none", "none, again"
+WARM = 8  # tokens before the clock starts
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one engine did with one document, alone."""
+
+    seconds: float
+    tokens: tuple[int, ...]
+    segments: int  # steps that verified drafts
+    advanced: float  # tokens that these made
+    accepted: Mapping[int, float]  # by depth: the share of steps with such a draft that accepted it
+
+
+def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Served:
+    """One request from its submission to its last token."""
+    engine.reset_metrics()
+    start = time.perf_counter()
+    engine.submit(list(prompt), sampling)
+    found = [event.completion for event in engine.run() if event.completion is not None]
+    seconds = time.perf_counter() - start
+    metrics = engine.metrics()
+    segments = metrics.get("draft_segments", 0)
+    advanced = segments * (metrics.get("draft_tokens_mean") or 0)
+    return Served(seconds, found[0].token_ids, segments, advanced, metrics.get("draft_acceptance", {}))
+
+
+def interval(documents: Sequence[Any], figure: Callable[[Sequence[Any]], float], samples: int = 1000) -> list[float]:
+    """The 95 % interval of a figure by bootstrap over documents (Efron, 1979), with a fixed seed."""
+    drawn = np.random.default_rng(0).integers(len(documents), size=(samples, len(documents)))
+    found = [figure([documents[i] for i in draw]) for draw in drawn]
+    return [round(float(x), 4) for x in np.quantile(found, [0.025, 0.975])]
+
+
+def acceptance(served: Sequence[Served], depth: int) -> float:
+    """The mean over documents."""
+    return statistics.fmean(each.accepted[depth] for each in served)
+
+
+def tokens_a_step(served: Sequence[Served]) -> float:
+    """Of steps that verified drafts, or of any where none did."""
+    segments = sum(each.segments for each in served)
+    return sum(each.advanced for each in served) / segments if segments else 1.0
+
+
+def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
+    """What an engine's documents come to beside those of an engine without drafts; a time is a document's own."""
+    ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(served, plain, strict=True)]
+    found: Row = {"documents": len(served)}
+    if any(each.segments for each in served):
+        found |= {"tokens_a_step": round(tokens_a_step(served), 4), "tokens_a_step_95": interval(served, tokens_a_step)}
+    return found | {
+        "tokens_s": round(sum(len(each.tokens) for each in served) / sum(each.seconds for each in served), 1),
+        "times": round(statistics.median(ratios), 4),
+        "times_95": interval(ratios, statistics.median),
+        "same_tokens": sum(mine.tokens == theirs.tokens for mine, theirs in zip(served, plain)),
+    }
+
+
+def depths(served: Sequence[Served]) -> Iterator[Row]:
+    """A row for each depth that was drafted."""
+    for depth in sorted({depth for each in served for depth in each.accepted}):
+        some = [each for each in served if depth in each.accepted]
+        yield {
+            "depth": depth,
+            "documents": len(some),
+            "acceptance": round(acceptance(some, depth), 4),
+            "acceptance_95": interval(some, partial(acceptance, depth=depth)),
+        }
+
+
+def make_engines(
+    model: Model, drafters: Sequence[str], drafts: int | None, options: Mapping[str, Any]
+) -> dict[tuple[str, str], Engine]:
+    """By drafter and choice: one that always drafts, and one that does where it pays; and two without, whose difference
+    is noise. Raises ConfigError for a drafter that does not fit the model."""
+    found: dict[tuple[str, str], Row] = {(PLAIN, ""): {}, (AGAIN, ""): {}}
+    for name in drafters:
+        k = drafts or DRAFTERS.get(name.partition(":")[0], DRAFTS)
+        found[name, "fixed"] = {"speculate": find_drafter(name, model, k), "drafts": k}
+        found[name, "automatic"] = {"speculate": find_drafter(name, model)}
+    return {key: Engine(model, prefix_cache=False, **options, **more) for key, more in found.items()}
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of each workload, temperature and engine. Engines take turns at each document, so that whatever else the
+    machine does falls on all of them alike."""
+    model = load(args.model)
+    if model.tokenizer is None:
+        raise ConfigError(f"{args.model}: has no tokenizer to read the workloads with")
+    prompts = {name: WORKLOADS[name](model.tokenizer, args.documents) for name in args.workloads}
+    tokens = max(map(len, itertools.chain(*prompts.values())))
+    buckets = (Bucket(1, 0, 0), Bucket(1, tokens, 1))
+    options = {"max_slots": 1, "max_step_tokens": tokens + 1, "buckets": buckets, "backend": args.backend}
+    engines = make_engines(replace(model, tokenizer=None), args.drafters, args.drafts, options)
+    for engine in tqdm(engines.values(), desc="compiling", unit="engine"):
+        engine.compile_ahead()
+        serve(engine, prompts[args.workloads[0]][0], SamplingParams(max_new_tokens=WARM, ignore_eos=True))
+    cases = list(itertools.product(args.workloads, args.temperatures))
+    with tqdm(total=len(cases) * args.documents * len(engines), unit="document") as progress:
+        for workload, temperature in cases:
+            served: dict[tuple[str, str], list[Served]] = {key: [] for key in engines}
+            for i, prompt in enumerate(prompts[workload]):
+                sampling = SamplingParams(
+                    temperature=temperature,
+                    seed=i,
+                    max_new_tokens=args.tokens[workload == "repetitive"],
+                    ignore_eos=True,
+                )
+                turn = i % len(engines)
+                for key in [*list(engines)[turn:], *list(engines)[:turn]]:
+                    served[key].append(serve(engines[key], prompt, sampling))
+                    progress.update()
+            for (drafter, choice), found in served.items():
+                about: Row = {"workload": workload, "temperature": temperature, "drafter": drafter, "choice": choice}
+                yield about | summary(found, served[PLAIN, ""])
+                if choice == "fixed":
+                    yield from (about | row for row in depths(found))
+    for engine in engines.values():
+        engine.close()
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Row]:
+    """Where drafts must gain, and where they must not lose."""
+    timed = [row for row in rows if "times" in row]
+    for row in timed:
+        where = row["workload"], row["temperature"], row["drafter"], row["choice"]
+        if where == ("repetitive", 0.0, "ngram", "fixed"):
+            yield bar("ngram, repetitive, temperature 0: times as fast as plain", row["times"], "1", LEAST_TIMES)
+    noise = max((abs(1 - row["times"]) for row in timed if row["drafter"] == AGAIN), default=0.0)
+    for workload in dict.fromkeys(row["workload"] for row in timed):
+        found = [row["times"] for row in timed if row["workload"] == workload and row["choice"] == "automatic"]
+        if found:
+            name = (
+                f"automatic choice, {workload}, the slowest of {len(found)} (plain against itself: up to {noise:.1%})"
+            )
+            yield bar(f"{name}: times as fast as plain", min(found), "1", LEAST_AUTOMATIC)

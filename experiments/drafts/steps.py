@@ -1,0 +1,125 @@
+"""What it costs to verify drafts: steps of Q rows a sequence against plain ones, by batch and context, and what follows
+for how often drafts must be accepted. Weights are random and acceptance is imposed, so every row is simulated."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from experiments.drafts.imposed import VerifyingTimer, imposed, verifying_step
+from experiments.result_file import bar
+from experiments.steps.timer import StepTimer, compile_ahead, model_config, pool_for, random_params, step_of, stopwatch
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
+from jllm.params import Params
+from jllm.speculative.tree import MOST_NODES, chain
+
+Row = dict[str, Any]
+BARS = {(1, 136): 1.10, (16, 136): 1.10, (64, 136): 1.45, (64, 1024): 1.20}  # (batch, context): of Q = 4, in bf16
+ACCEPTED, LEAST_TIMES = 3, 2.5  # tokens a step that are imposed, and what they are to give at batch 1
+
+# What others published, and where: tokens a step, or times as fast as without.
+PUBLISHED = (
+    {"published": "EAGLE-3, chat, at most", "tokens_a_step": 6.13, "source": "Li et al., arXiv 2503.01840"},
+    {"published": "Medusa-1", "their_times": 2.2, "source": "Cai et al., arXiv 2401.10774"},
+    {"published": "Medusa-2, at most", "their_times": 2.8, "source": "Cai et al., arXiv 2401.10774"},
+    {"published": "gpt-fast, 70B int4, 7B drafts", "their_times": 1.9, "source": "PyTorch blog, gpt-fast, 2023"},
+)
+
+
+def break_even(tokens: float, drafts: int) -> float | None:
+    """The acceptance of each draft in a chain, where those before it were accepted, by which a step makes that many
+    tokens: 1 + a + a^2 + ... = tokens. None if all drafts together don't."""
+    if tokens > 1 + drafts:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(drafts + 1)) < tokens else (low, middle)
+    return round((low + high) / 2, 4)
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    if not all(2 <= q <= MOST_NODES for q in args.rows):
+        raise ConfigError(f"--rows {' '.join(map(str, args.rows))}: each must be from 2 to {MOST_NODES}")
+    config, note = model_config(args.config, args.layers), stopwatch()
+    params = random_params(config, args.dtype)
+    for context in args.context:
+        for batch in args.batch:
+            found = list(timed(params, config, batch, context, args))
+            yield from found
+            if context == args.context[0]:
+                yield from (row | {"batch": batch, "context": context} for row in published(found))
+            note(f"batch {batch}, context {context}")
+
+
+def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: argparse.Namespace) -> Iterator[Row]:
+    """Steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that all see
+    the same lengths; and those that make ACCEPTED tokens."""
+    pool = pool_for(batch, context + args.steps * (ACCEPTED + 1) + max(args.rows), args.page_size, args.kv_cache)
+    plain = StepTimer(params, config, pool, args.backend)
+    timers = {
+        q: VerifyingTimer(params, config, pool, args.backend, drafter=imposed(chain(q - 1), 0)) for q in args.rows
+    }
+    lower = {1: partial(plain.lower, step_of("decode", batch)[0])}
+    lower |= {q: partial(timer.lower, verifying_step(batch, chain(q - 1))[0]) for q, timer in timers.items()}
+    steps = compile_ahead(lower, args.threads)
+
+    def milliseconds(timer: StepTimer, q: int, tokens: int) -> float:
+        _, buffer = step_of("decode", batch) if q == 1 else verifying_step(batch, chain(q - 1))
+        timer.renew()
+        timer.place(context)
+        seconds = timer.one(steps[q].result(), buffer, tokens * batch, args.steps, args.repeats)
+        timer.state = None
+        return 1e3 * seconds
+
+    about: Row = {"simulated": True, "batch": batch, "context": context}
+    try:
+        base = milliseconds(plain, 1, 1)
+    except Exception as error:  # whatever a compiler or a kernel may do: the other sizes go on
+        yield about | failure(error)
+        return
+    yield about | {"Q": 1, "step_ms": round(base, 4), "tokens_s": round(1e3 * batch / base, 1)}
+    for q, timer in timers.items():
+        about["Q"] = q
+        try:
+            ms = milliseconds(timer, q, 1)
+            row = about | {"step_ms": round(ms, 4), "over_plain": round(ms / base, 4)}
+            yield row | {"break_even_acceptance": break_even(ms / base, q - 1)}
+            if q > ACCEPTED:
+                timer.drafter = imposed(timer.drafter.tree, [1.0] * (ACCEPTED - 1) + [0.0] * (q - ACCEPTED))
+                ms = milliseconds(timer, q, ACCEPTED)
+                rate = {"step_ms": round(ms, 4), "tokens_s": round(1e3 * ACCEPTED * batch / ms, 1)}
+                yield about | {"imposed_tokens_a_step": ACCEPTED} | rate | {"times": round(ACCEPTED * base / ms, 4)}
+        except Exception as error:
+            yield about | failure(error)
+
+
+def failure(error: Exception) -> Row:
+    return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
+
+
+def published(found: Sequence[Row]) -> Iterator[Row]:
+    """What published acceptance would give by these steps, drafting not included; and how many tokens a step it would
+    take to be as many times as fast as others were."""
+    costs = {row["Q"]: row["over_plain"] for row in found if "over_plain" in row}
+    for each in PUBLISHED:
+        if "tokens_a_step" in each:
+            fits = [q for q in sorted(costs) if q >= each["tokens_a_step"]]
+            if fits:
+                times = each["tokens_a_step"] / costs[fits[0]]
+                yield {"simulated": True} | each | {"Q": fits[0], "times_here": round(times, 3)}
+        elif costs:
+            q = min(costs, key=lambda q: (costs[q] * each["their_times"] > q, costs[q]))
+            yield {"simulated": True} | each | {"Q": q, "tokens_needed": round(costs[q] * each["their_times"], 3)}
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Row]:
+    for row in rows:
+        case = row.get("batch"), row.get("context")
+        if row.get("Q") == 4 and "over_plain" in row and case in BARS:
+            name = f"verifying 4 rows over a plain step, batch {case[0]}, context {case[1]}"
+            yield bar(name, row["over_plain"], "1", BARS[case], most=True)
+        if row.get("Q") == 4 and "times" in row and case[0] == 1:
+            name = f"{ACCEPTED} tokens a step (imposed), batch 1, context {case[1]}: times the tokens a second"
+            yield bar(name, row["times"], "1", LEAST_TIMES)

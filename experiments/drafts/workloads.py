@@ -1,0 +1,48 @@
+"""What drafters are measured on: beginnings of stories, and prompts after which a model says the same again and again.
+
+The bundled model was trained on tales alone: asked to edit a text or to go on with code it does neither. But after a
+text that repeats itself its greedy continuation does so too, for its own reasons, and at a temperature it does not. So
+"repetitive" is about temperature 0; a model that edits finds more in its prompt than this one does.
+"""
+
+from collections.abc import Iterator
+
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.tokenizer import Tokenizer
+
+BEGINNING = 24  # tokens of a story's prompt
+
+EDITED = (
+    "The old {} went to the well, and the well was dry. So she went to the river, and the river was frozen.",
+    "'Give me the {},' said the king. 'I will not give you the {},' said the old woman.",
+    "There was a {} in the wood, and the {} was very hungry, and it went up the hill and down the hill.",
+    "'Who are you?' said the {}. 'I am the king's son,' said he. 'Then come in,' said the {}.",
+)
+LINES = (
+    "'What have you got in your basket, {}?' said the king.\n'A loaf of bread,' said the {}.\n",
+    "give(king, {});\ntake(king, {});\n",
+    'print("{}")\n',
+    '{"name": "{}", "age": "ten"}\n',
+)
+WORDS = ("cat", "dog", "hen", "cow", "fox", "wolf", "bear", "mouse")
+
+
+def stories(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
+    """The first tokens of documents that the bundled model wrote at temperature 1 (experiments/texts)."""
+    return [tokenizer.encode(text)[:BEGINNING] for text in read_documents(BUNDLED_TEXT)[:documents]]
+
+
+def repetitive(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
+    """Versions of a text in each of which one word is another, with the beginning of the next one; and lists of lines,
+    some of code, that differ by a word."""
+    return [tokenizer.encode(text) for text, _ in zip(_repetitive(), range(documents))]
+
+
+def _repetitive() -> Iterator[str]:
+    for passage, line in zip(EDITED, LINES):
+        versions = [passage.replace("{}", word) for word in WORDS]
+        yield "\n".join(versions[:6]) + "\n" + passage.partition("{}")[0].rstrip()
+        yield "".join(line.replace("{}", word) for word in WORDS)
+
+
+WORKLOADS = {"stories": stories, "repetitive": repetitive}
