@@ -25,6 +25,7 @@ from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.params import Params
 from jllm.rows import Rows, lay_out
 from jllm.sampling import (
+    Purpose,
     Sampling,
     TokenCounts,
     count_tokens,
@@ -36,7 +37,9 @@ from jllm.sampling import (
 )
 from jllm.sampling import sample as draw_tokens
 from jllm.speculative.drafter import Advance, Drafter, Drafts
+from jllm.speculative.rejection import accept_or_draw, certain, check_acceptance
 from pallas_kernels.move_tokens import move_tokens
+from pallas_kernels.numerics import compute_dtype
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 TOP_LOGPROBS = 20
@@ -145,24 +148,30 @@ def init_state(
     kv_cache: str | None = None,
     dtype: Any = None,
     drafter: Drafter | None = None,
+    acceptance: str = "equal",
 ) -> State:
     """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
-    of the pool. kv_cache names the format of K and V, by default that of dtype, which defaults to the config's. Raises
-    ConfigError for an unknown format, and for a drafter that does not fit the config."""
+    of the pool. kv_cache names the format of K and V, by default that of dtype, which defaults to the config's.
+    acceptance is one of rejection.ACCEPTANCES: how drafts are accepted. Raises ConfigError for an unknown format, and
+    for a drafter that does not fit the config or the acceptance."""
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
     state = State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table))
-    return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype))
+    return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
 
 
-def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any) -> Drafts:
-    """No drafts yet, for the slots and pages of a state."""
+def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
+    """No drafts yet, for the slots and pages of a state; see init_state."""
+    check_acceptance(drafter, acceptance)
     (S, M), pool = state.slots.pages.shape, state.cache[0].k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)
     tree = drafter.tree
-    return Drafts(jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32), cache, memory, tree)
+    logits = None
+    if acceptance == "rejection":
+        logits = jnp.zeros((S, tree.size - 1, config.vocab_size), compute_dtype(dtype))
+    return Drafts(jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32), cache, memory, tree, logits)
 
 
 def forward(
@@ -206,11 +215,15 @@ def sample(
 ) -> tuple[State, Outputs]:
     """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
     the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
-    returns tokens and which rows are finite."""
+    returns tokens and which rows are finite. Raises ValueError for another one under rejection sampling."""
     raw, rows = logits.values, logits.rows
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     each: Sampling = rows.spread(sampling)
     counts = state.counts
+    if state.drafts is not None and state.drafts.logits is not None:
+        if draw is not draw_tokens:
+            raise ValueError("acceptance='rejection' draws tokens as sampling.sample does: leave draw out")
+        draw = _or_accept(rows, state.drafts.logits)
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         own = rows.spread(jax.tree.map(lambda x: x[rows.slot], counts))
@@ -261,6 +274,9 @@ def draft(
     if outputs.nodes is not None:
         nodes = jnp.maximum(outputs.nodes, 0)
     slot = jnp.where(rows.written, rows.slot, S)
+    sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], slots.sampling)
+    if drafts.logits is not None:
+        sampling = replace(sampling, purpose=Purpose.DRAFTING)
     advance = Advance(
         slot=slot,
         start=rows.start,
@@ -269,18 +285,23 @@ def draft(
         hidden=rows.by_sequence(logits.hidden, nodes),
         pages=slots.pages[rows.slot],
         room=jnp.concatenate([batch.decode_room, batch.chunk_room]),
-        sampling=jax.tree.map(lambda x: x[rows.slot], slots.sampling),
+        sampling=sampling,
         chunk_slot=batch.chunk_slot,
         chunks=Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[rows.slot[R:]]),
         chunk_hidden=logits.chunk_hidden,
     )
     options: dict[str, Any] = {"config": config, "backend": backend, "wanted": wanted}
-    found, count, cache, memory = drafter.propose(drafts, advance, params, **options)
-    tokens, count = drafts.tokens, jnp.where(wanted & (advance.count > 0), count, 0)
+    found = drafter.propose(drafts, advance, params, **options)
+    count = drafts.count.at[slot].set(jnp.where(wanted & (advance.count > 0), found.count, 0), mode="drop")
+    drafts = replace(drafts, count=count, cache=found.cache, memory=found.memory)
     if wanted:
-        tokens = tokens.at[slot].set(found, mode="drop")
-    count = drafts.count.at[slot].set(count, mode="drop")
-    return replace(state, drafts=replace(drafts, tokens=tokens, count=count, cache=cache, memory=memory))
+        drafts = replace(drafts, tokens=drafts.tokens.at[slot].set(found.tokens, mode="drop"))
+    if wanted and drafts.logits is not None:
+        kept, drawn_from = drafts.logits, found.logits
+        if drawn_from is None:
+            drawn_from = certain(found.tokens, kept.shape[2], kept.dtype)
+        drafts = replace(drafts, logits=kept.at[slot].set(drawn_from.astype(kept.dtype), mode="drop"))
+    return replace(state, drafts=drafts)
 
 
 STATIC = ("config", "variant", "backend", "draw", "wanted")
@@ -372,6 +393,16 @@ def _advance(slots: Slots, rows: Rows, drawn: jax.Array, count: jax.Array, done:
         token=slots.token.at[rows.target_slot].set(last, mode="drop"),
         done=slots.done.at[rows.target_slot].set(done, mode="drop"),
     )
+
+
+def _or_accept(rows: Rows, logits: jax.Array) -> Draw:
+    """Draws as rejection sampling does, where rows have drafts after them that were drawn from logits [S, Q - 1, V]."""
+    if rows.tree.size == 1:
+        return draw_tokens
+    R, Q = rows.tokens.shape
+    more = jnp.pad(logits[rows.slot[:R]], ((0, 0), (0, 1), (0, 0))).reshape(R * Q, -1)
+    proposed = jnp.pad(more, ((0, rows.slot.shape[0] - R), (0, 0)))
+    return partial(accept_or_draw, drafts=rows.next_drafts, proposed=proposed)
 
 
 def _compact(state: State, rows: Rows, nodes: jax.Array, count: jax.Array, backend: str | None) -> Cache:

@@ -8,7 +8,7 @@ Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens,
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -27,7 +27,9 @@ STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks 
 class Purpose(enum.IntEnum):
     """What a row's noise is for: draws at one position for different purposes are independent."""
 
-    SAMPLING = 0
+    SAMPLING = 0  # the target's draws
+    DRAFTING = 1  # a drafter's, where drafts are accepted by rejection sampling; else those have the target's noise
+    ACCEPTING = 2  # that rejection sampling accepts a draft
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +60,7 @@ class Sampling:
     stop_ids: Any  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
     max_length: Any  # i32[R]; prompt and output tokens at which the sequence ends
     penalties: Penalties | None = None
+    purpose: Purpose = field(default=Purpose.SAMPLING, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -97,9 +100,9 @@ def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
     bias_values as many as there are. Penalties without room for them (neutral_sampling's bias 0) must be neutral."""
     structs = (sampling,) if sampling.penalties is None else (sampling, sampling.penalties)
     for struct in structs:
-        for field in fields(struct):
-            if field.name in values:
-                array, value = getattr(struct, field.name), values[field.name]
+        for each in fields(struct):
+            if each.name in values:
+                array, value = getattr(struct, each.name), values[each.name]
                 if array.ndim == 1:
                     array[row] = value
                 else:
@@ -168,7 +171,7 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
     row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
-    return kernels.sample(logits, *_asked(logits, params, position), backend=backend)
+    return kernels.sample(logits, *_asked(logits, params), _keys(params, position), backend=backend)
 
 
 def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
@@ -179,7 +182,18 @@ def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
     min-p drop; without one they are the logits, NaN as -inf and +inf as the largest number. Where two scores are within
     rounding of each other, another backend of `sample` may take either.
     """
-    return xla.perturbed(logits, *_asked(logits, params, position))
+    return xla.perturbed(logits, *_asked(logits, params), _keys(params, position))
+
+
+def scores(logits: Array, params: Sampling) -> Array:
+    """What `sample` draws a row's token from, as logits: `perturbed` without the noise, [R, V] -> [R, V] in the compute
+    dtype. The row's softmax are the probabilities. Without a temperature all but the most likely token has -inf."""
+    return xla.scores(logits, *_asked(logits, params))
+
+
+def noise(params: Sampling, position: Array, size: int, dtype: Any) -> Array:
+    """Gumbel noise of each row's tokens 0 to size - 1 -> [R, size]: -log E, E exponential."""
+    return gumbel(_keys(params, position), size, dtype)
 
 
 def threshold(logits: Array, params: Sampling) -> Array:
@@ -235,14 +249,14 @@ def sample_reference(logits: Array, params: Sampling, position: Array) -> Array:
     return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
 
 
-def _asked(logits: Array, params: Sampling, position: Array) -> tuple[Array, ...]:
-    """What pallas_kernels.sample takes after logits [R, V]: temperature, top_k, top_p, min_p and keys."""
+def _asked(logits: Array, params: Sampling) -> tuple[Array, Array, Array, Array]:
+    """What pallas_kernels.sample takes between logits [R, V] and keys: temperature, top_k, top_p and min_p."""
     dtype = compute_dtype(logits.dtype)
     temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
-    return temperature, params.top_k, top_p, min_p, _keys(params, position)
+    return temperature, params.top_k, top_p, min_p
 
 
-def _keys(params: Sampling, position: Array, purpose: Purpose = Purpose.SAMPLING) -> Array:
+def _keys(params: Sampling, position: Array) -> Array:
     """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
-    parts = (params.seed, params.sample, position, jnp.full_like(position, purpose))
+    parts = (params.seed, params.sample, position, jnp.full_like(position, params.purpose))
     return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)

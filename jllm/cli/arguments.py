@@ -43,8 +43,9 @@ speculation: a drafter guesses the next tokens of each sequence, and one step of
   that the model draws itself is kept, so the text is that of a run without, only sooner where guesses are good; a file
   of results may be resumed with another drafter, or none. NAME is ngram (what followed before in the same text; needs
   no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model);
-  plain draft, medusa and eagle are those of the bundled model. The last line says how many tokens a step made of each
-  sequence that had drafts, and the share of drafts accepted at each depth.
+  plain draft, medusa and eagle are those of the bundled model. With --acceptance rejection, a seed's text depends on
+  the drafter, and a file of results is resumed with the same one only. The last line says how many tokens a step
+  made of each sequence that had drafts, and the share of drafts accepted at each depth.
 
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
@@ -82,6 +83,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         problem = "--logprobs needs --json or --output: text has no place for them"
     if args.drafts is not None and args.speculate is None:
         problem = "--drafts needs --speculate NAME"
+    if args.acceptance is not None and args.speculate is None:
+        problem = "--acceptance needs --speculate NAME"
     if problem:
         make_parser().error(problem)
     return args
@@ -200,6 +203,13 @@ def _add_engine(group: Group) -> None:
     )
     group.add_argument(
         "--drafts", type=int, metavar="K", help="drafts a step checks of each sequence (default: some, where they pay)"
+    )
+    group.add_argument(
+        "--acceptance",
+        choices=("equal", "rejection"),
+        metavar="HOW",
+        help="which drafts are accepted: equal (to what the model draws; the default), or rejection (by rejection "
+        "sampling: more of them at high temperatures, but a seed's text depends on the drafter)",
     )
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(

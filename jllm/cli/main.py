@@ -143,6 +143,8 @@ def _made_with(args: Namespace) -> dict[str, Any]:
     made_with = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
     made_with |= {name: value for name, value in numbers.items() if value is not None}
+    if args.acceptance == "rejection":
+        made_with |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}
     return made_with | ({"chat": True} if args.chat else {})
 
 
@@ -257,7 +259,7 @@ def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Pro
     """Flags, and sizes that suit the run."""
     from jllm.engine.one_run import options_for_run
 
-    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts")
+    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts", "acceptance")
     given = {name: getattr(args, name) for name in names}
     return options_for_run([(len(prompt), job.sampling) for job, prompt in zip(jobs, prompts)], given)
 

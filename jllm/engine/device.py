@@ -71,7 +71,8 @@ class Device:
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
         state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
         if self._drafter is not None:
-            state = replace(state, drafts=init_drafts(self._drafter, state, self._config, self._params.dtype))
+            how = self._config, self._params.dtype, self._options.acceptance
+            state = replace(state, drafts=init_drafts(self._drafter, state, *how))
         self._state = state
 
     def close(self) -> None:

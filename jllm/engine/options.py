@@ -17,6 +17,7 @@ from jllm.hf_fields import MOST
 from jllm.kv_policies.length import Predictor
 from jllm.kv_policies.options import check_policy, policy_of
 from jllm.speculative.drafter import Drafter
+from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import BACKEND_NAMES
 
@@ -49,6 +50,7 @@ class EngineOptions:
     # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
     speculate: str | Drafter | None = None  # "ngram", or a drafter; default: none
     drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
+    acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
@@ -81,6 +83,12 @@ class EngineOptions:
             raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {self.speculate!r}")
         if self.drafts is not None:
             _check_drafts(self.drafts, self.speculate)
+        if self.acceptance not in ACCEPTANCES:
+            raise ConfigError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, not {self.acceptance!r}")
+        if self.acceptance != "equal" and self.speculate is None:
+            raise ConfigError(f"acceptance={self.acceptance!r} has no meaning without speculate: leave it out")
+        if isinstance(self.speculate, Drafter):
+            check_acceptance(self.speculate, self.acceptance)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -124,6 +132,7 @@ class EngineKeywords(TypedDict, total=False):
     prefix_cache: bool | None
     speculate: str | Drafter | None
     drafts: int | None
+    acceptance: str | None
     executables: str | os.PathLike | None
     trace: Sink | None
 

@@ -16,6 +16,7 @@ from jllm.memory import gib, is_host
 from jllm.merge_step import State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
+from pallas_kernels.numerics import compute_dtype
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
@@ -90,9 +91,10 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
         most = min(most, CPU_CACHE_BYTES)
     pages = most // page
     if free is not None:
-        pages = min(pages, _affordable(options, config, page, free - step))
+        pages = min(pages, _affordable(options, config, dtype, page, free - step))
     sizes = resolve(options, config, pages)
-    return sizes, Need(sizes.limits.num_pages * page, _slot_bytes(options.max_slots, sizes.max_pages), step)
+    slots = _slot_bytes(options, config, dtype, sizes.max_pages)
+    return sizes, Need(sizes.limits.num_pages * page, slots, step)
 
 
 def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int:
@@ -104,15 +106,19 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
     return tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, **sizes)[0]))
 
 
-def _slot_bytes(slots: int, max_pages: int) -> int:
-    return tree_bytes(jax.eval_shape(lambda: make_slots(slots, max_pages)))
+def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
+    found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
+    drafter = drafter_of(options)
+    if drafter is not None and options.acceptance == "rejection":  # keeps what drafts were drawn from
+        found += options.max_slots * (drafter.tree.size - 1) * config.vocab_size * compute_dtype(dtype).itemsize
+    return found
 
 
-def _affordable(options: EngineOptions, config: LlamaConfig, page: int, room: int) -> int:
+def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: int, room: int) -> int:
     """The most pages of `page` bytes that `room` bytes hold together with the slots, whose tables have an entry for
     each page, but for no more than the whole context has."""
     entries, whole = 4 * options.max_slots, -(-config.context // options.page_size)
-    room -= _slot_bytes(options.max_slots, 0)
+    room -= _slot_bytes(options, config, dtype, 0)
     return max(0, room // (page + entries), (room - entries * whole) // page)
 
 
@@ -132,7 +138,7 @@ def _options_that_fit(
 
     if options.num_pages is not None:
         need = _reckon(options, config, dtype, free)[1]
-        pages = _affordable(options, config, need.pool // limits.num_pages, free - need.step)
+        pages = _affordable(options, config, dtype, need.pool // limits.num_pages, free - need.step)
         if pages >= limits.max_slots:
             yield f"num_pages={pages} ({gib(total({'num_pages': pages}) or free)})"
     for name in KV_FORMATS:

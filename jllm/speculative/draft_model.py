@@ -13,7 +13,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.model import backbone, head
 from jllm.params import Params
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import after_previous, draft_levels, newest_tokens
 from jllm.speculative.tree import Tree, chain
 
@@ -53,7 +53,7 @@ class DraftModel:
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
+    ) -> Proposal:
         own = None
         if self.target_ids is not None:
             numbers = jnp.arange(self.config.vocab_size, dtype=jnp.int32)
@@ -76,7 +76,7 @@ class DraftModel:
         tokens = after_previous(jnp.take(drafts.memory, advance.slot, mode="clip"), advance.tokens, advance)
         options: dict[str, Any] = {"backend": backend, "wanted": wanted}
         found = draft_levels(self.tree, advance, drafts.cache, tokens, None, forward, logits_of, **options)
-        return *found, newest_tokens(drafts.memory, advance)
+        return replace(found, memory=newest_tokens(drafts.memory, advance))
 
     def remember(
         self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array

@@ -6,7 +6,8 @@ draft changes a token, so a drafter that knows little of a sequence (after a pre
 acceptance and nothing else.
 
 A drafter that wants its drafts accepted draws them as the target draws: sampling.sample with the request's parameters
-at the draft's token index uses the same noise.
+at the draft's token index uses the same noise. Under rejection sampling (rejection.py) the Sampling that a drafter is
+given has other noise, and it must have no other source of chance.
 """
 
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Drafts:
     cache: Cache  # pools of pages that share numbers and page tables with the target's; () where it needs none
     memory: Any  # a pytree of the drafter's own
     tree: Tree = field(metadata={"static": True})
+    logits: jax.Array | None = None  # f[S, Q - 1, V] that they were drawn from; only for rejection sampling
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +56,20 @@ class Advance:
     chunk_slot: jax.Array  # i32[B]
     chunks: Chunks  # of B sequences, the last B of the G
     chunk_hidden: jax.Array  # [C, E], the target's, of the chunks' tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter proposes for the G sequences of an Advance, and what it keeps."""
+
+    tokens: jax.Array  # i32[G, Q - 1] for the nodes of its tree after the root
+    count: jax.Array  # i32[G] how many of them were drafted: the first ones
+    cache: Cache  # its pools after the step
+    memory: Any  # its memory after the step
+    # f[G, Q - 1, V], of a chain: what each token was drawn from, with the Sampling of the Advance. None if no draft
+    # was drawn: each follows from the tokens before it.
+    logits: jax.Array | None = None
 
 
 @runtime_checkable
@@ -79,10 +95,9 @@ class Drafter(Protocol):
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, Cache, Any]:
-        """Drafts i32[G, Q - 1] for the tokens after each sequence's newest one, how many were drafted i32[G], and its
-        pools and memory after the step. params and config are the target's. Where drafts are not wanted, these are not
-        used, and only what later drafts need is worth computing."""
+    ) -> Proposal:
+        """Drafts the tokens after each sequence's newest one. params and config are the target's. Where drafts are not
+        wanted, these are not used, and only what later drafts need is worth computing."""
 
     def remember(self, memory: Any, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Any:
         """Its memory once a slot's sequence has tokens i32[n] at start, start + 1, ..., of which the first `count` are

@@ -23,7 +23,7 @@ from jllm.linear import embed, linear
 from jllm.model import head, run_layers
 from jllm.param_specs import abstract_params, init_params
 from jllm.params import LayerParams, Params
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import after_previous, draft_levels, last_valid, newest_tokens
 from jllm.speculative.tree import Tree, chain
 from jllm.speculative.weights import check_weights, random_weights
@@ -74,7 +74,7 @@ class Eagle:
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, Cache, EagleMemory]:
+    ) -> Proposal:
         def forward(batch: Paged, before: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
             assert before is not None
             hidden, updated = eagle_hidden(self.head, params, config, batch, before, cache, backend=backend)
@@ -93,7 +93,8 @@ class Eagle:
         before = jnp.concatenate([states, _before_chunks(memory.hidden, advance)])
         options: dict[str, Any] = {"backend": backend, "wanted": wanted}
         found = draft_levels(self.tree, advance, drafts.cache, tokens, before, forward, logits_of, **options)
-        return *found, EagleMemory(_newest_states(memory.hidden, advance), newest_tokens(memory.token, advance))
+        memory = EagleMemory(_newest_states(memory.hidden, advance), newest_tokens(memory.token, advance))
+        return replace(found, memory=memory)
 
     def remember(
         self, memory: EagleMemory, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array

@@ -13,7 +13,7 @@ from jax import lax
 from jllm.batch import Paged, ShortSegments, no_chunks, paged_batch
 from jllm.cache import Cache
 from jllm.sampling import Sampling, perturbed, sample
-from jllm.speculative.drafter import Advance
+from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.tree import Tree
 from pallas_kernels.segments import WORD, words_of
 
@@ -61,9 +61,9 @@ def draft_levels(
     *,
     backend: str | None,
     wanted: bool = True,
-) -> tuple[jax.Array, jax.Array, Cache]:
-    """Drafts i32[G, Q - 1], how many of them count i32[G], and the cache, in which are then the K and V of all tokens
-    up to each sequence's newest one.
+) -> Proposal:
+    """What a drafter proposes but for its memory. In the cache are then the K and V of all tokens up to each sequence's
+    newest one.
 
     The first pass is over what the step did: tokens i32[G, W + 1] by after_previous, since the token before those that
     were drawn had no place while it was the newest if its page was not there yet; then the chunks. `before`
@@ -80,20 +80,21 @@ def draft_levels(
     segments = ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages)
     hidden, cache = forward(paged_batch(segments, advance.chunks, **sizes), before, cache)
     if not wanted:
-        return jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache
+        return Proposal(jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache, None)
     newest = start + count - 1
     space = jnp.where(count > 0, advance.room - newest, 0)  # places from the newest token's on
 
     states = jnp.zeros((G, tree.size, hidden.shape[1]), hidden.dtype)
     states = states.at[:, 0].set(last_valid(hidden[: G * width].reshape(G, width, -1), count))
     drafts = jnp.zeros((G, tree.size - 1), jnp.int32)
-    parents = np.array((0, *tree.parents), np.int32)
+    parents, seen = np.array((0, *tree.parents), np.int32), []
     for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):
         above, of = np.unique(parents[nodes], return_inverse=True)
         ranks = np.array(tree.ranks)[nodes]
         row = np.repeat(np.arange(G), len(above))
         sampling: Sampling = jax.tree.map(lambda x: x[row], advance.sampling)  # noqa: B023
         logits = logits_of(states[:, above].reshape(len(row), -1))
+        seen.append(logits)
         best = best_tokens(logits, sampling, (newest + depth)[row], 1 + int(ranks.max()), backend=backend)
         drafts = drafts.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
         inner = nodes[np.isin(nodes, tree.parents)]
@@ -111,7 +112,8 @@ def draft_levels(
         hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
     needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
-    return drafts, jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32), cache
+    counts = jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32)
+    return Proposal(drafts, counts, cache, None, jnp.stack(seen, axis=1) if tree.is_chain else None)
 
 
 def _ancestors(tree: Tree, end: int) -> np.ndarray:

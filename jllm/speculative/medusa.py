@@ -17,7 +17,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.linear import linear
 from jllm.params import Params, Weight
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import best_tokens, last_valid
 from jllm.speculative.tree import Tree
 from jllm.speculative.weights import check_weights, random_weights
@@ -62,17 +62,20 @@ class Medusa:
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, Cache, None]:
+    ) -> Proposal:
         hidden, newest = last_valid(advance.hidden, advance.count), advance.start + advance.count - 1
         normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
         found: dict[int, jax.Array] = {}
+        seen = []
         for depth, nodes in enumerate(self.tree.levels()[1:], 1):
             logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)
+            seen.append(logits)
             most = 1 + max(self.tree.ranks[node] for node in nodes)
             best = best_tokens(logits, advance.sampling, newest + depth, most, backend=backend)
             found |= {node: best[:, self.tree.ranks[node]] for node in nodes}
         tokens = jnp.stack([found[node] for node in range(1, self.tree.size)], axis=1)
-        return tokens, jnp.where(advance.count > 0, tokens.shape[1], 0), (), None
+        count = jnp.where(advance.count > 0, tokens.shape[1], 0)
+        return Proposal(tokens, count, (), None, jnp.stack(seen, axis=1) if self.tree.is_chain else None)
 
     def remember(self, memory: None, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> None:
         return None

@@ -15,7 +15,7 @@ from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.params import Params
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree, chain
 
 
@@ -53,11 +53,11 @@ class NGram:
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, Cache, jax.Array]:
+    ) -> Proposal:
         memory = self._take_in(drafts.memory, advance)
         rows = jnp.take(memory, advance.slot, axis=0, mode="clip")
         found, count = jax.vmap(self._look_up)(rows, advance.start + advance.count - 1)
-        return found, jnp.where(advance.count > 0, count, 0), (), memory
+        return Proposal(found, jnp.where(advance.count > 0, count, 0), (), memory)
 
     def remember(
         self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array

@@ -58,6 +58,18 @@ def perturbed(logits: Array, temperature: Array, top_k: Array, top_p: Array, min
     return jnp.where(sampled[:, None], scores, clean)
 
 
+@jax.jit
+def scores(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """perturbed without its noise [R, V]: what sample draws a token from is the softmax of its row. A row without a
+    temperature has 0 at its argmax and -inf elsewhere."""
+    filters = Filters(temperature, top_k, top_p, min_p)
+    clean = _clean(logits)
+    top = clean.max(axis=1)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    greedy = jnp.where(ids == _first(clean, top)[:, None], 0, -jnp.inf).astype(clean.dtype)
+    return jnp.where((temperature > 0)[:, None], _kept(logits, top, filters), greedy)
+
+
 def threshold(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """The lowest logit of each row [R, V] that the filters leave to be drawn -> [R]; -inf when all are off."""
     filters = Filters(temperature, top_k, top_p, min_p)
@@ -94,14 +106,19 @@ def _draw(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
 
 
 def _scores(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
-    """(logit - largest) / temperature + noise [R, V] of tokens that are kept, -inf of others, given the rows' largest
-    logits [R]."""
+    """_kept, plus noise [R, V]."""
+    kept = _kept(logits, top, filters)
+    return kept + gumbel(keys, logits.shape[1], kept.dtype)
+
+
+def _kept(logits: Array, top: Array, filters: Filters) -> Array:
+    """(logit - largest) / temperature [R, V] of tokens that are kept, -inf of others, given the rows' largest logits
+    [R]."""
     clean = _clean(logits)
     blocks = _blocks(clean)
     lowest = _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
     top = jnp.where(top == -jnp.inf, 0, top)[:, None]
-    scores = (clean - top) / _temperature(filters, clean.dtype)[:, None] + gumbel(keys, logits.shape[1], clean.dtype)
-    return jnp.where(clean >= lowest[:, None], scores, -jnp.inf)
+    return jnp.where(clean >= lowest[:, None], (clean - top) / _temperature(filters, clean.dtype)[:, None], -jnp.inf)
 
 
 def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, vocabulary: int) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree
 
 LONGEST = 80  # tokens of a sequence
@@ -44,7 +44,7 @@ class Scripted:
         found = jnp.where((noise >> 4) % 1000 < (1000 * self.right).astype(jnp.uint32), answer, other)
         size = self.tree.size
         count = jnp.where(self.ragged, (_hash(noise[:, 0] + 1) % size).astype(jnp.int32), size - 1)
-        return found, count, (), ()
+        return Proposal(found, count, (), ())
 
 
 def _hash(x: jax.Array) -> jax.Array:

@@ -133,8 +133,9 @@ class Simulation:
             s.known += n
         sampling = jax.tree.map(lambda x: x[np.minimum(a.slot, SLOTS - 1)], self.sampling)
         advance = jax.tree.map(jnp.asarray, Advance(**vars(a), sampling=sampling, chunks=c))
-        tokens, count, cache, memory = self.propose(self.drafts, advance, self.target.params)
-        self.drafts = replace(self.drafts, cache=cache, memory=memory)
+        found = self.propose(self.drafts, advance, self.target.params)
+        self.drafts = replace(self.drafts, cache=found.cache, memory=found.memory)
+        tokens, count = found.tokens, found.count
         assert set(np.asarray(count)[a.count == 0]) <= {0}, "nothing is drafted where nothing was drawn"
         for slot in decodes | last:
             yield slot, np.asarray(tokens)[rows[slot]].tolist(), int(count[rows[slot]])

@@ -279,10 +279,11 @@ def abstract_propose(drafter, config, dtype, *, slots: int, chunks: bool, backen
     drafts = Drafts(ints(slots, drafter.tree.size - 1), ints(slots), cache, memory, drafter.tree)
     propose = jax.jit(lambda *args: drafter.propose(*args, config=config, backend=backend))
     traced = propose.trace(drafts, advance, abstract_params(config, dtype))
-    tokens, count, *after = traced.out_info
-    assert (tokens.shape, count.shape) == ((G, drafter.tree.size - 1), (G,))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), [cache, memory]) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), after
+    found, k = traced.out_info, drafter.tree.size - 1
+    assert (found.tokens.shape, found.count.shape) == ((G, k), (G,))
+    assert jax.tree.map(jnp.shape, found.logits) == ((G, k, config.vocab_size) if drafter.tree.is_chain else None)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (cache, memory)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), (found.cache, found.memory)
     )
     return traced.jaxpr.jaxpr
 

@@ -84,7 +84,8 @@ def test_drafts_are_what_followed_before(portions, sizes, context):
         is_chunk = is_chunk and len(tokens) > 1
         tokens = tokens if is_chunk else tokens[:4]
         step = advance({slot: (len(before), tokens, is_chunk)}, 4)
-        found, count, _, memory = drafter.propose(drafts, step, None, config=None, backend=None)
+        got = drafter.propose(drafts, step, None, config=None, backend=None)
+        found, count, memory = got.tokens, got.count, got.memory
         drafts = Drafts(drafts.tokens, drafts.count, (), memory, drafts.tree)
         before += tokens
         want = looked_up(before, drafter, memory.shape[1])
@@ -96,7 +97,8 @@ def test_tokens_that_no_step_computes_are_remembered():
     _, memory = drafter.init(None, None, slots=2, num_pages=9, page_size=PAGE, max_tokens=64)
     memory = drafter.remember(memory, jnp.int32(1), jnp.asarray([5, 6, 7, 8, 99]), jnp.int32(0), jnp.int32(4))
     drafts = Drafts(jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32), (), memory, drafter.tree)
-    found, count, _, _ = drafter.propose(drafts, advance({1: (4, [6], False)}, 1), None, config=None, backend=None)
+    got = drafter.propose(drafts, advance({1: (4, [6], False)}, 1), None, config=None, backend=None)
+    found, count = got.tokens, got.count
     assert (found[0].tolist(), int(count[0])) == ([7, 8, 6], 3)
 
 
@@ -107,7 +109,7 @@ def test_a_sequence_that_has_ended_gets_no_drafts():
     drafts = Drafts(jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32), (), memory, drafter.tree)
     step = advance({0: (3, [5], False)}, 1)
     ended = type(step)(**{**vars(step), "count": jnp.zeros(1, jnp.int32)})
-    assert drafter.propose(drafts, ended, None, config=None, backend=None)[1].tolist() == [0]
+    assert drafter.propose(drafts, ended, None, config=None, backend=None).count.tolist() == [0]
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
