@@ -15,7 +15,7 @@ from jllm.engine.layout import Layout, packed_step
 from jllm.merge_step import State, init_drafts
 from jllm.params import Params
 from jllm.sampling import Sampling, sample
-from jllm.speculative.drafter import Advance, Drafts
+from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree
 
 DRAWN, OTHER = 1, 0  # the token that every step draws, and one that none does
@@ -55,13 +55,13 @@ class Imposed:
         config: LlamaConfig,
         backend: str | None,
         wanted: bool = True,
-    ) -> tuple[jax.Array, jax.Array, tuple[()], tuple[()]]:
+    ) -> Proposal:
         count = self.tree.size - 1
         newest, node = (advance.start + advance.count)[:, None], jnp.arange(count, dtype=jnp.uint32)[None, :]
         key = (newest.astype(jnp.uint32) * 1009 + advance.slot.astype(jnp.uint32)[:, None]) * 64 + node
         share = (_hash(key) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
         found = jnp.where(share < self.acceptance[None, :], DRAWN, OTHER).astype(jnp.int32)
-        return found, jnp.full(newest.shape[0], count, jnp.int32), (), ()
+        return Proposal(found, jnp.full(newest.shape[0], count, jnp.int32), (), ())
 
 
 def _hash(x: jax.Array) -> jax.Array:
