@@ -1,7 +1,6 @@
 """What speculative decoding gains, at toy size: workloads, acceptance of documents, steps with imposed acceptance."""
 
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from experiments.drafts.steps import break_even, published
 from experiments.drafts.workloads import WORKLOADS
 from experiments.steps.timer import pool_for
 from jllm.pretrained import BUNDLED
+from jllm.sampling import neutral_sampling
 from jllm.speculative.tree import Tree, chain
 from jllm.tokenizer import load_tokenizer
 from tests.test_decode_step import TOY
@@ -134,8 +134,7 @@ def test_acceptance_is_as_imposed(tree):
 def test_sampling_is_part_of_a_step_with_imposed_tokens():
     """A row that is not finite is found."""
     model = tiny_model()
-    params = SimpleNamespace(temperature=jnp.zeros(2), top_k=jnp.zeros(2, int), top_p=jnp.ones(2), min_p=jnp.zeros(2))
-    params.seed, params.sample = jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)
+    params = jax.tree.map(jnp.asarray, neutral_sampling(2))
     logits = jnp.zeros((2, model.config.vocab_size)).at[1, 3].set(jnp.nan)
     tokens, finite = jax.jit(lambda x: draw(x, params, jnp.zeros(2, jnp.int32), backend=None))(logits)
     assert list(finite) == [True, False]
