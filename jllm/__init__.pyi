@@ -7,6 +7,7 @@ from jllm.batch import PromptChunk as PromptChunk
 from jllm.batch import RaggedBatch as RaggedBatch
 from jllm.batch import ragged_batch as ragged_batch
 from jllm.config import LlamaConfig as LlamaConfig
+from jllm.engine.async_engine import AsyncEngine as AsyncEngine
 from jllm.engine.loop import Engine as Engine
 from jllm.engine.options import EngineOptions as EngineOptions
 from jllm.engine.request import Completion as Completion
@@ -26,6 +27,7 @@ from jllm.errors import LengthPredictorError as LengthPredictorError
 from jllm.errors import NoRoomError as NoRoomError
 from jllm.errors import OutputError as OutputError
 from jllm.errors import QuantizationError as QuantizationError
+from jllm.errors import QueueFull as QueueFull
 from jllm.errors import RequestError as RequestError
 from jllm.errors import SnapshotError as SnapshotError
 from jllm.errors import TokenizerError as TokenizerError

@@ -48,6 +48,10 @@ class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 
 
+class QueueFull(JllmError, RuntimeError):
+    """More requests wait than may: those that come later may find room."""
+
+
 class UnknownParameterError(RequestError, TypeError):
     """A keyword that is no sampling parameter."""
 

@@ -46,6 +46,7 @@ TOP_LOGPROBS = 20
 WANTS = ("penalties", "logprobs", "prompt_logprobs")  # of a variant: what single requests ask for
 NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
 
+Scores = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]  # as Logits has them of prompts
 Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
 
 
@@ -106,6 +107,8 @@ class Logits:
     rows: Rows
     prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
     prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
+    prompt_best: jax.Array | None  # i32[C] the most likely token in each target's place
+    prompt_best_logprobs: jax.Array | None  # f[C] of these
     taps: Taps  # [T, ...] by names of the variant's; of the head's rows [R Q + B, ...]
     hidden: jax.Array  # [R Q + B, E], before the final norm
     chunk_hidden: jax.Array  # [C, E]
@@ -123,6 +126,8 @@ class Outputs:
     top_logprobs: jax.Array | None  # f[R W + B, TOP_LOGPROBS]
     prompt_logprobs: jax.Array | None  # as Logits has them
     prompt_ranks: jax.Array | None = None
+    prompt_best: jax.Array | None = None
+    prompt_best_logprobs: jax.Array | None = None
     nodes: jax.Array | None = None  # i32[R, W] of a tree, which node each token was drawn at
     drafted: jax.Array | None = None  # i32[R] drafts that were verified, where segments have rows for them
     taps: Taps = field(default_factory=dict)
@@ -193,7 +198,7 @@ def forward(
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
     picked = jnp.concatenate([hidden[:short], jnp.take(hidden, last, axis=0, mode="clip")])
     values = head(params, config, picked, backend=backend)
-    scores: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    scores: Scores = (None, None, None, None)
     if variant.prompt_logprobs and C:
         scores = _score_prompt(params, config, hidden[short:], batch.targets, backend)
     taps = taps | head_taps(params, config, picked, values, variant.taps, backend=backend)
@@ -244,6 +249,8 @@ def sample(
         **_logprobs(rows, raw, tokens, nodes, variant),
         prompt_logprobs=logits.prompt_logprobs,
         prompt_ranks=logits.prompt_ranks,
+        prompt_best=logits.prompt_best,
+        prompt_best_logprobs=logits.prompt_best_logprobs,
         nodes=None if rows.tree.is_chain else jnp.where(valid[: nodes.shape[0]], nodes, -1),
         drafted=None if rows.tree.size == 1 else jnp.maximum(rows.used - 1, 0),
         taps=logits.taps,
@@ -440,8 +447,9 @@ def _logprobs(
 
 def _score_prompt(
     params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array, backend: str | None
-) -> tuple[jax.Array, jax.Array]:
-    """log p(target) of each prompt row [C], and its rank, in row blocks: never a [C, V] array."""
+) -> Scores:
+    """log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never a
+    [C, V] array."""
     C, E = hidden.shape
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block
@@ -450,7 +458,8 @@ def _score_prompt(
 
     def one(x):
         logits = head(params, config, x[0], backend=backend)
-        return token_logprobs(logits, x[1]), token_ranks(logits, x[1])
+        best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        return token_logprobs(logits, x[1]), token_ranks(logits, x[1]), best, token_logprobs(logits, best)
 
-    logprobs, ranks = jax.lax.map(one, (rows, ids))
-    return logprobs.reshape(-1)[:C], ranks.reshape(-1)[:C]
+    logprobs, ranks, best, best_logprobs = (x.reshape(-1)[:C] for x in jax.lax.map(one, (rows, ids)))
+    return logprobs, ranks, best, best_logprobs

@@ -31,23 +31,35 @@ class Live:
     first_token: float | None = None
     last_token: float = 0.0  # when the newest token was read, once there is one
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_scores: dict[int, tuple[float, int]] = field(default_factory=dict)  # log p and rank, by position
+    taken: int = 0  # of these
+    prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
+    # rank, and the most likely token with its log p
 
     def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
         """The sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
-        seq, tokens, scores = self.seq, tuple(self.output.tokens), None
-        if seq.params.prompt_logprobs:
-            scores = [score for _, score in sorted(self.prompt_scores.items())]
+        seq, tokens = self.seq, tuple(self.output.tokens)
+        scored = seq.params.prompt_logprobs
+        scores = [score for _, score in sorted(self.prompt_scores.items())]
         return Completion(
             token_ids=tokens,
             text=self.output.text if text else None,
             finish_reason=reason,
             logprobs=None if seq.params.logprobs is None else tuple(self.logprobs[: len(tokens)]),
-            prompt_logprobs=None if scores is None else tuple(logprob for logprob, _ in scores),
+            prompt_logprobs=tuple(logprob for logprob, *_ in scores) if scored else None,
             timings=Timings(self.first_token, seconds, len(seq.prompt), len(tokens)),
             seed=seq.seed,
-            prompt_ranks=None if scores is None else tuple(rank for _, rank in scores),
+            prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
+            prompt_best=tuple(best for *_, best in scores) if scored else None,
         )
+
+    def take(self, *, final: bool) -> tuple[str, tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Text and tokens that are certain by now and were not taken before, and what is known of these tokens where
+        log-probabilities were asked for."""
+        text, tokens = self.output.take(final)
+        if self.seq.params.logprobs is None:
+            return text, tokens, ()
+        self.taken += len(tokens)
+        return text, tokens, tuple(self.logprobs[self.taken - len(tokens) : self.taken])
 
 
 @dataclass
@@ -80,7 +92,10 @@ def take_prompt_scores(plan: StepPlan, outputs: Outputs, live: Callable[[Sequenc
     """Gives the scores of a step's prompt tokens to the samples that asked for them."""
     assert outputs.prompt_logprobs is not None
     assert outputs.prompt_ranks is not None
-    scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist()))
+    assert outputs.prompt_best is not None
+    assert outputs.prompt_best_logprobs is not None
+    best = zip(outputs.prompt_best.tolist(), outputs.prompt_best_logprobs.tolist())
+    scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist(), best))
     at = 0
     for chunk in plan.chunks:
         sample = live(chunk.seq)

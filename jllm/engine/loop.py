@@ -453,9 +453,9 @@ class Engine:
         elif output.text_can_be_late:
             self._events.append(PendingEvent(live, tokens))
         else:
-            text, certain = output.take(final=False)
+            text, certain, logprobs = live.take(final=False)
             if text or certain:
-                self._events.append(Event(seq.request_id, seq.sample, text, certain))
+                self._events.append(Event(seq.request_id, seq.sample, text, certain, None, logprobs))
 
     def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
         """now: when its last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""

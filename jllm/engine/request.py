@@ -152,6 +152,7 @@ class Completion:
     timings: Timings
     seed: int = 0  # the seed that was used, drawn if none was given
     prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 where the token was the most likely one
+    prompt_best: tuple[tuple[int, float], ...] | None = None  # with them: the most likely token, and its logprob
 
 
 class Event(NamedTuple):
@@ -163,3 +164,4 @@ class Event(NamedTuple):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, where they were asked for

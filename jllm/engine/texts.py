@@ -27,15 +27,16 @@ class PendingEvent(NamedTuple):
     def event(self) -> Event | None:
         """None where nothing is certain yet. Each of a sample's news once, in order."""
         seq, output = self.live.seq, self.live.output
+        key = seq.request_id, seq.sample
         for token in self.tokens:
             output.push(token)
         if self.reason is None:
-            text, tokens = output.take(final=False)
-            return Event(seq.request_id, seq.sample, text, tokens) if text or tokens else None
+            text, tokens, logprobs = self.live.take(final=False)
+            return Event(*key, text, tokens, None, logprobs) if text or tokens else None
         output.finish()
-        text, tokens = output.take(final=True)
+        text, tokens, logprobs = self.live.take(final=True)
         completion = self.live.completion(self.reason, self.seconds, text=output.decoder is not None)
-        return Event(seq.request_id, seq.sample, text, tokens, completion)
+        return Event(*key, text, tokens, completion, logprobs)
 
 
 class Texts:

@@ -1,5 +1,6 @@
 """What the engine promises besides the oracle: ends, text, logprobs, penalties, forks, aborts, compilations."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import jax
@@ -98,6 +99,22 @@ def test_logprobs_are_of_the_raw_logits(model):
             done.prompt_logprobs, [want[i, t] for i, t in enumerate(prompt[1:])], atol=1e-4, rtol=0
         )
         assert list(done.prompt_ranks) == [1 + (want[i] > want[i, t]).sum() for i, t in enumerate(prompt[1:])]
+        rows = range(len(prompt) - 1)
+        assert [t for t, _ in done.prompt_best] == [int(want[i].argmax()) for i in rows]
+        np.testing.assert_allclose([lp for _, lp in done.prompt_best], [want[i].max() for i in rows], atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokenizer", "stop"), [(None, ()), (Letters(), ()), (Letters(), ("\n",))])
+def test_events_have_the_logprobs_of_their_tokens(tokenizer, stop):
+    engine, seen, done = Engine(tiny_model(tokenizer=tokenizer), **OPTIONS), defaultdict(list), {}
+    asked = [greedy(12, logprobs=2, stop=stop), greedy(12)]
+    ids = [engine.submit(prompt, sampling) for prompt, sampling in zip(PROMPTS, asked)]
+    for event in engine.run():
+        assert len(event.logprobs) == (len(event.token_ids) if event.id == ids[0] else 0)
+        seen[event.id] += event.logprobs
+        done[event.id] = event.completion
+    assert tuple(seen[ids[0]]) == done[ids[0]].logprobs
+    assert len(seen[ids[0]]) == 12
 
 
 def test_stop_ids_end_and_are_in_neither_tokens_nor_text(model):

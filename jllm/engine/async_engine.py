@@ -1,0 +1,255 @@
+"""An engine for asyncio: one thread steps it, and each request is an asynchronous iterator of its events."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from jllm.engine.checks import Prompt
+from jllm.engine.loop import Engine
+from jllm.engine.request import Event, SamplingParams
+from jllm.errors import EngineClosed, JllmError, QueueFull, RequestError
+
+Request = tuple[Prompt, SamplingParams]
+
+
+class Stream:
+    """The events of one request, `async for` by `async for`: the ends of all its samples are among them, each with its
+    completion. Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while
+    it waits for an event closes it too, and the request's pages are free again within two steps."""
+
+    def __init__(self, engine: "AsyncEngine", samples: int):
+        self.samples = samples
+        self._engine, self._left = engine, samples
+        self._events: deque[Event] = deque()
+        self._error: JllmError | None = None
+        self._news = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more events will come than those that wait to be taken."""
+        return self._left == 0 or self._error is not None
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Event:
+        try:
+            while not self._events and not self.ended:
+                self._news.clear()
+                await self._news.wait()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if self._events:
+            return self._events.popleft()
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> "Stream":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """Ends the request; its events follow, with what it had."""
+        self._engine._end(self)
+
+    def close(self) -> None:
+        """Ends the request, if it has not ended, and drops its events."""
+        self.abort()
+        self._events.clear()
+        self._fail(EngineClosed("this stream was closed"))
+
+    def _put(self, event: Event) -> None:
+        self._left -= event.completion is not None
+        if self._error is None:
+            self._events.append(event)
+            self._news.set()
+
+    def _fail(self, error: JllmError) -> None:
+        if not self.ended:
+            self._error = error
+            self._news.set()
+
+
+class AsyncEngine:
+    """Serves the requests of one event loop through an Engine, which is its own from here on and closes with it.
+
+    A thread steps while there is work. Between two steps it takes in what was submitted and aborted, and it hands the
+    events of a step over in one call: the event loop never waits for a step, nor a step for it.
+
+    Threads: an AsyncEngine and its streams belong to the event loop in which it was made, and are called from its
+    thread; check() and metrics() may be called from any.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int = 256):
+        """max_waiting: samples that may wait beside those that run; with more, QueueFull."""
+        self.limit = engine.sizes.limits.max_slots + max_waiting
+        self.check, self.metrics = engine.check, engine.metrics
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._open: set[Stream] = set()  # whose requests have not ended
+        self._refused: str | None = None  # why submit() takes nothing more
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()  # what the thread is to do before its next step
+        self._stop = False
+        self._ids: dict[Stream, int] = {}  # the thread's own, as are the next two
+        self._streams: dict[int, Stream] = {}
+        self._left: dict[int, int] = {}  # samples of a request that have not ended
+        self._finished = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Samples of requests that have not ended."""
+        return sum(stream.samples for stream in self._open)
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing more can be submitted; None where it can."""
+        return self._refused
+
+    async def submit(
+        self, prompt: Prompt, sampling: SamplingParams = SamplingParams(), *, deadline: float | None = None
+    ) -> Stream:
+        """Queues a prompt, checked in a thread of its own. RequestError for a bad one, QueueFull where too many wait,
+        EngineClosed after close(). After `deadline` seconds the request ends as by abort()."""
+        ids = await asyncio.to_thread(self.check, prompt, sampling)
+        return self.submit_all([(ids, sampling)], deadline=deadline)[0]
+
+    def submit_all(self, requests: Iterable[Request], *, deadline: float | None = None) -> list[Stream]:
+        """Queues several requests that check() has taken, or none of them."""
+        requests = list(requests)
+        samples = sum(sampling.n for _, sampling in requests)
+        if self._refused is not None:
+            raise EngineClosed(f"this engine takes no more work: {self._refused}")
+        if samples > self.limit:
+            raise RequestError(f"{samples} samples at once are too many: at most {self.limit} may run and wait")
+        if self.unfinished + samples > self.limit:
+            raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
+        streams = [Stream(self, sampling.n) for _, sampling in requests]
+        self._open.update(streams)
+        for stream, (prompt, sampling) in zip(streams, requests):
+            self._ask(self._submitter(stream, prompt, sampling))
+            if deadline is not None:
+                stream._deadline = self._loop.call_later(deadline, stream.abort)
+        return streams
+
+    def refuse(self, reason: str = "it is being closed") -> None:
+        """From now on submit() raises EngineClosed; what was submitted goes on."""
+        self._refused = self._refused or reason
+
+    async def close(self, grace: float = 0.0) -> int:
+        """Takes nothing more, and closes the engine once all has ended, or after `grace` seconds: what is left ends
+        with the finish reason "abort". Returns how many samples that were."""
+        self.refuse("it was closed")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._open and not self._finished.is_set():
+                    await asyncio.sleep(min(0.02, grace))
+        left = self.unfinished
+        with self._changed:
+            self._stop = True
+            self._changed.notify()
+        await self._finished.wait()
+        self._thread.join()
+        return left
+
+    # Called by streams, in the event loop's thread
+
+    def _end(self, stream: Stream) -> None:
+        if stream in self._open and not stream.ended:
+            self._ask(lambda: self._abort(stream))
+
+    def _ask(self, action: Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(action)
+            self._changed.notify()
+
+    def _deliver(self, news: list[tuple[Stream, Event | JllmError]]) -> None:
+        for stream, one in news:
+            if isinstance(one, Event):
+                stream._put(one)
+            else:
+                stream._fail(one)
+            if stream._left == 0 or not isinstance(one, Event):
+                self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        self._open.discard(stream)
+        if stream._deadline is not None:
+            stream._deadline.cancel()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                if self._engine.has_work:
+                    self._hand_over(self._of_streams(self._engine.step()))
+            self._engine.close()
+            self._hand_over(self._of_streams(self._engine.last_events))
+            reason, cause = "it was closed", None
+        except BaseException as error:  # the engine has closed itself
+            reason, cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error
+            self._engine.close()
+        self._call(lambda: self._end_all(reason, cause))
+
+    def _next(self) -> bool:
+        """Does what was asked for; waits where there is nothing to do. False once the thread is to end."""
+        with self._changed:
+            while not (self._stop or self._inbox or self._engine.has_work):
+                self._changed.wait()
+            asked, self._inbox = self._inbox, deque()
+            stop = self._stop
+        for action in asked:
+            action()
+        return not stop
+
+    def _submitter(self, stream: Stream, prompt: Prompt, sampling: SamplingParams) -> Callable[[], None]:
+        def submit() -> None:
+            try:
+                self._ids[stream] = request = self._engine.submit(prompt, sampling)
+                self._streams[request], self._left[request] = stream, sampling.n
+            except RequestError as error:
+                self._hand_over([(stream, error)])
+
+        return submit
+
+    def _abort(self, stream: Stream) -> None:
+        if stream in self._ids:
+            with suppress(RequestError):  # it has ended, and its last event is on its way
+                self._engine.abort(self._ids[stream])
+
+    def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | JllmError]]:
+        """Events with whose they are; forgets requests that have ended."""
+        for event in events:
+            stream = self._streams[event.id]
+            yield stream, event
+            self._left[event.id] -= event.completion is not None
+            if not self._left[event.id]:
+                del self._left[event.id], self._streams[event.id], self._ids[stream]
+
+    def _hand_over(self, news: Iterable[tuple[Stream, Event | JllmError]]) -> None:
+        if some := list(news):
+            self._call(lambda: self._deliver(some))
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        with suppress(RuntimeError):  # the event loop has ended, and with it all who wait
+            self._loop.call_soon_threadsafe(function)
+
+    def _end_all(self, reason: str, cause: BaseException | None) -> None:
+        """In the event loop's thread, as the last thing that the other one does."""
+        self._refused = reason
+        for stream in list(self._open):
+            error = EngineClosed(f"this engine takes no more work: {reason}")
+            error.__cause__ = cause
+            stream._fail(error)
+            self._forget(stream)
+        self._finished.set()
