@@ -124,6 +124,7 @@ COMMANDS = (
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
     Command("sample", "-m pallas_kernels.sample.bench --results {results}", 90),
     Command("speculation", "-m experiments.speculation acceptance --results {results}", 300),
+    Command("speculation_claims", "-m experiments.speculation claims --results {results}", 300),
     # By name, since what a device has not yet run is not chosen by default.
     Command(
         "speculation_7b", "-m experiments.speculation steps --backend mosaic --threads 14 --results {results}", 300

@@ -3,12 +3,15 @@
     python -m experiments.speculation acceptance                    # the bundled model, its drafters, on any machine
     python -m experiments.speculation acceptance --drafters ngram --workloads repetitive --documents 4
     python -m experiments.speculation steps --config configs/llama-3-8b.json        # a GPU: what verifying drafts costs
+    python -m experiments.speculation claims --claims tree copies
+    python -m experiments.speculation draw experiments/results/speculation-*.json
 
 Drafts change no token (docs/speculation.md), so all there is to measure is time. A part is a command of its own, with a
 result of its own, and --help says what its columns mean.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import add_model_options, add_timing_options, positive
-from experiments.drafts import acceptance, steps
+from experiments.drafts import acceptance, claims, steps
+from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
 from experiments.result_file import record
 from jllm.pretrained import BUNDLED
@@ -35,6 +39,7 @@ with a chain of --drafts wherever there can be one (fixed); and with drafts wher
   acceptance      share of steps with a draft of this depth that accepted it; the mean over documents
   tokens_s        of all documents, prompts included
   times           a document's time without drafts over its time with: the median; _95: bootstrap over documents
+  cpu_times       the same of processor seconds of all threads, which others on the machine disturb less
   same_tokens     documents whose tokens equal those without drafts; in float32 and bf16 a near-tie may fall otherwise
 
 Stories begin as texts of experiments/texts do. After the repetitive prompts (versions of a text, lists, lines of code)
@@ -51,6 +56,15 @@ Steps are timed as experiments.decode_step times them.
   times                  tokens a second over plain decoding's, with so many imposed tokens a step
   times_here             what a published number of tokens a step gives by these times
   tokens_needed          tokens a step by which these steps are as many times as fast as others were (their_times)"""
+
+
+CLAIMED = f"""What is said of speculative decoding, tested with the bundled model on any machine, with verdicts.
+
+{chr(10).join(f"  {name:13} {claim.stated}" for name, claim in claims.CLAIMS.items())}
+
+`tree` is in float64. `distillation` reads the files of experiments.train_drafters. Of `copies`, acceptance is of a
+draft where those before it were accepted, kl (nats) and tv are the copy's distance from the target at temperature 1;
+least_acceptance_1 is what tv promises. Times of `nodes` and `batches` are this machine's."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +106,33 @@ def steps_label(args: argparse.Namespace) -> str:
     return Path(args.config).stem
 
 
+def no_bars(rows: Sequence[Row]) -> Iterator[Row]:
+    return iter(())
+
+
 def step_bars(rows: Sequence[Row]) -> Iterator[Row]:
     """On a GPU alone, for which they are stated."""
     return steps.bars(rows) if on_hopper() else iter(())
 
 
+def add_claims(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
+    names = list(claims.CLAIMS)
+    parser.add_argument("--claims", nargs="+", choices=names, default=names)
+    parser.add_argument("--documents", type=positive, default=8, help="of copies and rejection (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=48, help="of each document (default: %(default)s)")
+    parser.add_argument("--nodes", type=positive, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of trees")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--drafter", default="draft", help="of rejection and batches (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=40, help="timed together (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="of each time (default: %(default)s)")
+    parser.add_argument("--backend", choices=BACKEND_NAMES, help="default: chosen for the device")
+
+
 PARTS = {
     "acceptance": Part(ACCEPTANCE, add_acceptance, acceptance.rows, acceptance.bars),
     "steps": Part(STEPS, add_steps, steps.rows, step_bars, steps_label),
+    "claims": Part(CLAIMED, add_claims, claims.rows, no_bars),
 }
 
 
@@ -111,6 +144,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         each = parts.add_parser(name, help=part.about.partition("\n")[0], description=part.about, **options)
         part.add_options(each)
         add_result_options(each)
+    drawing = parts.add_parser("draw", help="draw results as SVG beside them (needs matplotlib)")
+    drawing.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a result of any part")
     return parser.parse_args(argv)
 
 
@@ -119,10 +154,27 @@ def name_of(args: argparse.Namespace) -> str:
     return "-".join(filter(None, ["speculation", args.part, PARTS[args.part].label(args)]))
 
 
+def draw_files(paths: Sequence[Path]) -> int:
+    """The exit status of `draw`."""
+    try:
+        for path in paths:
+            draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+    except ImportError:
+        problem = "draw needs matplotlib (the extra `notebooks`)"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    else:
+        return 0
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
+
+
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(words)
+    if args.part == "draw":
+        return draw_files(args.files)
     part = PARTS[args.part]
     command = ["python", "-m", "experiments.speculation", *words]
     beside: Row = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import speculation
-from experiments.drafts import acceptance, steps
+from experiments.drafts import acceptance, claims, copies, costs, steps, tree_pass
 from experiments.drafts.acceptance import Served, interval, summary
 from experiments.drafts.imposed import VerifyingTimer, draw, imposed, verifying_step
 from experiments.drafts.steps import break_even, published
@@ -19,7 +19,9 @@ from jllm.sampling import neutral_sampling
 from jllm.speculative.tree import Tree, chain
 from jllm.tokenizer import load_tokenizer
 from tests.test_decode_step import TOY
-from tests.tiny import tiny_model
+from tests.tiny import full_logits, log_softmax, tiny_model
+
+SMALL = ("tree", "distillation", "nodes", "batches")  # claims that are quick to measure
 
 
 class Characters:
@@ -33,7 +35,9 @@ class Characters:
 def command(tmp_path, monkeypatch):
     """Runs the command with a tiny model; returns its status, and its result if there is one."""
     model = tiny_model(tokenizer=Characters())
-    monkeypatch.setattr(acceptance, "load", lambda *args, **options: model)
+    for module in (acceptance, copies, costs):
+        monkeypatch.setattr(module, "load", lambda *args, **options: model)
+    monkeypatch.setattr(tree_pass, "load", lambda path, dtype: tiny_model(dtype, tokenizer=Characters()))
 
     def run(*words):
         status = speculation.main([*words, "--results", str(tmp_path)])
@@ -44,7 +48,7 @@ def command(tmp_path, monkeypatch):
 
 
 def served(seconds=1.0, tokens=(5, 6), segments=4, advanced=8.0, accepted=None):
-    return Served(seconds, tokens, segments, advanced, accepted or {})
+    return Served(seconds, 2 * seconds, tokens, segments, advanced, accepted or {})
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -84,6 +88,7 @@ def test_a_documents_time_is_held_against_its_own():
     found = summary(fast, plain)
     assert (found["times"], found["tokens_a_step"], found["same_tokens"]) == (2.0, round(28 / 12, 4), 2)
     assert found["tokens_s"] == round(6 / 11.5, 1)
+    assert found["cpu_times"] == 2.0
     assert "tokens_a_step" not in summary([served(segments=0)], [served()])
 
 
@@ -178,6 +183,107 @@ def test_bars_of_steps():
         {"Q": 4, "batch": 1, "context": 136, "times": 2.6},
     ]
     assert [bar["met"] for bar in steps.bars(rows)] == [False, True, True]
+
+
+def test_claims_at_toy_size(command):
+    options = ["--documents", "2", "--tokens", "8", "--nodes", "2", "8", "--batch", "1", "2", "--repeats", "1"]
+    status, document = command("claims", *options, "--steps", "2", "--drafter", "ngram", "--claims", *SMALL)
+    assert (status, document["complete"], document["experiment"]) == (0, True, "speculation-claims")
+    verdicts = {row["claim"]: row["verdict"] for row in document["rows"] if "verdict" in row}
+    assert list(verdicts) == list(SMALL)
+    assert verdicts["tree"] == verdicts["distillation"] == "yes"
+    nodes = [row["nodes"] for row in document["rows"] if row["claim"] == "nodes" and "nodes" in row]
+    assert nodes == [1, 2, 8]
+    batched = [row for row in document["rows"] if row["claim"] == "batches" and "batch" in row]
+    assert [(row["batch"], row["choice"]) for row in batched] == [
+        (batch, choice) for batch in (1, 2) for choice in ("none", "fixed", "automatic")
+    ]
+    assert all(row["times"] == 1 for row in batched if row["choice"] == "none")
+
+
+def test_the_target_itself_is_always_accepted(command, monkeypatch):
+    """And a copy's distance from it is a distance: none, or of the right size."""
+    monkeypatch.setattr(copies, "COPIES", ("bf16", "w8a16"))
+    _, document = command("claims", "--claims", "copies", "--documents", "2", "--tokens", "10")
+    own, quantized, verdict = document["rows"]
+    assert (own["acceptance_0"], own["acceptance_1"], own["kl"], own["tv"]) == (1, 1, 0, 0)
+    assert 0 < quantized["kl"] < 0.1
+    assert quantized["kl"] <= 2 * quantized["tv"]
+    assert 0.5 < quantized["least_acceptance_1"] < 1
+    assert verdict["verdict"] in ("yes", "partly", "no")
+
+
+def test_distance_from_the_formula():
+    """Of rows that are softmaxes of known logits, in the tokens after the prompt alone."""
+    model, other = tiny_model(), tiny_model(seed=1)
+    text, first = [1, 5, 9, 20, 7, 3], 4
+    found = copies.distance(model, other, [text], [first])
+    p, q = (np.exp(log_softmax(full_logits(m, text).astype(np.float64)))[first - 1 : -1] for m in (model, other))
+    kl, tv = np.sum(p * np.log(p / q), axis=1), np.sum(np.maximum(p - q, 0), axis=1)
+    assert found["kl"] == pytest.approx(kl.mean(), rel=1e-2)
+    assert found["tv"] == pytest.approx(tv.mean(), rel=1e-2)
+    assert found["least_acceptance_1"] == pytest.approx(np.mean((1 - tv) / (1 + tv)), abs=1e-3)
+
+
+def test_pooled_acceptance():
+    """Of steps with two drafts each: half accept none, a quarter one, a quarter both."""
+    some = served(segments=4, accepted={1: 0.5, 2: 0.25})
+    assert copies.pooled([some]) == 3 / (3 + 3)
+    assert copies.pooled([served(accepted={1: 1.0, 2: 1.0})]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "verdict"),
+    [
+        ("tree", [{"difference": 1e-14}, {"difference": 0.5}], "yes"),
+        ("tree", [{"difference": 1e-6}, {"difference": 0.5}], "no"),
+        ("tree", [{"difference": 1e-14}, {"difference": 1e-14}], "no"),
+        ("nodes", [{"nodes": n, "over_plain": c} for n, c in ((1, 1.0), (16, 1.2), (64, 1.5))], "yes"),
+        ("nodes", [{"nodes": n, "over_plain": c} for n, c in ((1, 1.0), (4, 1.2), (16, 1.3))], "partly"),
+        ("nodes", [{"nodes": n, "over_plain": c} for n, c in ((1, 1.0), (2, 1.3))], "no"),
+        ("batches", [{"batch": b, "choice": "fixed", "times": x} for b, x in ((1, 1.5), (16, 0.9))], "yes"),
+        ("batches", [{"batch": b, "choice": "fixed", "times": x} for b, x in ((1, 1.5), (16, 1.2))], "partly"),
+        ("batches", [{"batch": b, "choice": "fixed", "times": x} for b, x in ((1, 1.1), (16, 1.2))], "no"),
+    ],
+)
+def test_verdicts(name, rows, verdict):
+    assert claims.CLAIMS[name].judge(rows)[0] == verdict
+
+
+@pytest.mark.parametrize(("equal", "verdict"), [(0.55, "yes"), (0.65, "partly"), (0.3, "no")])
+def test_what_rejection_is_held_to(equal, verdict):
+    """Where it accepts 0.6, a total variation of 0.4, equality must at least 0.43."""
+    rows = [
+        {"acceptance": mode, "temperature": 1.0, "accepted": x, "accepted_95": [x - 0.02, x + 0.02]}
+        for mode, x in (("equal", equal), ("rejection", 0.6))
+    ]
+    assert claims.CLAIMS["rejection"].judge(rows)[0] == verdict
+
+
+@pytest.mark.parametrize("part", ["acceptance", "steps", "claims"])
+def test_pictures(part, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = {
+        "acceptance": [
+            {"workload": "stories", "temperature": 0.0, "drafter": "ngram", "choice": "fixed", "times": 1.1,
+             "tokens_a_step": 1.4, "tokens_a_step_95": [1.2, 1.5]},
+        ],
+        "steps": [{"batch": 1, "context": 136, "Q": 4, "over_plain": 1.05}],
+        "claims": [
+            {"claim": "copies", "kl": 0.0, "acceptance_1": 1.0, "scheme": "bf16"},
+            {"claim": "nodes", "nodes": 1, "over_plain": 1.0},
+            {"claim": "batches", "batch": 1, "choice": "fixed", "times": 1.3},
+            {"claim": "batches", "stated": "so", "measured": "thus", "verdict": "yes"},
+        ],
+    }  # fmt: skip
+    file = tmp_path / f"speculation-{part}-20261123-cpu.json"
+    document = {"experiment": f"speculation-{part}", "device": "cpu", "date": "2026-11-23", "rows": rows[part]}
+    file.write_text(json.dumps(document))
+    assert speculation.main(["draw", str(file)]) == 0
+    assert "<svg" in file.with_suffix(".svg").read_text()
+    file.write_text(json.dumps(document | {"experiment": "qps"}))
+    assert speculation.main(["draw", str(file)]) == 2
+    assert "no result of experiments.speculation" in capsys.readouterr().err
 
 
 def test_what_is_refused(command, capsys):

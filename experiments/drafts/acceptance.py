@@ -34,6 +34,7 @@ class Served:
     """What one engine did with one document, alone."""
 
     seconds: float
+    cpu_seconds: float  # of all threads of this process
     tokens: tuple[int, ...]
     segments: int  # steps that verified drafts
     advanced: float  # tokens that these made
@@ -43,14 +44,14 @@ class Served:
 def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Served:
     """One request from its submission to its last token."""
     engine.reset_metrics()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     engine.submit(list(prompt), sampling)
     found = [event.completion for event in engine.run() if event.completion is not None]
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     metrics = engine.metrics()
     segments = metrics.get("draft_segments", 0)
     advanced = segments * (metrics.get("draft_tokens_mean") or 0)
-    return Served(seconds, found[0].token_ids, segments, advanced, metrics.get("draft_acceptance", {}))
+    return Served(seconds, cpu, found[0].token_ids, segments, advanced, metrics.get("draft_acceptance", {}))
 
 
 def interval(documents: Sequence[Any], figure: Callable[[Sequence[Any]], float], samples: int = 1000) -> list[float]:
@@ -74,6 +75,7 @@ def tokens_a_step(served: Sequence[Served]) -> float:
 def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
     """What an engine's documents come to beside those of an engine without drafts; a time is a document's own."""
     ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(served, plain, strict=True)]
+    work = [theirs.cpu_seconds / mine.cpu_seconds for mine, theirs in zip(served, plain, strict=True)]
     found: Row = {"documents": len(served)}
     if any(each.segments for each in served):
         found |= {"tokens_a_step": round(tokens_a_step(served), 4), "tokens_a_step_95": interval(served, tokens_a_step)}
@@ -81,6 +83,7 @@ def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
         "tokens_s": round(sum(len(each.tokens) for each in served) / sum(each.seconds for each in served), 1),
         "times": round(statistics.median(ratios), 4),
         "times_95": interval(ratios, statistics.median),
+        "cpu_times": round(statistics.median(work), 4),
         "same_tokens": sum(mine.tokens == theirs.tokens for mine, theirs in zip(served, plain)),
     }
 
@@ -100,14 +103,16 @@ def depths(served: Sequence[Served]) -> Iterator[Row]:
 def make_engines(
     model: Model, drafters: Sequence[str], drafts: int | None, options: Mapping[str, Any]
 ) -> dict[tuple[str, str], Engine]:
-    """By drafter and choice: one that always drafts, and one that does where it pays; and two without, whose difference
-    is noise. Raises ConfigError for a drafter that does not fit the model."""
-    found: dict[tuple[str, str], Row] = {(PLAIN, ""): {}, (AGAIN, ""): {}}
+    """By drafter and choice: one that always drafts, and one that does where it pays; and one without, which is there
+    twice, for what differs is noise. Raises ConfigError for a drafter that does not fit the model."""
+    found: dict[tuple[str, str], Row] = {}
     for name in drafters:
         k = drafts or DRAFTERS.get(name.partition(":")[0], DRAFTS)
         found[name, "fixed"] = {"speculate": find_drafter(name, model, k), "drafts": k}
         found[name, "automatic"] = {"speculate": find_drafter(name, model)}
-    return {key: Engine(model, prefix_cache=False, **options, **more) for key, more in found.items()}
+    plain = Engine(model, prefix_cache=False, **options)
+    drafting = {key: Engine(model, prefix_cache=False, **options, **more) for key, more in found.items()}
+    return {(PLAIN, ""): plain, (AGAIN, ""): plain} | drafting
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:

@@ -154,7 +154,7 @@ STEPS = (
             Table(
                 (
                     "workload", "temperature", "drafter", "choice", "documents", "tokens_a_step", "tokens_a_step_95",
-                    "tokens_s", "times", "times_95", "same_tokens",
+                    "tokens_s", "times", "times_95", "cpu_times", "same_tokens",
                 ),
                 "a document's time without drafts over its time with",
                 _has("times"),
@@ -166,6 +166,12 @@ STEPS = (
             ),
         ),
         of_bars("{:.2f} times as fast with n-gram drafts on repetitive text", "^ngram"),
+    ),
+    Section(
+        "speculation-claims.*",
+        "Drafts: what is claimed of them",
+        "`python -m experiments.speculation claims --help` says what the columns mean.",
+        (Table(("claim", "stated", "measured", "verdict"), "verdicts", _has("verdict")),),
     ),
     Section(
         "speculation-steps-(.*)",

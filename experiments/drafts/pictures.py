@@ -1,0 +1,93 @@
+"""Pictures of experiments.speculation, as SVG: the same bytes for the same result."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jllm.errors import ConfigError
+
+Row = dict[str, Any]
+OPTIONS: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "speculation", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3
+}  # fmt: skip
+
+
+def draw(document: Row, path: Path) -> None:
+    """The picture of a part's result. Raises ImportError without matplotlib, ConfigError for a file of no part."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    kind = next((kind for kind in PICTURES if document.get("experiment", "").startswith(f"speculation-{kind}")), None)
+    rows = [row for row in document.get("rows", ()) if "error" not in row]
+    if kind is None or not rows:
+        raise ConfigError(f"{path.stem}.json has nothing to draw: it is no result of experiments.speculation")
+    with matplotlib.rc_context(OPTIONS):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        PICTURES[kind](figure, rows)
+        figure.suptitle(f"Speculation: {kind} ({document['device']}, {document['date']})", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def draw_acceptance(figure: Any, rows: list[Row]) -> None:
+    """Tokens a step by drafter, a panel for each workload, a bar for each temperature."""
+    fixed = [row for row in rows if row.get("choice") == "fixed" and "tokens_a_step" in row]
+    workloads, drafters = (list(dict.fromkeys(row[key] for row in fixed)) for key in ("workload", "drafter"))
+    temperatures = sorted({row["temperature"] for row in fixed})
+    panels = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
+    for axes, workload in zip(panels, workloads):
+        for i, temperature in enumerate(temperatures):
+            some = [row for row in fixed if (row["workload"], row["temperature"]) == (workload, temperature)]
+            x = [drafters.index(row["drafter"]) + 0.25 * i for row in some]
+            y = [row["tokens_a_step"] for row in some]
+            low = [row["tokens_a_step"] - row["tokens_a_step_95"][0] for row in some]
+            high = [row["tokens_a_step_95"][1] - row["tokens_a_step"] for row in some]
+            axes.bar(x, y, 0.23, yerr=[low, high], capsize=2, label=f"temperature {temperature:g}")
+        axes.set_xticks([i + 0.25 for i in range(len(drafters))], drafters)
+        axes.set_title(workload, fontsize=9)
+    panels[0].set_ylabel("tokens a step with drafts")
+    panels[-1].legend()
+
+
+def draw_steps(figure: Any, rows: list[Row]) -> None:
+    """What a step of Q rows costs over a plain one, by batch, a panel for each context."""
+    checked = [row for row in rows if "over_plain" in row]
+    contexts = sorted({row["context"] for row in checked})
+    panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
+    for axes, context in zip(panels, contexts):
+        for q in sorted({row["Q"] for row in checked}):
+            some = [row for row in checked if (row["context"], row["Q"]) == (context, q)]
+            axes.plot([row["batch"] for row in some], [row["over_plain"] for row in some], "o-", label=f"{q} rows")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("batch")
+        axes.set_title(f"context {context}", fontsize=9)
+    panels[0].set_ylabel("time over a plain step")
+    panels[-1].legend()
+
+
+def draw_claims(figure: Any, rows: list[Row]) -> None:
+    """Copies: acceptance by divergence; nodes: cost by size; batches: times as fast."""
+    copies, nodes, batches = ([r for r in rows if r["claim"] == n and "stated" not in r] for n in CLAIMS)
+    left, middle, right = figure.subplots(1, 3)
+    for row in copies:
+        left.plot(max(row["kl"], 1e-5), row["acceptance_1"], "o", label=row["scheme"])
+    left.set_xscale("log")
+    left.set_xlabel("KL from the target, nats")
+    left.set_ylabel("acceptance of its drafts, temperature 1")
+    left.legend(fontsize=7)
+    middle.plot([row["nodes"] for row in nodes], [row["over_plain"] for row in nodes], "o-")
+    middle.set_xscale("log", base=2)
+    middle.set_xlabel("nodes of a tree")
+    middle.set_ylabel("time over a plain step")
+    for choice in dict.fromkeys(row["choice"] for row in batches):
+        some = [row for row in batches if row["choice"] == choice]
+        right.plot([row["batch"] for row in some], [row["times"] for row in some], "o-", label=choice)
+    right.set_xscale("log", base=2)
+    right.set_xlabel("batch")
+    right.set_ylabel("times as fast as without drafts")
+    right.legend(fontsize=7)
+
+
+CLAIMS = ("copies", "nodes", "batches")
+PICTURES: dict[str, Callable[[Any, list[Row]], None]] = {
+    "acceptance": draw_acceptance, "steps": draw_steps, "claims": draw_claims
+}  # fmt: skip
