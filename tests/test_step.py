@@ -156,13 +156,16 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
     model, rng = tiny_model(), np.random.default_rng(0)
     hidden, targets = jnp.asarray(rng.normal(size=(13, 32)), jnp.float32), rng.integers(0, 97, 13).astype(np.int32)
     targets[-1] = -1  # nobody asks
-    logprobs, ranks = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None)
+    scores = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None)
+    logprobs, ranks, best, best_logprobs = scores
     logits = np.asarray(head(model.params, CONFIG, hidden))
     rows = np.arange(12)
-    assert logprobs.shape == ranks.shape == (13,)
+    assert {x.shape for x in scores} == {(13,)}
     np.testing.assert_allclose(logprobs[:-1], log_softmax(logits)[rows, targets[:-1]], atol=1e-5)
     better = logits[:-1] > logits[rows, targets[:-1]][:, None]
     np.testing.assert_array_equal(ranks[:-1], 1 + better.sum(axis=1))
+    np.testing.assert_array_equal(best, logits.argmax(axis=1))
+    np.testing.assert_allclose(best_logprobs, log_softmax(logits).max(axis=1), atol=1e-5)
 
 
 def test_the_buckets_holds_every_step():
