@@ -49,10 +49,10 @@ from jllm.engine.room import SHARE
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.fit import tree_bytes
 from jllm.kv_policies.options import KV_POLICIES
-from jllm.merge_step import Outputs
 from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
+from jllm.state import Outputs
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]

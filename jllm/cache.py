@@ -1,8 +1,10 @@
-"""The paged KV cache of a whole model: formats by name, allocation, and its size in bytes.
+"""The paged KV cache of a whole model: formats by name, allocation, copies of pages, and its size in bytes.
 
 A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_update (kv_pages.encode); who has which page
 is the engine's matter (engine/pages.py).
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,3 +47,24 @@ def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tup
 def cache_bytes(cache: Cache) -> int:
     """Bytes that a cache holds, scales included."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+COPIES = 16  # pages that one call of jit_copy_pages copies at most
+
+
+def copy_pages(cache: Cache, pages: jax.Array) -> Cache:
+    """Copies pages within every layer's pool: pages i32[COPIES, 2] (from, to), all read before any is written.
+
+    Entries whose target is out of range are dropped. jit_copy_pages donates the cache; the host calls it before a step
+    whose plan has copies, so that steps without any are what they were.
+    """
+    source, target = pages[:, 0], pages[:, 1]
+
+    def copy(pool: jax.Array) -> jax.Array:
+        rows = pool.at[source].get(mode="clip")
+        return pool.at[target].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return jax.tree.map(copy, cache)
+
+
+jit_copy_pages = partial(jax.jit, donate_argnames="cache")(copy_pages)

@@ -5,7 +5,7 @@ the newest token at its root; W = 1 + the tree's depth is the most tokens that i
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ from jllm.batch import Chunks, Paged, RaggedBatch, ShortSegments, paged_batch
 from jllm.speculative.accept import accept, drafts_before
 from jllm.speculative.drafter import Drafts
 from jllm.speculative.tree import Tree, chain
-
-if TYPE_CHECKING:
-    from jllm.merge_step import Slots
+from jllm.state import Slots
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +101,7 @@ class Rows:
 
 
 def lay_out(
-    slots: "Slots", drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int
+    slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int
 ) -> tuple[Paged, Rows]:
     """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
     on."""

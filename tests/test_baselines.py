@@ -12,7 +12,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
-from jllm.merge_step import Variant
+from jllm.state import Variant
 from tests.engine.scheduler_harness import Loop
 from tests.tiny import greedy, tiny_model
 

@@ -19,8 +19,8 @@ from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.engine.request import SamplingParams
-from jllm.merge_step import State, make_slots
 from jllm.pretrained import Model
+from jllm.state import State, make_slots
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import kernels_of, of_step
 from tests.parity import OPTIONS, PARITY, expected

@@ -15,9 +15,9 @@ from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, packed_step
-from jllm.merge_step import State, make_slots
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
+from jllm.state import State, make_slots
 from pallas_kernels import backends
 from tests.kernels_of import equations, kernels_of, of_step
 

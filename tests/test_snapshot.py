@@ -12,9 +12,9 @@ from jllm import snapshot as snapshots
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import OutputError, SnapshotError
-from jllm.merge_step import State, init_state
 from jllm.safetensors_io import encode_header
 from jllm.snapshot import Snapshot, cut, load, put, save, take
+from jllm.state import State, init_state
 from pallas_kernels.kv_pages import gather
 from tests.tiny import CONFIG, tiny_model
 

@@ -16,12 +16,13 @@ from jllm.batch import Bucket, PromptChunk, choose_bucket, make_buckets, ragged_
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
-from jllm.merge_step import State, Variant, forward, init_state, make_slots, sample, step
+from jllm.merge_step import forward, sample, step
 from jllm.model import head
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from jllm.sampling import make_counts
+from jllm.state import State, Variant, init_state, make_slots
 from tests.kernels_of import kernels_of, of_step
 from tests.tiny import CONFIG, log_softmax, tiny_model
 

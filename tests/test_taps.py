@@ -10,9 +10,10 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.errors import EvaluationError
-from jllm.merge_step import Variant, init_state, step
+from jllm.merge_step import step
 from jllm.model import Packed, tapped_backbone
 from jllm.quant.quantize import quantize
+from jllm.state import Variant, init_state
 from jllm.taps import LAYER, resolve_taps, tap_names
 from tests.tiny import full_logits, tiny_model
 

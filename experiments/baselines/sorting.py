@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jllm.batch import Bucket
 from jllm.engine.device import Device
-from jllm.merge_step import Variant
 from jllm.sampling import Sampling, sample_reference
+from jllm.state import Variant
 
 
 def draw_by_sorting(

@@ -25,10 +25,10 @@ from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.merge_step import Outputs
 from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.sampling import sample
+from jllm.state import Outputs
 from jllm.tokenizer import Tokenizer
 
 PREFILL, DECODE = (1024,), (1, 256)  # tokens of one prompt; sequences

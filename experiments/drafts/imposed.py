@@ -12,11 +12,11 @@ from experiments.steps.timer import Pool, StepTimer
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, packed_step
-from jllm.merge_step import State, init_drafts
 from jllm.params import Params
 from jllm.sampling import Sampling, sample
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree
+from jllm.state import State, init_drafts
 
 DRAWN, OTHER = 1, 0  # the token that every step draws, and one that none does
 

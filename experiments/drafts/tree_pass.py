@@ -12,11 +12,12 @@ import numpy as np
 
 from experiments.drafts.workloads import read_stories
 from jllm.batch import Packed, PromptChunk, ragged_batch
-from jllm.merge_step import forward, init_state, step
+from jllm.merge_step import forward, step
 from jllm.model import packed_logits
 from jllm.pretrained import Model, load
 from jllm.speculative.drafter import Drafts
 from jllm.speculative.tree import Tree, chain
+from jllm.state import init_state
 
 Row = dict[str, Any]
 EXACT = 1e-10  # relative to the logits' norm, in float64

@@ -22,9 +22,9 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
-from jllm.merge_step import Slots, State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize
+from jllm.state import Slots, State, make_slots
 
 KINDS = ("decode", "prefill")
 UNLIMITED = 1 << 30  # tokens of a sequence

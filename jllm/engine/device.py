@@ -12,7 +12,7 @@ import numpy as np
 
 from jllm import fingerprint
 from jllm.batch import Bucket
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.cache import COPIES, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
@@ -23,20 +23,12 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
 from jllm.memory import Memory, free_memory
-from jllm.merge_step import (
-    COPIES,
-    Outputs,
-    State,
-    Variant,
-    init_drafts,
-    jit_copy_pages,
-    make_slots,
-)
 from jllm.model import Cache
 from jllm.params import Params
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
+from jllm.state import Outputs, State, Variant, init_drafts, make_slots
 
 REMEMBERED = 512  # tokens that a drafter is told at once
 

@@ -13,7 +13,7 @@ from jllm.engine.live import variant_for
 from jllm.engine.programs import Programs
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.merge_step import Variant
+from jllm.state import Variant
 
 PATIENCE = 0.05  # seconds that a step waits for the compiler where there is nothing else to do
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
-from jllm.merge_step import STATIC, Outputs, State, eager_step
+from jllm.merge_step import STATIC, eager_step
 from jllm.params import Params
 from jllm.speculative.drafter import Drafter
+from jllm.state import Outputs, State
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.merge_step import Outputs, Variant
+from jllm.state import Outputs, Variant
 
 
 @dataclass(frozen=True)

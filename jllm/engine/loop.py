@@ -35,8 +35,8 @@ from jllm.engine.trace import Recorder
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
 from jllm.kv_policies.options import with_learned
-from jllm.merge_step import NOT_FINITE, Outputs, Variant
 from jllm.snapshot import Snapshot, join
+from jllm.state import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model

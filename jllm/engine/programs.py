@@ -18,7 +18,7 @@ from jllm.batch import Bucket, choose_bucket
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import packed_step
-from jllm.merge_step import Variant
+from jllm.state import Variant
 
 Key = tuple[Bucket, Variant]
 

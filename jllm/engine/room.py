@@ -13,9 +13,9 @@ from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.memory import gib, is_host
-from jllm.merge_step import State, make_slots
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
+from jllm.state import State, make_slots
 from pallas_kernels.numerics import compute_dtype
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown

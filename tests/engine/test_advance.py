@@ -13,8 +13,8 @@ from jllm.engine.loop import Engine
 from jllm.engine.options import EngineSizes
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
-from jllm.merge_step import NOT_FINITE, TOP_LOGPROBS, Outputs
 from jllm.sampling import STOP_IDS
+from jllm.state import NOT_FINITE, TOP_LOGPROBS, Outputs
 from tests.engine.test_texts import Pieces
 from tests.tiny import tiny_model
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.engine.loop import Engine
-from jllm.merge_step import COPIES, copy_pages, jit_copy_pages
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max

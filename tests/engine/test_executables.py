@@ -22,13 +22,13 @@ from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.merge_step import Variant
 from jllm.speculative import drafter
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import chain
+from jllm.state import Variant
 from tests.tiny import greedy, tiny_model
 
 BUCKETS = (Bucket(2, 0, 0), Bucket(2, 6, 2))

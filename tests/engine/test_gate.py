@@ -13,7 +13,7 @@ from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.merge_step import Variant
+from jllm.state import Variant
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(2, 6, 2),)}

@@ -38,8 +38,8 @@ from jllm.engine.program_key import (
     settings,
     surroundings,
 )
-from jllm.merge_step import State, Variant, make_slots
 from jllm.param_specs import abstract_params
+from jllm.state import State, Variant, make_slots
 from pallas_kernels import LOADED
 from pallas_kernels.kv_pages import KVFormat, allocate
 from tests.tiny import CONFIG

@@ -8,10 +8,11 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.engine.layout import Layout, packed_step
-from jllm.merge_step import eager_step, init_state
+from jllm.merge_step import eager_step
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import Tree, chain
+from jllm.state import init_state
 from tests.tiny import tiny_model
 
 PAGES = 37

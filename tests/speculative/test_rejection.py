@@ -15,7 +15,6 @@ from scipy import stats
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.merge_step import init_state
 from jllm.sampling import Purpose, neutral_sampling, sample
 from jllm.speculative import rejection
 from jllm.speculative.draft_model import DraftModel
@@ -23,6 +22,7 @@ from jllm.speculative.drafter import Proposal
 from jllm.speculative.ngram import NGram
 from jllm.speculative.rejection import accept_or_draw, certain
 from jllm.speculative.tree import Tree, chain
+from jllm.state import init_state
 from tests.speculative.simulation import make
 from tests.tiny import full_logits, serve, tiny_model
 

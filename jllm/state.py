@@ -1,0 +1,133 @@
+"""What a step takes besides params and a batch, and what it returns: State with its Slots, Outputs, and Variant, which
+says what the outputs have."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.model import Cache, Taps
+from jllm.sampling import Sampling, TokenCounts, neutral_sampling
+from jllm.speculative.drafter import Drafter, Drafts
+from jllm.speculative.rejection import check_acceptance
+from pallas_kernels.numerics import compute_dtype
+
+TOP_LOGPROBS = 20
+WANTS = ("penalties", "logprobs", "prompt_logprobs")  # of a variant: what single requests ask for
+NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """What the device knows of each batch slot."""
+
+    token: jax.Array  # i32[S] last sampled token: the next input
+    length: jax.Array  # i32[S] tokens whose K and V are in the pages
+    done: jax.Array  # bool[S] ended: writes nothing and samples nothing
+    pages: jax.Array  # i32[S, M] page table
+    sampling: Sampling  # [S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that the model remembers between steps. `user` is a pytree of the caller's own, which steps leave
+    alone."""
+
+    cache: Cache
+    slots: Slots
+    counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
+    drafts: Drafts | None = None  # only with a drafter
+    user: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outputs:
+    """What a step yields, in rows: up to W tokens of each of R short segments, in order, then one of each of B chunks.
+    Without drafts W is 1."""
+
+    tokens: jax.Array  # i32[R W + B] the tokens drawn, -1 where there is none, or NOT_FINITE
+    logprobs: jax.Array | None  # f[R W + B] of these
+    top_ids: jax.Array | None  # i32[R W + B, TOP_LOGPROBS], best first
+    top_logprobs: jax.Array | None  # f[R W + B, TOP_LOGPROBS]
+    prompt_logprobs: jax.Array | None  # as merge_step.Logits has them
+    prompt_ranks: jax.Array | None = None
+    prompt_best: jax.Array | None = None
+    prompt_best_logprobs: jax.Array | None = None
+    nodes: jax.Array | None = None  # i32[R, W] of a tree, which node each token was drawn at
+    drafted: jax.Array | None = None  # i32[R] drafts that were verified, where segments have rows for them
+    taps: Taps = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Optional outputs of a step, compiled in only where a request asks for them; each combination is compiled once."""
+
+    penalties: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
+
+    def __or__(self, other: "Variant") -> "Variant":
+        """What serves both. Their taps are the same."""
+        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in WANTS})
+
+    def covers(self, other: "Variant") -> bool:
+        """Whether a step of this variant does all that one of the other does."""
+        return self == self | other and other | self == self
+
+    @property
+    def breadth(self) -> int:
+        """How many things it does that requests ask for."""
+        return sum(getattr(self, name) for name in WANTS)
+
+
+def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
+    """S empty slots of M page table entries each. bias: X, logit bias entries of a slot; 0 leaves out penalties."""
+
+    def ints(*shape: int) -> jax.Array:  # each field its own buffer, since all are donated
+        return jnp.zeros((slots, *shape), jnp.int32)
+
+    sampling = jax.tree.map(jnp.array, neutral_sampling(slots, bias))
+    return Slots(token=ints(), length=ints(), done=jnp.ones(slots, bool), pages=ints(max_pages), sampling=sampling)
+
+
+def init_state(
+    config: LlamaConfig,
+    *,
+    slots: int,
+    num_pages: int,
+    page_size: int = 16,
+    max_pages: int | None = None,
+    kv_cache: str | None = None,
+    dtype: Any = None,
+    drafter: Drafter | None = None,
+    acceptance: str = "equal",
+) -> State:
+    """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
+    of the pool. kv_cache names the format of K and V, by default that of dtype, which defaults to the config's.
+    acceptance is one of rejection.ACCEPTANCES: how drafts are accepted. Raises ConfigError for an unknown format, and
+    for a drafter that does not fit the config or the acceptance."""
+    dtype = config.dtype if dtype is None else dtype
+    formats = parse_kv_cache(kv_cache, config, dtype)
+    table = max(1, num_pages // slots) if max_pages is None else max_pages
+    state = State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table))
+    return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
+
+
+def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
+    """No drafts yet, for the slots and pages of a state; see init_state."""
+    check_acceptance(drafter, acceptance)
+    (S, M), pool = state.slots.pages.shape, state.cache[0].k
+    sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
+    cache, memory = drafter.init(config, dtype, **sizes)
+    tree = drafter.tree
+    logits = None
+    if acceptance == "rejection":
+        logits = jnp.zeros((S, tree.size - 1, config.vocab_size), compute_dtype(dtype))
+    return Drafts(jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32), cache, memory, tree, logits)
