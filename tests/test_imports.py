@@ -25,6 +25,7 @@ MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
     "analysis": BELOW_ENGINE | {"engine", "api"},
     "cli": BELOW_ENGINE | {"engine", "api"},
     "generate": {"cli", "api"},
+    "serve": BELOW_ENGINE | {"engine", "cli"},
 }
 # The engine's options name policies; nothing else of the engine knows them.
 BY_NAME = {("engine/options.py", "kv_policies"), ("engine/loop.py", "kv_policies")}

@@ -108,8 +108,8 @@ def make_parser() -> Parser:
     )
     _add_what(parser.add_argument_group("what to run"))
     _add_sampling(parser.add_argument_group("sampling"))
-    _add_numbers(parser.add_argument_group("numbers"))
-    _add_engine(parser.add_argument_group("engine"))
+    add_numbers(parser.add_argument_group("numbers"))
+    add_engine(parser.add_argument_group("engine"))
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")
     other.add_argument("--version", action="store_true", help="show the versions of jllm and JAX")
@@ -173,7 +173,7 @@ def _add_sampling(group: Group) -> None:
     add("--logprobs", int, "N", top)
 
 
-def _add_numbers(group: Group) -> None:
+def add_numbers(group: Group) -> None:
     group.add_argument(
         "--dtype", help=f"dtype of weights and arithmetic: {DTYPES} (default: as stored; on a CPU at least f32)"
     )
@@ -185,7 +185,7 @@ def _add_numbers(group: Group) -> None:
     )
 
 
-def _add_engine(group: Group) -> None:
+def add_engine(group: Group) -> None:
     group.add_argument("--max-slots", type=int, metavar="N", help="most sequences that run at once (default: 16)")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page: 8, 16, 32, 64, 128 (default: 16)")
     group.add_argument("--num-pages", type=int, metavar="N", help="KV pages in all (default: as memory allows)")

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,11 @@ Request = tuple[Prompt, SamplingParams]
 
 
 class Stream:
-    """The events of one request, `async for` by `async for`: the ends of all its samples are among them, each with its
-    completion. Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while
-    it waits for an event closes it too, and the request's pages are free again within two steps."""
+    """The events of one request, or of several that were submitted together, whose place among them is each event's id.
+    The ends of all samples are among them, each with its completion.
+
+    Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while it waits for
+    an event closes it too. The pages are free again within two steps."""
 
     def __init__(self, engine: "AsyncEngine", samples: int):
         self.samples = samples
@@ -37,6 +39,19 @@ class Stream:
         return self
 
     async def __anext__(self) -> Event:
+        await self._wait()
+        if not self._events:
+            raise StopAsyncIteration
+        return self._events.popleft()
+
+    async def take(self) -> list[Event]:
+        """All events that there are; waits for the first. None once all samples have ended."""
+        await self._wait()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    async def _wait(self) -> None:
         try:
             while not self._events and not self.ended:
                 self._news.clear()
@@ -44,11 +59,8 @@ class Stream:
         except asyncio.CancelledError:
             self.close()
             raise
-        if self._events:
-            return self._events.popleft()
-        if self._error is not None:
+        if not self._events and self._error is not None:
             raise self._error
-        raise StopAsyncIteration
 
     async def __aenter__(self) -> "Stream":
         return self
@@ -98,9 +110,8 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()  # what the thread is to do before its next step
         self._stop = False
-        self._ids: dict[Stream, int] = {}  # the thread's own, as are the next two
-        self._streams: dict[int, Stream] = {}
-        self._left: dict[int, int] = {}  # samples of a request that have not ended
+        self._ids: dict[Stream, set[int]] = {}  # of requests that have not ended; the thread's own, as is the next
+        self._requests: dict[int, list] = {}  # of each its stream, its place there, and how many samples have not ended
         self._finished = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -121,10 +132,10 @@ class AsyncEngine:
         """Queues a prompt, checked in a thread of its own. RequestError for a bad one, QueueFull where too many wait,
         EngineClosed after close(). After `deadline` seconds the request ends as by abort()."""
         ids = await asyncio.to_thread(self.check, prompt, sampling)
-        return self.submit_all([(ids, sampling)], deadline=deadline)[0]
+        return self.submit_all([(ids, sampling)], deadline=deadline)
 
-    def submit_all(self, requests: Iterable[Request], *, deadline: float | None = None) -> list[Stream]:
-        """Queues several requests that check() has taken, or none of them."""
+    def submit_all(self, requests: Iterable[Request], *, deadline: float | None = None) -> Stream:
+        """Queues several requests that check() has taken, or none of them; they end together, where one has to."""
         requests = list(requests)
         samples = sum(sampling.n for _, sampling in requests)
         if self._refused is not None:
@@ -133,13 +144,12 @@ class AsyncEngine:
             raise RequestError(f"{samples} samples at once are too many: at most {self.limit} may run and wait")
         if self.unfinished + samples > self.limit:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
-        streams = [Stream(self, sampling.n) for _, sampling in requests]
-        self._open.update(streams)
-        for stream, (prompt, sampling) in zip(streams, requests):
-            self._ask(self._submitter(stream, prompt, sampling))
-            if deadline is not None:
-                stream._deadline = self._loop.call_later(deadline, stream.abort)
-        return streams
+        stream = Stream(self, samples)
+        self._open.add(stream)
+        self._ask(lambda: self._submit(stream, requests))
+        if deadline is not None:
+            stream._deadline = self._loop.call_later(deadline, stream.abort)
+        return stream
 
     def refuse(self, reason: str = "it is being closed") -> None:
         """From now on submit() raises EngineClosed; what was submitted goes on."""
@@ -212,29 +222,35 @@ class AsyncEngine:
             action()
         return not stop
 
-    def _submitter(self, stream: Stream, prompt: Prompt, sampling: SamplingParams) -> Callable[[], None]:
-        def submit() -> None:
+    def _submit(self, stream: Stream, requests: Sequence[Request]) -> None:
+        for place, (prompt, sampling) in enumerate(requests):
             try:
-                self._ids[stream] = request = self._engine.submit(prompt, sampling)
-                self._streams[request], self._left[request] = stream, sampling.n
+                request = self._engine.submit(prompt, sampling)
             except RequestError as error:
+                self._abort(stream)
                 self._hand_over([(stream, error)])
-
-        return submit
+                break
+            self._ids.setdefault(stream, set()).add(request)
+            self._requests[request] = [stream, place, sampling.n]
 
     def _abort(self, stream: Stream) -> None:
-        if stream in self._ids:
+        for request in self._ids.get(stream, ()):
             with suppress(RequestError):  # it has ended, and its last event is on its way
-                self._engine.abort(self._ids[stream])
+                self._engine.abort(request)
 
     def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | JllmError]]:
         """Events with whose they are; forgets requests that have ended."""
         for event in events:
-            stream = self._streams[event.id]
-            yield stream, event
-            self._left[event.id] -= event.completion is not None
-            if not self._left[event.id]:
-                del self._left[event.id], self._streams[event.id], self._ids[stream]
+            request = self._requests[event.id]
+            stream, place, left = request
+            yield stream, event._replace(id=place)
+            if event.completion is not None:
+                request[2] = left - 1
+                if left == 1:
+                    del self._requests[event.id]
+                    self._ids[stream].discard(event.id)
+                    if not self._ids[stream]:
+                        del self._ids[stream]
 
     def _hand_over(self, news: Iterable[tuple[Stream, Event | JllmError]]) -> None:
         if some := list(news):

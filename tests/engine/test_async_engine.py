@@ -40,7 +40,7 @@ async def completions(stream) -> list:
 
 async def settled(engine) -> dict:
     """Metrics once nothing runs."""
-    while engine.unfinished or engine.metrics()["running"]:
+    while engine.unfinished or engine._engine.has_work:
         await asyncio.sleep(0.01)
     return engine.metrics()
 
@@ -135,12 +135,30 @@ def test_bad_requests_raise_where_they_are_submitted(model):
     async def work(engine):
         with pytest.raises(RequestError, match="the prompt is empty"):
             await engine.submit([], greedy(2))
-        (unchecked,) = engine.submit_all([([999], greedy(2))])
+        unchecked = engine.submit_all([(PROMPT, greedy(100)), ([999], greedy(2)), (PROMPT, greedy(2))])
         with pytest.raises(RequestError, match="token id 999"):
             await anext(unchecked)
         return await settled(engine)
 
-    assert run(work, model)["requests"] == 0
+    metrics = run(work, model)
+    assert (metrics["requests"], metrics["requests_aborted"], metrics["pages_used"]) == (1, 1, 0)
+
+
+def test_requests_that_come_together_share_a_stream(model):
+    prompts, samplings = [[5, 6], [7], [8, 9]], [greedy(3, n=2), greedy(30), greedy(4)]
+
+    async def work(engine):
+        stream, found = engine.submit_all(zip(prompts, samplings)), {}
+        while events := await stream.take():
+            found |= {(event.id, event.sample): event.completion.token_ids for event in events if event.completion}
+        assert not engine._ids
+        assert not engine._requests
+        return found
+
+    found = run(work, model)
+    assert found.keys() == {(0, 0), (0, 1), (1, 0), (2, 0)}
+    want = serve(model, prompts, [greedy(3), greedy(30), greedy(4)], **OPTIONS)
+    assert [found[i, 0] for i in range(3)] == [completion.token_ids for completion in want]
 
 
 def test_close_reports_what_it_cuts_and_ends_it(model):
@@ -174,7 +192,7 @@ def test_a_failing_engine_tells_all_who_wait(model):
             raise ZeroDivisionError("the step\nbroke")
 
         engine._engine._device.run = fail
-        streams = engine.submit_all([(PROMPT, greedy(9))] * 8)
+        streams = [engine.submit_all([(PROMPT, greedy(9))]) for _ in range(8)]
         found = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
         assert {type(error) for error in found} == {EngineClosed}
         assert {str(error) for error in found} == {"this engine takes no more work: ZeroDivisionError: the step"}

@@ -1,0 +1,8 @@
+"""`python -m jllm.serve`."""
+
+import sys
+
+from jllm.serve.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

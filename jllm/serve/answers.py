@@ -1,0 +1,162 @@
+"""What the engine made, as the OpenAI API writes it. Token texts and offsets are of the tokenizer; nothing is sent."""
+
+import codecs
+import math
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jllm.engine.request import Completion, Event, TokenLogprob
+from jllm.serve.errors import HttpError
+from jllm.serve.requests import Served, Wanted
+from jllm.tokenizer import Tokenizer
+
+LEAST = -9999.0  # in place of log-probabilities that JSON cannot write, as vLLM does
+
+
+class Answer:
+    """The answer to one body, whole or in chunks of the same id."""
+
+    def __init__(self, wanted: Wanted, served: Served):
+        self._wanted, self._tokenizer = wanted, served.tokenizer
+        kind = "chat.completion" if wanted.chat else "text_completion"
+        self._chunk_kind = f"{kind}.chunk" if wanted.chat else kind
+        self._head = {
+            "id": ("chatcmpl-" if wanted.chat else "cmpl-") + secrets.token_hex(12),
+            "object": kind,
+            "created": int(time.time()),
+            "model": served.name,
+        }
+        self._done: dict[tuple[int, int], Completion] = {}
+        self._begun: dict[tuple[int, int], Offsets] = {}  # samples of which a chunk was made
+
+    def add(self, event: Event) -> None:
+        """Takes a sample's end; HttpError for one that failed."""
+        if event.completion is not None:
+            if event.completion.finish_reason == "error":
+                raise HttpError(500, "the model failed: its logits were not finite, or a step could not be run")
+            self._done[event.id, event.sample] = event.completion
+
+    def whole(self) -> dict[str, Any]:
+        """Of all samples, once they have ended."""
+        choices = [self._choice(*key, completion) for key, completion in sorted(self._done.items())]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, event: Event) -> dict[str, Any] | None:
+        """What an event adds to a stream; None where that is nothing."""
+        wanted, key, done = self._wanted, (event.id, event.sample), event.completion
+        if not (event.text or event.token_ids or done):
+            return None
+        first = key not in self._begun
+        offsets = self._begun.setdefault(key, Offsets(self._tokenizer, wanted.prompts[event.id]))
+        choice: dict[str, Any] = {"index": self._index(*key)}
+        logprobs = None if wanted.sampling.logprobs is None else event.logprobs
+        if wanted.chat:
+            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": event.text}
+            choice["logprobs"] = None if logprobs is None else chat_logprobs(self._tokenizer, logprobs)
+        else:
+            choice["text"] = event.text
+            choice["logprobs"] = None if logprobs is None else text_logprobs(self._tokenizer, logprobs, offsets)
+        choice["finish_reason"] = done.finish_reason if done else None
+        if wanted.token_ids:
+            choice["token_ids"] = event.token_ids
+        more = {"usage": None} if wanted.usage else {}
+        return {**self._head, "object": self._chunk_kind, "choices": [choice], **more}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The one that has the usage, and no choice."""
+        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._wanted.prompts))
+        made = sum(len(completion.token_ids) for completion in self._done.values()) if self._wanted.keep else 0
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+    def _index(self, prompt: int, sample: int) -> int:
+        return prompt * self._wanted.sampling.n + sample
+
+    def _choice(self, prompt: int, sample: int, done: Completion) -> dict[str, Any]:
+        wanted, tokenizer, ids = self._wanted, self._tokenizer, self._wanted.prompts[prompt]
+        text, tokens = (done.text or "", done.token_ids) if wanted.keep else ("", ())
+        choice: dict[str, Any] = {"index": self._index(prompt, sample)}
+        logprobs = None if done.logprobs is None else done.logprobs[: len(tokens)]
+        if wanted.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["logprobs"] = None if logprobs is None else chat_logprobs(tokenizer, logprobs)
+        else:
+            offsets = Offsets(tokenizer, () if wanted.echo else ids)
+            if wanted.echo:
+                text, tokens = (tokenizer.decode(ids) if tokenizer else "") + text, (*ids, *tokens)
+            choice["text"] = text
+            entries = [*prompt_entries(ids, done), *(logprobs or ())]
+            choice["logprobs"] = None if logprobs is None else text_logprobs(tokenizer, entries, offsets)
+        choice["finish_reason"] = done.finish_reason if wanted.keep else "length"
+        if wanted.token_ids:
+            choice["token_ids"] = tokens
+        return choice
+
+
+class Offsets:
+    """Where the text of each next token begins."""
+
+    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int]):
+        self._decoder = None if tokenizer is None else tokenizer.stream_decoder(before)
+        self._length = 0
+
+    def next(self, token: int) -> int:
+        at = self._length
+        if self._decoder is not None:
+            self._length += len(self._decoder.push(token))
+        return at
+
+
+def prompt_entries(ids: Sequence[int], done: Completion) -> list[TokenLogprob]:
+    """What is known of each prompt token, where that was asked for; NaN for the first, which nothing precedes."""
+    if done.prompt_logprobs is None or done.prompt_best is None:
+        return []
+    rest = zip(ids[1:], done.prompt_logprobs, done.prompt_best)
+    return [TokenLogprob(ids[0], math.nan), *(TokenLogprob(id, p, (best,)) for id, p, best in rest)]
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] | None]:
+    """How a token is written, and its bytes. Those that are no text of their own are "bytes:\\xe2\\x80", as OpenAI has
+    them, and those that show nothing "token_id:5", as vLLM has them."""
+    data = b"" if tokenizer is None else tokenizer.vocabulary.piece(token)
+    if not data:
+        return f"token_id:{token}", None
+    try:
+        return codecs.decode(data, "utf-8"), list(data)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST) if logprob == logprob else LEAST
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """As chat completions have them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text, data = token_text(tokenizer, token)
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+    content = [one(e.token_id, e.logprob) | {"top_logprobs": [one(*each) for each in e.top]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
+    """As completions have them: the most likely tokens and the one that was taken by their texts, best first."""
+    tops: list[Mapping[str, float] | None] = []
+    for entry in entries:
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            top.setdefault(token_text(tokenizer, token)[0], finite(logprob))
+        tops.append(top if entry.logprob == entry.logprob else None)
+    return {
+        "tokens": [token_text(tokenizer, entry.token_id)[0] for entry in entries],
+        "token_logprobs": [finite(e.logprob) if e.logprob == e.logprob else None for e in entries],
+        "top_logprobs": tops,
+        "text_offset": [offsets.next(entry.token_id) for entry in entries],
+    }

@@ -1,0 +1,154 @@
+"""The endpoints, as an ASGI application over an AsyncEngine."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jllm.engine.async_engine import AsyncEngine, Stream
+from jllm.errors import JllmError
+from jllm.serve.answers import Answer
+from jllm.serve.errors import HttpError, http_error
+from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, while_connected
+from jllm.serve.metrics import Exporter
+from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, parse_json, tokenize
+
+Parse = Callable[[Mapping[str, Any], Served], Wanted]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def make_app(
+    engine: AsyncEngine,
+    served: Served,
+    *,
+    key: str | None = None,
+    deadline: float | None = None,
+    limits: Limits,
+) -> ASGIApp:
+    """key: what clients have to show, if anything. deadline: seconds after which a request is cut."""
+    exporter = Exporter(engine.metrics)
+    endpoints: dict[str, ASGIApp] = {
+        "/v1/completions": Generate(engine, served, completion, deadline, limits),
+        "/v1/chat/completions": Generate(engine, served, chat, deadline, limits),
+        "/v1/models": Get(lambda: _models(served)),
+        "/tokenize": Post(lambda body: _tokens(tokenize(body, served), served), limits),
+        "/detokenize": Post(lambda body: {"prompt": detokenize(body, served)}, limits),
+        "/tokenizer_info": Get(lambda: _tokenizer_info(served)),
+        "/health": Get(lambda: _health(engine)),
+        "/metrics": Metrics(exporter),
+    }
+    routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+    return Guard(Router(routes, redirect_slashes=False), key, frozenset(endpoints), exporter.count)
+
+
+class Generate:
+    """POST of what to generate: answered as a whole, or in server-sent events. A client that goes ends its request."""
+
+    def __init__(self, engine: AsyncEngine, served: Served, parse: Parse, deadline: float | None, limits: Limits):
+        self._engine, self._served, self._parse = engine, served, parse
+        self._deadline, self._limits = deadline, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, self._limits)
+        wanted = await asyncio.to_thread(lambda: self._parse(parse_json(body), self._served))
+        requests = [(ids, wanted.sampling) for ids in wanted.prompts]
+        async with self._engine.submit_all(requests, deadline=self._deadline) as stream:
+            answer = Answer(wanted, self._served)
+            work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)
+            await while_connected(receive, work)
+
+    async def _whole(self, stream: Stream, answer: Answer, send: Send) -> None:
+        async for event in stream:
+            answer.add(event)
+        await send_json(send, answer.whole())
+
+    async def _stream(self, stream: Stream, answer: Answer, wanted: Wanted, send: Send) -> None:
+        """Status and headers go out with the first events, so that an error before them has its own status."""
+        started = False
+        try:
+            while events := await stream.take():
+                data = b""
+                for event in events:
+                    answer.add(event)
+                    data += _event(answer.chunk(event))
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    started = True
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = (_event(answer.last_chunk()) if wanted.usage else b"") + b"data: [DONE]\n\n"
+        except JllmError as error:
+            if not started:
+                raise
+            data = _event(http_error(error).body())
+        await send({"type": "http.response.body", "body": data})
+
+
+class Get:
+    """GET of a small JSON value."""
+
+    def __init__(self, value: Callable[[], Any]):
+        self._value = value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_get(scope)
+        await send_json(send, self._value())
+
+
+class Post:
+    """POST of a JSON object, which a function of it answers."""
+
+    def __init__(self, function: Callable[[Mapping[str, Any]], Any], limits: Limits):
+        self._function, self._limits = function, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, self._limits)
+        await send_json(send, await asyncio.to_thread(lambda: self._function(parse_json(body))))
+
+
+class Metrics:
+    """GET of the metrics, in Prometheus' format."""
+
+    def __init__(self, exporter: Exporter):
+        self._exporter = exporter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_get(scope)
+        text = await asyncio.to_thread(self._exporter.text)
+        await send_bytes(send, text, "text/plain; version=1.0.0; charset=utf-8")
+
+
+def _check_get(scope: Scope) -> None:
+    if scope["method"] not in ("GET", "HEAD"):
+        raise HttpError(405, f"{scope['method']} is not served here; GET is", headers={"Allow": "GET"})
+
+
+def _event(chunk: Mapping[str, Any] | None) -> bytes:
+    if chunk is None:
+        return b""
+    text = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+
+
+def _models(served: Served) -> dict[str, Any]:
+    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
+    return {"object": "list", "data": [model]}
+
+
+def _health(engine: AsyncEngine) -> dict[str, Any]:
+    if engine.refused is not None:
+        raise HttpError(503, f"this server takes no more work: {engine.refused}", code="unavailable")
+    return {"status": "ok", "unfinished": engine.unfinished}
+
+
+def _tokens(ids: list[int], served: Served) -> dict[str, Any]:
+    return {"tokens": ids, "count": len(ids), "max_model_len": served.context}
+
+
+def _tokenizer_info(served: Served) -> dict[str, Any]:
+    """Special tokens by role, and the template of chats, as in tokenizer_config.json."""
+    if served.tokenizer is None:
+        raise HttpError(404, "this model has no tokenizer")
+    return {**served.tokenizer.special_tokens, "chat_template": served.tokenizer.chat_template}

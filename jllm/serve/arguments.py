@@ -1,0 +1,91 @@
+"""The server's command line. Parsing it imports no JAX, so that --help is quick."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jllm.cli.arguments import Parser, add_engine, add_numbers
+from jllm.errors import ConfigError
+
+KEY_VARIABLE = "JLLM_API_KEY"
+DESCRIPTION = """\
+Serve a LLaMA-like language model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions,
+/v1/chat/completions; /health, /metrics (Prometheus); /tokenize, /detokenize. Without --model, a small
+bundled one tells fairy tales."""
+
+EPILOG = f"""\
+examples:
+  python -m jllm.serve --port 8000
+  python -m jllm.serve --model ~/models/Llama-3.2-1B-Instruct --kv-cache int8-g8 --max-slots 64
+  {KEY_VARIABLE}=... python -m jllm.serve --host 0.0.0.0
+
+key: with one, in the environment variable {KEY_VARIABLE} or the first line of --api-key-file, every path but /health
+  needs the header "Authorization: Bearer KEY".
+
+end: SIGTERM and Ctrl-C stop taking requests, give those that run --grace seconds, end the others with what they
+  have (finish_reason "abort"), and say how many those were. A second Ctrl-C does not wait.
+
+exit status: 0; 2 after an error."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; ends the process with status 2 and one line for a wrong one."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    for name, least, most in (("port", 0, 65535), ("max_waiting", 0, None), ("grace", 0, None), ("deadline", 0, None)):
+        value = getattr(args, name)
+        if value is not None and not (least <= value < float("inf") and (most is None or value <= most)):
+            parser.error(f"--{name.replace('_', '-')} must be {least} to {most or 'any finite number'}, not {value}")
+    if args.drafts is not None and args.speculate is None:
+        parser.error("--drafts needs --speculate NAME")
+    return args
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="python -m jllm.serve",
+        usage="%(prog)s [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=104, max_help_position=34),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    what = parser.add_argument_group("what to serve")
+    what.add_argument("--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: bundled)")
+    what.add_argument("--served-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    add_numbers(parser.add_argument_group("numbers"))
+    add_engine(parser.add_argument_group("engine"))
+    serving = parser.add_argument_group("serving")
+    serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serving.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    serving.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that clients must show (see below)")
+    waiting = "samples that may wait beside those that run; more get status 429 (default: %(default)s)"
+    serving.add_argument("--max-waiting", type=int, default=256, metavar="N", help=waiting)
+    deadline = "end a request after so long, with what it has (default: never)"
+    serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
+    grace = "what runs may take so long when the server is stopped (default: %(default)s)"
+    serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)
+    serving.add_argument("--no-access-log", action="store_true", help="no line for each request on standard error")
+    other = parser.add_argument_group("other")
+    other.add_argument("-h", "--help", action="help", help="show this text")
+    return parser
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key that clients must show, if there is one. ConfigError for one that no header can hold."""
+    if args.api_key_file is not None:
+        try:
+            text = args.api_key_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not text"
+            raise ConfigError(f"cannot read --api-key-file {args.api_key_file}: {reason}") from None
+        key, where = text.partition("\n")[0].strip(), f"the first line of {args.api_key_file}"
+    elif KEY_VARIABLE in os.environ:
+        key, where = os.environ[KEY_VARIABLE], KEY_VARIABLE
+    else:
+        return None
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{where} must be a key of printable ASCII letters")
+    return key

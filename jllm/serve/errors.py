@@ -1,0 +1,49 @@
+"""Errors as the OpenAI API writes them: a status, and a body that says in one line what is wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jllm.errors import EngineBusy, EngineClosed, JllmError, QueueFull, RequestError, TokenizerError
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+LONGEST = 500  # letters of a message, which may repeat what it was sent
+RETRY = {"Retry-After": "1"}  # seconds
+
+
+class HttpError(JllmError):
+    """A request that gets another answer than it asked for. param: the field of the body that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad(param: str, message: str) -> HttpError:
+    """A field that cannot be served."""
+    return HttpError(400, f"{param}: {message}", param=param)
+
+
+def http_error(error: Exception) -> HttpError:
+    """What an error of the library, or one that nothing expected, is to a client."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, QueueFull):
+        return HttpError(429, str(error), code="queue_full", headers=RETRY)
+    if isinstance(error, EngineClosed | EngineBusy):
+        return HttpError(503, str(error), code="unavailable", headers=RETRY)
+    if isinstance(error, RequestError | TokenizerError):
+        return HttpError(400, str(error))
+    return HttpError(500, f"the server failed: {type(error).__name__}")

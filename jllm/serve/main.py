@@ -1,0 +1,104 @@
+"""The command: loads a model, compiles its steps, and serves until it is told to stop."""
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jllm.cli.display import one_line
+from jllm.errors import ConfigError, JllmError
+from jllm.serve.arguments import api_key, parse_args
+
+if TYPE_CHECKING:
+    from jllm.engine.loop import Engine
+    from jllm.pretrained import Model
+
+ENGINE_OPTIONS = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    args = parse_args(argv)
+    try:
+        key = api_key(args)
+        with listen(args.host, args.port) as listener:
+            if key is None and not _is_local(listener):
+                _note(f"warning: whoever reaches {args.host} can use this server: it has no key (--api-key-file)")
+            model, engine = _prepare(args)
+            asyncio.run(_serve(args, key, listener, model, engine))
+    except JllmError as error:
+        _note(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _note("interrupted")
+        return 130
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything is loaded. ConfigError where it cannot."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', error)}") from None
+
+
+def _is_local(listener: socket.socket) -> bool:
+    return listener.getsockname()[0] in ("::1",) or listener.getsockname()[0].startswith("127.")
+
+
+def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'jllm[serve]'") from None
+    from jllm.compile_cache import find_compile_cache
+    from jllm.engine.loop import Engine
+    from jllm.pretrained import BUNDLED, load
+
+    model = load(BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize)
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    cache = None if args.no_compile_cache else find_compile_cache(args.compile_cache)
+    engine = Engine(model, **options, executables=cache)
+    engine.compile_ahead(wait=False)
+    return model, engine
+
+
+async def _serve(
+    args: argparse.Namespace, key: str | None, listener: socket.socket, model: "Model", engine: "Engine"
+) -> None:
+    from jllm.engine.async_engine import AsyncEngine
+    from jllm.serve.app import make_app
+    from jllm.serve.http import Limits
+    from jllm.serve.requests import Served
+    from jllm.serve.server import make_server, run
+
+    name = args.served_name or ("fairytale" if args.model is None else str(args.model))
+    host = AsyncEngine(engine, max_waiting=args.max_waiting)
+    served = Served(name, model.tokenizer, model.config.context, host.limit, host.check)
+    limits = Limits()
+    app = make_app(host, served, key=key, deadline=args.deadline, limits=limits)
+    if not args.no_access_log:
+        _log_to_stderr()
+    address = listener.getsockname()
+    where = f"[{address[0]}]" if ":" in address[0] else address[0]
+    ready = f"serving {name} at http://{where}:{address[1]}/v1"
+    await run(make_server(host, app, limits, args.grace, lambda: _note(ready)), listener)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    logger = logging.getLogger("jllm.serve")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+
+def _note(text: str) -> None:
+    print(one_line(text), file=sys.stderr, flush=True)

@@ -1,0 +1,266 @@
+"""Bodies of the OpenAI API to what the engine is to do: pure functions. A field that is not served is an error."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jllm.engine.checks import Prompt
+from jllm.engine.request import SamplingParams
+from jllm.errors import TokenizerError
+from jllm.serve.errors import HttpError, bad
+from jllm.tokenizer import Tokenizer
+
+MOST_STOPS = 16  # strings that end a completion
+COMPLETION_TOKENS = 16  # unless the body says
+Check = Callable[[Prompt, SamplingParams], list[int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are checked against."""
+
+    name: str  # of the model
+    tokenizer: Tokenizer | None
+    context: int  # tokens
+    most_samples: int  # of one request
+    check: Check  # a prompt's ids if the engine takes it, else its error
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one body asks for."""
+
+    prompts: tuple[list[int], ...]
+    sampling: SamplingParams
+    chat: bool
+    stream: bool = False
+    usage: bool = False  # streamed: counts at the end
+    token_ids: bool = False  # beside the text
+    echo: bool = False
+    keep: bool = True  # False: nothing is to be generated, and the one token that the engine makes is dropped
+
+
+# Fields: how each is called in SamplingParams, and what it may be.
+NUMBER = (int, float)
+SAMPLING: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
+    "temperature": ("temperature", NUMBER),
+    "top_p": ("top_p", NUMBER),
+    "top_k": ("top_k", int),
+    "min_p": ("min_p", NUMBER),
+    "n": ("n", int),
+    "seed": ("seed", int),
+    "stop": ("stop", (str, list)),
+    "stop_token_ids": ("stop_token_ids", list),
+    "ignore_eos": ("ignore_eos", bool),
+    "repetition_penalty": ("repetition_penalty", NUMBER),
+    "presence_penalty": ("presence_penalty", NUMBER),
+    "frequency_penalty": ("frequency_penalty", NUMBER),
+    "logit_bias": ("logit_bias", dict),
+    "max_tokens": ("max_new_tokens", int),
+}
+COMMON = {"model", "stream", "stream_options", "response_format", "return_token_ids", *SAMPLING}
+COMPLETION = COMMON | {"prompt", "logprobs", "echo"}
+CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The object that a body is; fields that are null are as if they were not there."""
+    try:
+        body = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # UnicodeDecodeError too
+        raise HttpError(400, "the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, "the body must be a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def completion(body: Mapping[str, Any], served: Served) -> Wanted:
+    """POST /v1/completions."""
+    _check_fields(body, COMPLETION, served)
+    stream, usage = _streaming(body)
+    echo, logprobs = _take(body, "echo", bool, False), _take(body, "logprobs", int, None)
+    if echo and stream:
+        raise bad("echo", "is not served with stream")
+    if echo and (logprobs or 0) > 1:
+        raise bad("logprobs", f"must be 0 or 1 with echo, not {logprobs}: of prompts the likeliest token is known")
+    tokens = _take(body, "max_tokens", int, COMPLETION_TOKENS)
+    keep = not (echo and tokens == 0)
+    more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": echo and logprobs is not None}
+    sampling = _sampling(body, max_new_tokens=tokens if keep else 1, **more)
+    if "prompt" not in body:
+        raise bad("prompt", "is missing")
+    prompts = _prompts(body["prompt"])
+    if len(prompts) * sampling.n > served.most_samples:
+        what = f"{len(prompts)} prompts with n = {sampling.n} are too many samples"
+        raise bad("prompt", f"{what}: at most {served.most_samples} may run and wait")
+    ids = tuple(served.check(prompt, sampling) for prompt in prompts)
+    return Wanted(ids, sampling, False, stream, usage, _take(body, "return_token_ids", bool, False), echo, keep)
+
+
+def chat(body: Mapping[str, Any], served: Served) -> Wanted:
+    """POST /v1/chat/completions."""
+    _check_fields(body, CHAT, served)
+    stream, usage = _streaming(body)
+    wants, top = _take(body, "logprobs", bool, False), _take(body, "top_logprobs", int, None)
+    if top is not None and not wants:
+        raise bad("top_logprobs", "needs logprobs to be true")
+    if "max_tokens" in body and "max_completion_tokens" in body:
+        raise bad("max_tokens", "and max_completion_tokens are the same: give one")
+    if served.tokenizer is None:
+        raise bad("messages", "need a tokenizer with a chat template, and this model has none")
+    if "messages" not in body:
+        raise bad("messages", "are missing")
+    text = served.tokenizer.chat(_messages(body["messages"]))
+    ids = served.tokenizer.encode(text, add_bos=False)
+    given = {name: _take(body, name, int, None) for name in ("max_tokens", "max_completion_tokens")}
+    tokens = next((tokens for tokens in given.values() if tokens is not None), max(1, served.context - len(ids)))
+    sampling = _sampling(body, max_new_tokens=tokens, logprobs=(top or 0) if wants else None)
+    if sampling.n > served.most_samples:
+        raise bad("n", f"must be at most {served.most_samples}: so many samples may run and wait")
+    token_ids = _take(body, "return_token_ids", bool, False)
+    return Wanted((served.check(ids, sampling),), sampling, True, stream, usage, token_ids)
+
+
+def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
+    """POST /tokenize, as vLLM has it: ids of `prompt`, with what begins a text unless add_special_tokens is false."""
+    _known(body, {"model", "prompt", "add_special_tokens"})
+    text = _take(body, "prompt", str, None)
+    if text is None:
+        raise bad("prompt", "is missing")
+    return _tokenizer(served).encode(text, _take(body, "add_special_tokens", bool, True))
+
+
+def detokenize(body: Mapping[str, Any], served: Served) -> str:
+    """POST /detokenize, as vLLM has it: the text of `tokens`."""
+    _known(body, {"model", "tokens"})
+    tokens = _take(body, "tokens", list, [])
+    if not all(_is(token, int) for token in tokens):
+        raise bad("tokens", "must be a list of integers")
+    return _tokenizer(served).decode(tokens)
+
+
+def _tokenizer(served: Served) -> Tokenizer:
+    if served.tokenizer is None:
+        raise TokenizerError("this model has no tokenizer")
+    return served.tokenizer
+
+
+# Parts of a body
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(name)  # NaN and Infinity, which Python reads and JSON has not
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """A field of the right type."""
+    value = body.get(name, default)
+    if name in body and not _is(value, kind):
+        kinds = " or ".join(dict.fromkeys(NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,))))
+        raise bad(name, f"must be {'a number' if kind == NUMBER else kinds}, not {_shown(value)}")
+    return value
+
+
+def _known(body: Mapping[str, Any], fields: set[str]) -> None:
+    for name in body:
+        if name not in fields:
+            raise HttpError(400, f"{_shown(name)} is not a field that this server serves", param=name[:60])
+
+
+def _check_fields(body: Mapping[str, Any], fields: set[str], served: Served) -> None:
+    _known(body, fields)
+    name = _take(body, "model", str, served.name)
+    if name != served.name:
+        text = f"the model {_shown(name)} is not served here, but {_shown(served.name)} is"
+        raise HttpError(404, text, param="model", code="model_not_found")
+    if body.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise bad("response_format", 'must be {"type": "text"}: structured output is not served')
+
+
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether to stream, and whether with usage."""
+    stream, options = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
+    if options and not stream:
+        raise bad("stream_options", "needs stream to be true")
+    for name in options:
+        if name != "include_usage":
+            raise bad("stream_options", f"{_shown(name)} is not served; include_usage is")
+    return stream, _take(options, "include_usage", bool, False)
+
+
+def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """Sampling parameters as the body has them, and `more`."""
+    given = {ours: _take(body, name, kind, None) for name, (ours, kind) in SAMPLING.items() if name in body}
+    tokens = given["max_new_tokens"] = more.pop("max_new_tokens")
+    if tokens < 1:
+        field = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        raise bad(field, f"must be an integer >= 1, not {tokens}")
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # as vLLM says that it is off
+    if isinstance(given.get("stop"), list) and len(given["stop"]) > MOST_STOPS:
+        raise bad("stop", f"at most {MOST_STOPS} strings, not {len(given['stop'])}")
+    if given.get("stop") == "":
+        del given["stop"]
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    return SamplingParams(**given, **more)
+
+
+def _bias(given: Mapping[str, Any]) -> dict[int, float]:
+    """Token ids are the keys of a JSON object, so they are text."""
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise bad("logit_bias", f"keys must be token ids, not {_shown(key)}")
+    return {int(key): value for key, value in given.items()}
+
+
+def _prompts(given: Any) -> list[Prompt]:
+    """A text, token ids, or a list of either."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise bad("prompt", "must be text, a list of token ids, or a list of such that is not empty")
+    if all(_is(each, int) for each in given):
+        return [given]
+    for prompt in given:
+        ids = isinstance(prompt, list) and all(_is(each, int) for each in prompt)
+        if not (isinstance(prompt, str) or ids):
+            raise bad("prompt", f"must be text, a list of token ids, or a list of such; one is {_shown(prompt)}")
+    return given
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    """Messages of a role and a text, which may be in parts."""
+    if not isinstance(given, list) or not given:
+        raise bad("messages", 'must be a list like [{"role": "user", "content": "..."}]')
+    return [_message(message) for message in given]
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise bad("messages", f"each must be an object with a role, not {_shown(message)}")
+    for name, value in message.items():
+        if name not in ("role", "content") and value is not None:
+            raise bad("messages", f"{_shown(name)} of a message is not served; role and content are")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
+                raise bad("messages", f"a part of a message's content must be text, not {_shown(part)}")
+        content = [part["text"] for part in content]
+        if all(isinstance(text, str) for text in content):
+            content = "".join(content)
+    if not isinstance(content, str):
+        raise bad("messages", f"a message's content must be text, not {_shown(content)}")
+    return {"role": message["role"], "content": content}

@@ -1,0 +1,76 @@
+"""uvicorn around the application, and its end: first requests, then connections."""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jllm.engine.async_engine import AsyncEngine
+from jllm.serve.http import Limits
+
+LAST_WORDS = 5  # seconds that answers may take after their requests have ended
+POLL = 0.05  # seconds between looks at a second Ctrl-C
+
+
+class Server(uvicorn.Server):
+    """Ends the engine's requests before it closes connections: what is cut is answered too."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace: float, ready: Callable[[], None]):
+        super().__init__(config)
+        self._engine, self._grace, self._ready = engine, grace, ready
+        self.cut = 0  # samples that had not ended when the server did
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.refuse("the server is being stopped")
+        end = time.monotonic() + self._grace
+        while self._engine.unfinished and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(POLL)
+        self.cut = await self._engine.close()
+        await super().shutdown(sockets)
+
+
+def make_server(
+    engine: AsyncEngine, app: ASGIApp, limits: Limits, grace: float, ready: Callable[[], None] = lambda: None
+) -> Server:
+    """`ready` is called once connections are taken."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        h11_max_incomplete_event_size=limits.header,
+        timeout_graceful_shutdown=LAST_WORDS,
+    )
+    return Server(config, engine, grace, ready)
+
+
+async def run(server: Server, listener: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT, and says on standard error what was cut."""
+    with _signals_that_only_stop():
+        await server.serve([listener])
+    cut = f"{server.cut} samples were cut" if server.cut else "all requests had ended"
+    print(f"stopped: {cut}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals_that_only_stop() -> Iterator[None]:
+    """uvicorn raises the signals that stopped it once more when it is done: by then they mean nothing."""
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,111 @@
+"""A small model with a tokenizer and a chat template, served."""
+
+import asyncio
+import json
+import threading
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from jllm.batch import Bucket
+from jllm.engine.async_engine import AsyncEngine
+from jllm.engine.loop import Engine
+from jllm.pretrained import load
+from tests.lm_eval_cases import CONTEXT, write_checkpoint
+
+OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "buckets": (Bucket(4, 64, 4),)}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served")
+    write_checkpoint(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint):
+    return load(checkpoint)
+
+
+@asynccontextmanager
+async def serving(model, *, max_waiting=256, grace=0.0, **more):
+    """An AsyncEngine, and the application over it."""
+    from jllm.serve.app import make_app
+    from jllm.serve.http import Limits
+    from jllm.serve.requests import Served
+
+    engine = AsyncEngine(Engine(model, **OPTIONS), max_waiting=max_waiting)
+    served = Served("small", model.tokenizer, CONTEXT, engine.limit, engine.check)
+    more.setdefault("limits", Limits())
+    try:
+        yield engine, make_app(engine, served, **more)
+    finally:
+        await engine.close(grace)
+
+
+@contextmanager
+def listening(model, *, grace=0.0, **more):
+    """The same over sockets, in a thread: its server and its address."""
+    from jllm.serve.http import Limits
+    from jllm.serve.main import listen
+    from jllm.serve.server import make_server
+
+    ready, found = threading.Event(), []
+
+    async def main(listener):
+        async with serving(model, **more) as (engine, app):
+            server = make_server(engine, app, more.get("limits") or Limits(), grace, ready.set)
+            found.append(server)
+            await server.serve([listener])
+
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=lambda: asyncio.run(main(listener)), daemon=True)
+        thread.start()
+        assert ready.wait(120)
+        try:
+            yield found[0], f"http://127.0.0.1:{port}"
+        finally:
+            found[0].should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+async def ask(app, path, body=None, *, method=None, headers=(), leave=None, chunks=None):
+    """Status, headers and body of what the application answers; `leave` seconds after its request the client goes."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    method = method or ("GET" if body is None else "POST")
+    given = {b"content-type": b"application/json", **dict(headers)}
+    given = [(name, value) for name, value in given.items() if value is not None]
+    scope = {"type": "http", "method": method, "path": path, "headers": given, "query_string": b"", "root_path": ""}
+    parts = [data] if chunks is None else chunks
+    queue = [{"type": "http.request", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]
+    sent = []
+
+    async def receive():
+        if queue:
+            return queue.pop(0)
+        await asyncio.sleep(3600 if leave is None else leave)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope, receive, send)
+    if not sent:
+        raise Gone
+    content = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], dict(sent[0]["headers"]), content
+
+
+async def answer(app, path, body=None, **more):
+    """Status and the JSON of the answer."""
+    status, _, content = await ask(app, path, body, **more)
+    return status, json.loads(content)

@@ -1,0 +1,439 @@
+"""The application without sockets: answers, errors of one line, limits, back-pressure, clients that go."""
+
+import asyncio
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+
+from jllm.engine.request import SamplingParams
+from tests.serve.conftest import Gone, answer, ask, serving
+from tests.tiny import full_logits, log_softmax, serve
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def run(model, work, **more):
+    async def main():
+        async with asyncio.timeout(120), serving(model, **more) as (engine, app):
+            return await work(engine, app)
+
+    return asyncio.run(main())
+
+
+def served(model, body, path=COMPLETIONS, **more):
+    return run(model, lambda engine, app: answer(app, path, body), **more)
+
+
+def events(content: bytes) -> list:
+    """The chunks of a stream, which ends as it should."""
+    *chunks, done, rest = content.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def one_line(found) -> str:
+    """The message of an error in OpenAI's format."""
+    assert found.keys() == {"error"}
+    assert found["error"].keys() == {"message", "type", "param", "code"}
+    assert "\n" not in found["error"]["message"]
+    return found["error"]["message"]
+
+
+def test_texts_are_those_of_the_engine(model):
+    prompts = ["the wolf", "a girl and", "in the small house"]
+    want = serve(model, prompts, [SamplingParams(temperature=0.7, seed=5, n=1, max_new_tokens=6)] * 3)
+    body = {"prompt": prompts, "temperature": 0.7, "seed": 5, "max_tokens": 6, "model": "small"}
+    status, found = served(model, body)
+    assert status == 200
+    assert [choice["text"] for choice in found["choices"]] == [completion.text for completion in want]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    counts = sum(c.timings.prompt_tokens for c in want), sum(len(c.token_ids) for c in want)
+    assert list(found["usage"].values()) == [*counts, sum(counts)]
+
+
+def test_ids_as_prompts_and_in_answers(model):
+    ids = [model.tokenizer.encode(text) for text in ("the wolf", "a girl and")]
+
+    async def work(engine, app):
+        body = {"max_tokens": 5, "return_token_ids": True, **GREEDY}
+        one = await answer(app, COMPLETIONS, {"prompt": ids[0], **body})
+        two = await answer(app, COMPLETIONS, {"prompt": ids, "n": 2, **body})
+        return one[1]["choices"], two[1]["choices"]
+
+    one, two = run(model, work)
+    want = serve(model, ids, [SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=5)] * 2)
+    assert [tuple(choice["token_ids"]) for choice in two] == [want[i].token_ids for i in (0, 0, 1, 1)]
+    assert one[0]["token_ids"] == two[0]["token_ids"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_adds_up_to_the_whole(model, path):
+    prompt = {"prompt": ["the wolf", "a girl"]} if path == COMPLETIONS else {"messages": [message("the wolf")]}
+    logprobs = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    body = {**prompt, **logprobs, "n": 2, "seed": 3, "max_tokens": 7, "return_token_ids": True}
+
+    async def work(engine, app):
+        status, whole = await answer(app, path, body)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        (streamed, headers, content) = await ask(app, path, body | options)
+        assert (status, streamed) == (200, 200)
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        return whole, events(content)
+
+    whole, chunks = run(model, work)
+    *chunks, last = chunks
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in mine] == [*[None] * (len(mine) - 1), choice["finish_reason"]]
+        assert sum((part["token_ids"] for part in mine), []) == choice["token_ids"]
+        if path == CHAT:
+            assert [part["delta"].get("role") for part in mine] == ["assistant", *[None] * (len(mine) - 1)]
+            assert "".join(part["delta"]["content"] for part in mine) == choice["message"]["content"]
+            assert sum((part["logprobs"]["content"] for part in mine), []) == choice["logprobs"]["content"]
+        else:
+            assert "".join(part["text"] for part in mine) == choice["text"]
+            for name, values in choice["logprobs"].items():
+                assert sum((part["logprobs"][name] for part in mine), []) == values
+
+
+def message(text, role="user"):
+    return {"role": role, "content": text}
+
+
+def test_echo_scores_the_prompt(model):
+    """As lm-eval asks for it: log-probabilities of the prompt's tokens, and whether each is the likeliest."""
+    ids = model.tokenizer.encode("the wolf and the girl")
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "temperature": 0}
+
+    async def work(engine, app):
+        return [(await answer(app, COMPLETIONS, {**body, "max_tokens": n}))[1] for n in (0, 1)]
+
+    none, one = run(model, work)
+    want = log_softmax(full_logits(model, ids).astype(np.float64))
+    for found in (none, one):
+        scores = found["choices"][0]["logprobs"]
+        assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+        mine = scores["token_logprobs"][1 : len(ids)]
+        np.testing.assert_allclose(mine, [want[i, t] for i, t in enumerate(ids[1:])], atol=1e-4)
+        best = [max(top.values()) for top in scores["top_logprobs"][1 : len(ids)]]
+        np.testing.assert_allclose(best, want[: len(ids) - 1].max(axis=1), atol=1e-4)
+        text = "".join(scores["tokens"][1 : len(ids)])
+        assert text == "the wolf and the girl"
+        assert found["choices"][0]["text"].startswith(text)
+        assert scores["text_offset"][1:4] == [0, *np.cumsum([len(t) for t in scores["tokens"][1:3]])]
+    assert len(none["choices"][0]["logprobs"]["tokens"]) == len(ids)
+    assert len(one["choices"][0]["logprobs"]["tokens"]) == len(ids) + 1
+    assert none["usage"]["completion_tokens"] == 0
+
+
+def test_what_sampling_was_asked_for_is_what_is_done(model):
+    """Each field reaches the engine: a stop string, a bias that bans, a penalty, top_k of vLLM."""
+    free = serve(model, ["the wolf"], [SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=8)])[0]
+    body = {"prompt": "the wolf", "max_tokens": 8, "return_token_ids": True}
+
+    async def work(engine, app):
+        changes = [
+            {**GREEDY},
+            {**GREEDY, "stop": free.text[3:5]},
+            {**GREEDY, "logit_bias": {str(free.token_ids[0]): -100}},
+            {"top_k": 1, "ignore_eos": True},
+            {**GREEDY, "stop_token_ids": [free.token_ids[4]]},
+        ]
+        return [(await answer(app, COMPLETIONS, body | change))[1]["choices"][0] for change in changes]
+
+    plain, stopped, biased, first, by_id = run(model, work)
+    assert plain["text"] == first["text"] == free.text
+    assert (stopped["text"], stopped["finish_reason"]) == (free.text[: free.text.find(free.text[3:5])], "stop")
+    assert biased["token_ids"][0] != free.token_ids[0]
+    assert by_id["finish_reason"] == "stop"
+    assert free.token_ids[4] not in by_id["token_ids"]
+
+
+def test_messages_go_through_the_template(model):
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "wolf"}]
+    body = {"messages": [message("be short", "system"), message(parts)], "max_completion_tokens": 4, **GREEDY}
+    text = "<system> be short\n<user> the wolf\n<assistant>"
+    ids = model.tokenizer.encode(text, add_bos=False)
+    want = serve(model, [ids], [SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=4)])[0]
+    status, found = served(model, body, CHAT)
+    assert status == 200
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": want.text, "refusal": None}
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    rest = {name: value for name, value in body.items() if name != "max_completion_tokens"}
+    assert served(model, rest, CHAT)[1]["usage"]["total_tokens"] == model.config.context
+
+
+WRONG = [
+    ({"prompt": "a", "best_of": 2}, "best_of", '"best_of" is not a field that this server serves'),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: must be an integer >= 1, not 0"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", 'max_tokens: must be an integer, not "5"'),
+    ({"prompt": "a", "temperature": True}, "temperature", "temperature: must be a number, not true"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "structured output"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", '"x" is not served'),
+    ({"prompt": "a", "stream": True, "echo": True}, "echo", "is not served with stream"),
+    ({"prompt": "a", "echo": True, "logprobs": 3}, "logprobs", "must be 0 or 1 with echo"),
+    ({"prompt": "a", "logprobs": 21}, None, "logprobs must be None or an integer in [0, 20], not 21"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", 'keys must be token ids, not "x"'),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 strings, not 17"),
+    ({"prompt": "a", "n": 261}, "prompt", "1 prompts with n = 261 are too many samples"),
+    ({"prompt": [[1], "a", {}]}, "prompt", "one is {}"),
+    ({"prompt": []}, "prompt", "not empty"),
+    ({"prompt": [True]}, "prompt", "one is true"),
+    ({"prompt": [1000]}, None, "token id 1000 is not in"),
+    ({"prompt": [5] * 48}, None, "a prompt of 48 tokens is too long"),
+    ({}, "prompt", "is missing"),
+    ({"prompt": "\ud800"}, None, "lone surrogate"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "text"), WRONG, ids=lambda x: None)
+def test_what_is_wrong_is_said_in_one_line(small_app, body, param, text):
+    status, found = small_app(COMPLETIONS, body)
+    assert status == 400
+    assert text in one_line(found)
+    assert found["error"]["param"] == param
+    assert found["error"]["type"] == "invalid_request_error"
+
+
+WRONG_CHATS = [
+    ({}, "messages", "are missing"),
+    ({"messages": []}, "messages", "must be a list like"),
+    ({"messages": [{"content": "x"}]}, "messages", "an object with a role"),
+    ({"messages": [{"role": "user"}]}, "messages", "content must be text, not null"),
+    ({"messages": [message("a") | {"tool_calls": [1]}]}, "messages", '"tool_calls" of a message is not served'),
+    ({"messages": [message([{"type": "image_url", "image_url": "x"}])]}, "messages", "must be text"),
+    ({"messages": [message("a")], "top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+    ({"messages": [message("a")], "logprobs": 2}, "logprobs", "must be true or false, not 2"),
+    ({"messages": [message("a")], "tools": []}, "tools", "not a field that this server serves"),
+    ({"messages": [message("a")], "max_tokens": 2, "max_completion_tokens": 2}, "max_tokens", "give one"),
+    ({"messages": [message("a")], "max_completion_tokens": -1}, "max_completion_tokens", "must be an integer >= 1"),
+    ({"messages": [message("a")], "n": 1000}, "n", "must be at most 260"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "text"), WRONG_CHATS, ids=lambda x: None)
+def test_what_is_wrong_with_a_chat_is_said_in_one_line(small_app, body, param, text):
+    status, found = small_app(CHAT, body)
+    assert status == 400
+    assert text in one_line(found)
+    assert found["error"]["param"] == param
+
+
+@pytest.fixture(scope="module")
+def small_app(model):
+    """One application for many questions."""
+    with asyncio.Runner() as runner:
+        context = serving(model)
+        _, app = runner.run(context.__aenter__())
+        yield lambda path, body=None, **more: runner.run(answer(app, path, body, **more))
+        runner.run(context.__aexit__(None, None, None))
+
+
+def test_bodies_that_hypothesis_makes_get_4xx_and_one_line(small_app):
+    """Whatever is in the fields; what is right by chance is answered."""
+    hypothesis = pytest.importorskip("hypothesis")
+    from hypothesis import strategies as st
+
+    from jllm.serve.requests import CHAT as CHAT_FIELDS
+    from jllm.serve.requests import COMPLETION
+
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    values = st.recursive(
+        leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3)
+    )
+    few = st.sampled_from([0, 1, -1, 0.5, True, "the wolf", [5, 6], ["a", "b"], [message("a")], {"type": "text"}, None])
+    right = {
+        COMPLETIONS: (COMPLETION, {"prompt": "the wolf", "max_tokens": 1}),
+        CHAT: (CHAT_FIELDS, {"messages": [message("a")], "max_completion_tokens": 1}),
+    }
+
+    def bodies(path):
+        fields, whole = right[path]
+        names = st.sampled_from(sorted(fields)) | st.text(max_size=6)
+        changes = st.dictionaries(names, few | values, min_size=1, max_size=3)
+        return st.tuples(st.just(path), changes.map(lambda change: whole | change))
+
+    cases = st.sampled_from(sorted(right)).flatmap(bodies)
+    statuses = []
+
+    @hypothesis.settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(cases)
+    def check(case):
+        path, body = case
+        if body.get("logprobs") or body.get("stream"):  # events, and steps of their own: other tests
+            body = body | {"logprobs": None, "stream": None, "top_logprobs": None, "stream_options": None}
+        status, found = small_app(path, body)
+        statuses.append(status)
+        assert status == 200 or (400 <= status < 500 and one_line(found))
+
+    check()
+    assert statuses.count(200) > 5
+    assert statuses.count(400) > 50
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"nul", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b"1" * 5000]
+)
+def test_a_body_that_is_no_object_is_refused(small_app, data):
+    status, found = small_app(COMPLETIONS, data)
+    assert status == 400
+    assert "the body" in one_line(found)
+
+
+def test_other_answers_than_what_was_asked_for(model):
+    from jllm.serve.http import Limits
+
+    async def work(engine, app):
+        body = {"prompt": "a"}
+        plain = {b"content-type": b"text/plain"}
+        cases = [
+            (404, "nothing at '/v1/embeddings'", answer(app, "/v1/embeddings", body)),
+            (404, 'the model "gpt-5" is not served here', answer(app, COMPLETIONS, body | {"model": "gpt-5"})),
+            (405, "GET is not served here", answer(app, COMPLETIONS)),
+            (405, "POST is not served here", answer(app, "/v1/models", body)),
+            (413, "at most 1000 bytes", answer(app, COMPLETIONS, {"prompt": "a" * 1000})),
+            (413, "at most 1000 bytes", answer(app, COMPLETIONS, b"", chunks=[b"a" * 600, b"a" * 600])),
+            (413, "at most 1000 bytes", answer(app, COMPLETIONS, body, headers={b"content-length": b"1001"})),
+            (415, "Content-Type: application/json", answer(app, COMPLETIONS, body, headers=plain)),
+            (408, "took more than 0.05 s", answer(app, COMPLETIONS, body, chunks=[])),
+        ]
+        for status, text, asked in cases:
+            found = await asked
+            assert found[0] == status
+            assert text in one_line(found[1])
+
+    run(model, work, limits=Limits(body=1000, body_seconds=0.05))
+
+
+def test_a_key_is_asked_for_everywhere_but_for_health(model):
+    async def work(engine, app):
+        for path in (COMPLETIONS, CHAT, "/v1/models", "/metrics", "/tokenize", "/nothing"):
+            for key in (None, b"Bearer wrong", b"secret", b"Bearer secre", b"Bearer secret "):
+                status, found = await answer(app, path, headers={b"authorization": key})
+                assert (status, one_line(found)) == (401, "the API key is missing or wrong")
+        assert (await answer(app, "/health"))[0] == 200
+        right = {b"authorization": b"Bearer secret"}
+        assert (await answer(app, "/v1/models", headers=right))[1]["data"][0]["id"] == "small"
+
+    run(model, work, key="secret")
+
+
+def test_a_full_queue_says_when_to_come_again(model):
+    async def work(engine, app):
+        body = {"prompt": "the wolf", "max_tokens": 40, "n": 5, **GREEDY}
+        first = asyncio.create_task(answer(app, COMPLETIONS, body))
+        while engine.unfinished < 5:
+            await asyncio.sleep(0.001)
+        status, headers, content = await ask(app, COMPLETIONS, {"prompt": ["a", "b"]})
+        assert (status, headers[b"retry-after"]) == (429, b"1")
+        assert "5 samples run or wait, of at most 6" in one_line(json.loads(content))
+        assert (await first)[0] == 200
+        assert (await answer(app, COMPLETIONS, {"prompt": ["a", "b"]}))[0] == 200
+
+    run(model, work, max_waiting=2)
+
+
+def test_two_thousand_clients_of_whom_many_go_leave_no_page(model):
+    """While their bodies are read, while they wait, between two events, and at the end."""
+    draw, answered, gone = random.Random(4), [], []
+
+    async def one(app, i):
+        path = draw.choice([COMPLETIONS, CHAT])
+        prompt = {"prompt": "the wolf and"} if path == COMPLETIONS else {"messages": [message("a")]}
+        body = {**prompt, "max_tokens": draw.choice([1, 2, 6, 25]), "n": draw.choice([1, 1, 2]), "seed": i}
+        body["stream"] = draw.random() < 0.5
+        leave = draw.choice([None, 0.0, draw.random() * 0.2])
+        try:
+            answered.append((await ask(app, path, body, leave=leave))[0])
+        except Gone:
+            gone.append(i)
+
+    async def work(engine, app):
+        clients = iter(range(2000))
+
+        async def some():
+            for i in clients:
+                await one(app, i)
+
+        await asyncio.gather(*(some() for _ in range(60)))
+        while engine.unfinished or engine._engine.has_work:
+            await asyncio.sleep(0.01)
+        return engine.metrics(), engine
+
+    metrics, engine = run(model, work)
+    assert (metrics["pages_used"], metrics["running"], metrics["waiting"]) == (0, 0, 0)
+    assert not engine._ids
+    assert not engine._requests
+    assert set(answered) == {200}
+    assert len(answered) > 600
+    assert metrics["requests_aborted"] > 300
+    assert len(gone) > 300
+
+
+def test_metrics_count_what_was_answered(model):
+    async def work(engine, app):
+        await answer(app, COMPLETIONS, {"prompt": "the wolf", "max_tokens": 3, **GREEDY})
+        await answer(app, COMPLETIONS, {"prompt": 5})
+        await answer(app, "/secret/path")
+        _, headers, content = await ask(app, "/metrics")
+        assert headers[b"content-type"].startswith(b"text/plain; version=")
+        return content.decode()
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(run(model, work))
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert found["jllm_http_requests_total", COMPLETIONS, "200"] == 1
+    assert found["jllm_http_requests_total", COMPLETIONS, "400"] == 1
+    assert found["jllm_http_requests_total", "other", "404"] == 1
+    assert found[("jllm_output_tokens_total",)] == 3
+    assert found[("jllm_pages_used",)] == 0
+    assert found[("jllm_first_token_seconds_count",)] == 1
+    assert found["jllm_first_token_seconds", "0.5"] > 0
+    assert not [name for name, *_ in found if "secret" in name]
+
+
+def test_the_access_log_has_no_prompt(model, caplog):
+    caplog.set_level(logging.INFO, "jllm.serve")
+    served(model, {"prompt": "secret words", "max_tokens": 2})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("- POST /v1/completions 200 ")
+    assert "secret" not in line
+
+
+def test_a_broken_engine_is_503_and_says_so(model):
+    async def work(engine, app):
+        def fail(*args):
+            raise ZeroDivisionError("no")
+
+        engine._engine._device.run = fail
+        body = {"prompt": "the wolf", "stream": True}
+        found = [await answer(app, COMPLETIONS, each) for each in (body, {"prompt": "a"})]
+        assert [status for status, _ in found] == [503, 503]
+        assert {"ZeroDivisionError" in one_line(error) for _, error in found} == {True}
+        assert (await answer(app, "/health"))[0] == 503
+
+    run(model, work)
+
+
+def test_tokens_of_texts(small_app):
+    status, found = small_app("/tokenize", {"prompt": "the wolf"})
+    assert (status, found["count"]) == (200, len(found["tokens"]))
+    assert small_app("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": "the wolf"})
+    bare = small_app("/tokenize", {"prompt": "the wolf", "add_special_tokens": False})[1]["tokens"]
+    assert found["tokens"] == [0, *bare]
+    assert small_app("/tokenizer_info")[1]["eos_token"] == "</s>"
+    assert small_app("/detokenize", {"tokens": [10**6]})[0] == 400
+    assert small_app("/detokenize", {"tokens": ["a"]})[0] == 400
+    assert small_app("/tokenize", {})[0] == 400
