@@ -41,7 +41,7 @@ def make_app(
         "/metrics": Metrics(exporter),
     }
     routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
-    return Guard(Router(routes, redirect_slashes=False), key, frozenset(endpoints), exporter.count)
+    return Guard(Router(routes, redirect_slashes=False), key, limits, frozenset(endpoints), exporter.count)
 
 
 class Generate:

@@ -32,8 +32,10 @@ class Guard:
     """Checks the key, counts and logs (method, path, status and seconds: neither prompts nor query strings), and turns
     what an endpoint raises into an answer."""
 
-    def __init__(self, app: ASGIApp, key: str | None, paths: frozenset[str], count: Callable[[str, int], None]):
-        self._app, self._paths, self._count = app, paths, count
+    def __init__(
+        self, app: ASGIApp, key: str | None, limits: Limits, paths: frozenset[str], count: Callable[[str, int], None]
+    ):
+        self._app, self._most, self._paths, self._count = app, limits.header, paths, count
         self._key = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +52,8 @@ class Guard:
             await send(message)
 
         try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._most:
+                raise HttpError(431, f"the headers are too large: at most {self._most} bytes")
             self._check_key(scope)
             if path not in self._paths:
                 raise HttpError(404, f"there is nothing at {path[:100]!r}")

@@ -44,7 +44,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', error)}") from None
+        reason = str(getattr(error, "strerror", error)).partition(" (while")[0]
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
 
 
 def _is_local(listener: socket.socket) -> bool:

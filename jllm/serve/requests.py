@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jllm.engine.checks import Prompt
@@ -89,6 +89,9 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     keep = not (echo and tokens == 0)
     more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": echo and logprobs is not None}
     sampling = _sampling(body, max_new_tokens=tokens if keep else 1, **more)
+    if sampling.prompt_logprobs and tokens == 1:
+        # Whoever scores prompts takes the last entry to be of the one new token, the end token too, which has no text.
+        sampling = replace(sampling, ignore_eos=True)
     if "prompt" not in body:
         raise bad("prompt", "is missing")
     prompts = _prompts(body["prompt"])
