@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from experiments.drafts.imposed import VerifyingTimer, imposed, verifying_step
 from experiments.drafts.tree_pass import PAGE, binary
 from experiments.drafts.workloads import read_stories
@@ -25,7 +27,8 @@ CHEAP = 1.25  # times a plain step, that a tree may take and still count as chea
 
 
 def node_costs(args: argparse.Namespace) -> Iterator[Row]:
-    """A step of one sequence with a tree of so many nodes, of which none is accepted, against a plain step."""
+    """A step of one sequence with a tree of so many nodes, of which none is accepted, against a plain step: in turn,
+    the medians of --repeats."""
     model = load(args.model)
     params, config = model.params, model.config
     pool = pool_for(1, CONTEXT + args.steps + max(args.nodes), PAGE, None)
@@ -35,15 +38,20 @@ def node_costs(args: argparse.Namespace) -> Iterator[Row]:
         timers[nodes] = VerifyingTimer(params, config, pool, args.backend, drafter=imposed(tree, 0))
     packed = {1: step_of("decode", 1)} | {nodes: verifying_step(1, tree) for nodes, tree in shapes.items()}
     steps = compile_ahead({n: partial(timer.lower, packed[n][0]) for n, timer in timers.items()}, 4)
-    base = None
+    buffers = {nodes: [jax.device_put(packed[nodes][1])] * args.steps for nodes in timers}
+    seconds: dict[int, list[float]] = {nodes: [] for nodes in timers}
     for nodes, timer in timers.items():
         timer.renew()
         timer.place(CONTEXT)
-        seconds = timer.one(steps[nodes].result(), packed[nodes][1], 1, args.steps, args.repeats)
-        timer.state, base = None, base or seconds
+        timer.seconds(steps[nodes].result(), buffers[nodes], 1)
+    for _ in range(args.repeats):
+        for nodes, timer in timers.items():
+            seconds[nodes].append(timer.seconds(steps[nodes].result(), buffers[nodes], 1) / args.steps)
+    ratios = {nodes: [mine / plain for mine, plain in zip(seconds[nodes], seconds[1])] for nodes in timers}
+    for nodes in timers:
         depth = shapes[nodes].depth if nodes in shapes else 0
-        times = {"step_ms": round(1e3 * seconds, 4), "over_plain": round(seconds / base, 4)}
-        yield {"nodes": nodes, "depth": depth} | times
+        row: Row = {"nodes": nodes, "depth": depth, "step_ms": round(1e3 * statistics.median(seconds[nodes]), 4)}
+        yield row | {"over_plain": round(statistics.median(ratios[nodes]), 4)}
 
 
 def judge_nodes(rows: list[Row]) -> tuple[str, str]:
