@@ -271,7 +271,6 @@ def test_pictures(part, tmp_path, capsys):
         "steps": [{"batch": 1, "context": 136, "Q": 4, "over_plain": 1.05}],
         "claims": [
             {"claim": "copies", "kl": 0.0, "acceptance_1": 1.0, "scheme": "bf16"},
-            {"claim": "nodes", "nodes": 1, "over_plain": 1.0},
             {"claim": "batches", "batch": 1, "choice": "fixed", "times": 1.3},
             {"claim": "batches", "stated": "so", "measured": "thus", "verdict": "yes"},
         ],

@@ -111,5 +111,5 @@ def judge_batches(rows: list[Row]) -> tuple[str, str]:
     fixed = {row["batch"]: row["times"] for row in rows if row["choice"] == "fixed"}
     first, last = min(fixed), max(fixed)
     said = ", ".join(f"{times:.2f} times at batch {batch}" for batch, times in fixed.items())
-    falls = fixed[last] < fixed[first]
-    return ("yes" if falls and fixed[last] < 1 else "partly" if falls else "no"), f"always drafting: {said}"
+    verdict = "yes" if fixed[first] > 1 > fixed[last] else "partly" if fixed[last] < fixed[first] else "no"
+    return verdict, f"always drafting: {said}"

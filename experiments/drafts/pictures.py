@@ -65,19 +65,15 @@ def draw_steps(figure: Any, rows: list[Row]) -> None:
 
 
 def draw_claims(figure: Any, rows: list[Row]) -> None:
-    """Copies: acceptance by divergence; nodes: cost by size; batches: times as fast."""
-    copies, nodes, batches = ([r for r in rows if r["claim"] == n and "stated" not in r] for n in CLAIMS)
-    left, middle, right = figure.subplots(1, 3)
+    """Copies: acceptance by divergence; batches: times as fast."""
+    copies, batches = ([r for r in rows if r["claim"] == n and "stated" not in r] for n in CLAIMS)
+    left, right = figure.subplots(1, 2)
     for row in copies:
         left.plot(max(row["kl"], 1e-5), row["acceptance_1"], "o", label=row["scheme"])
     left.set_xscale("log")
     left.set_xlabel("KL from the target, nats")
     left.set_ylabel("acceptance of its drafts, temperature 1")
     left.legend(fontsize=7)
-    middle.plot([row["nodes"] for row in nodes], [row["over_plain"] for row in nodes], "o-")
-    middle.set_xscale("log", base=2)
-    middle.set_xlabel("nodes of a tree")
-    middle.set_ylabel("time over a plain step")
     for choice in dict.fromkeys(row["choice"] for row in batches):
         some = [row for row in batches if row["choice"] == choice]
         right.plot([row["batch"] for row in some], [row["times"] for row in some], "o-", label=choice)
@@ -87,7 +83,7 @@ def draw_claims(figure: Any, rows: list[Row]) -> None:
     right.legend(fontsize=7)
 
 
-CLAIMS = ("copies", "nodes", "batches")
+CLAIMS = ("copies", "batches")
 PICTURES: dict[str, Callable[[Any, list[Row]], None]] = {
     "acceptance": draw_acceptance, "steps": draw_steps, "claims": draw_claims
 }  # fmt: skip
