@@ -3,6 +3,7 @@
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
+    JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
 
 1,024 prompts of random tokens, of the lengths that the workload says, each continued to its given length whatever is
 sampled: the work is the same for everyone. All are sent at once, or at --rate by a Poisson process of a fixed seed.
@@ -18,8 +19,10 @@ The floor adds up each step of the merge schedule (all at once, the same slots a
 """
 
 import argparse
+import asyncio
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -36,7 +39,7 @@ import numpy as np
 from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
 from experiments.baselines import BASELINES, engine_with
 from experiments.result_file import ResultFile, bar, rounded
-from experiments.steps import peers
+from experiments.steps import peers, wire
 from experiments.steps.floors import HBM, make_floor, workload_seconds
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -59,6 +62,10 @@ Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
 FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: what goodput allows
 PERCENTILES = (50, 90, 99)
+OVER_HTTP = (  # options of a run against a server
+    *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),
+    *("temperature", "top_k", "top_p", "min_p", "results", "label", "json"),
+)
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
@@ -290,9 +297,41 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     engine.close()
 
 
+def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each repeat over HTTP and then their summary. The prompts are of --config's vocabulary."""
+    target = wire.Target.of(args.url, os.environ.get("JLLM_API_KEY"))
+    names = ("temperature", "top_k", "top_p", "min_p")
+    body = {name: getattr(args, name) for name in names} | {"ignore_eos": True, "stream": args.stream}
+    vocab = load_config(Path(args.config)).vocab_size
+
+    def run(some: Sequence[Request], seed: int) -> tuple[list[wire.Answered], float]:
+        return asyncio.run(wire.serve(target, [(r.prompt, r.output, r.arrival) for r in some], vocab, seed, body))
+
+    about = {"over": "http", "stream": args.stream, "rate": args.rate}
+    run([Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]], args.seed)
+    rows = []
+    for repeat in range(args.repeats):
+        answers, seconds = run(requests, args.seed + 1 + repeat)  # prompts of their own: no prefix is known
+        tokens = sum(r.output for r in requests)
+        row: Row = {"requests": len(answers), "seconds": seconds, "qps": len(answers) / seconds}
+        row["output_tokens_s"] = tokens / seconds
+        gaps = [gap for answer in answers for gap in answer.gaps]
+        for p in PERCENTILES:
+            row[f"ttft_ms_p{p}"] = 1e3 * percentile([a.first for a in answers], p) if args.stream else None
+            row[f"itl_ms_p{p}"] = 1e3 * percentile(gaps, p) if gaps else None
+            row[f"e2e_ms_p{p}"] = 1e3 * percentile([a.total for a in answers], p)
+        rows.append(row)
+        yield {**about, "repeat": repeat, **rounded(row)}
+    means = {name: [row[name] for row in rows] for name in rows[0]}
+    total = {name: None if None in values else statistics.fmean(values) for name, values in means.items()}
+    yield {**about, "repeat": "mean", "repeats": len(rows), "qps_ci": half_interval(means["qps"]), **rounded(total)}
+
+
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
     """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
     row = [row for row in rows if "peer" not in row][-1]
+    if "over" in row:
+        return
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
     if not (whole and merged) or any(row.get(name) for name in SETTINGS):
@@ -342,10 +381,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
     parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    parser.add_argument(
+        "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, in place of a model"
+    )
+    parser.add_argument("--stream", action="store_true", help="with --url: every request streams")
     peers.add_options(parser, 110)
     add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
+    if args.stream and args.url is None:
+        parser.error("--stream needs --url")
+    for name, value in vars(args).items():
+        if args.url is not None and name not in OVER_HTTP and value != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.rate is not None and not args.rate > 0:
@@ -357,6 +405,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def name_of(args: argparse.Namespace) -> str:
     """Name of the result: what the run was about, policies that are not the default included."""
+    if args.url is not None:
+        return "_".join(["qps_http", *(["stream"] if args.stream else [])])
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
@@ -377,9 +427,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
         arrivals = [(r.prompt, r.output, r.arrival) for r in requests]
         beside = peers.serving(args.peers, arrivals, args.peer_seconds) if args.peers else []
-        model = make_model(args)
+        rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
         with ResultFile(args.results, name_of(args), command, args.label) as result:
-            for row in measure(model, requests, args):
+            for row in rows:
                 result.add(row)
                 print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             for peer in beside:

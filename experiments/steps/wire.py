@@ -1,0 +1,98 @@
+"""The workload over HTTP: each request a connection of its own to a server of the OpenAI API."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from jllm.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How a request fared: seconds from its arrival, and of each event that followed another, from that one."""
+
+    first: float
+    total: float
+    gaps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go."""
+
+    host: str
+    port: int
+    path: str
+    key: str | None = None
+
+    @classmethod
+    def of(cls, url: str, key: str | None) -> "Target":
+        """ConfigError for what is not http://HOST:PORT/v1."""
+        parts = urlsplit(url)
+        try:
+            if parts.scheme == "http" and parts.hostname:
+                return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") + "/completions", key)
+        except ValueError:
+            pass  # of a port
+        raise ConfigError(f"--url must be like http://localhost:8000/v1, not {url}")
+
+    def request(self, body: dict[str, Any]) -> bytes:
+        data = json.dumps(body).encode()
+        key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
+        head = f"POST {self.path} HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n{key}"
+        return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def ask(target: Target, data: bytes, tokens: int, start: float) -> Answered:
+    """Sends one request and reads its answer to the end. `start` is its arrival; RequestError for an answer that is
+    not of that many tokens."""
+    reader, writer = await asyncio.open_connection(target.host, target.port, limit=1 << 22)
+    try:
+        writer.write(data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            said = " ".join((await reader.read(500)).decode(errors="replace").split())
+            raise RequestError(f"the server answered {head[9:12].decode()}: {said}")
+        times, usage = [], None
+        while line := await reader.readline():
+            if b'"usage":{' in line:
+                usage = json.loads(line.removeprefix(b"data: "))["usage"]
+            elif line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+        end = time.perf_counter()
+    finally:
+        writer.close()
+    if usage is None or usage["completion_tokens"] != tokens:
+        raise RequestError(f"a request of {tokens} tokens was answered with usage {usage}")
+    times = times or [end]
+    return Answered(times[0] - start, end - start, tuple(b - a for a, b in zip(times, times[1:])))
+
+
+async def serve(
+    target: Target, requests: Sequence[tuple[int, int, float]], vocab: int, seed: int, body: dict[str, Any]
+) -> tuple[list[Answered], float]:
+    """Sends requests (tokens of prompt and output, arrival) as they arrive; how each fared, and the seconds until the
+    last had ended. Bodies are written before the clock starts."""
+    rng = np.random.default_rng(seed)
+    more = {"stream_options": {"include_usage": True}} if body["stream"] else {}
+    datas = [
+        target.request({**body, **more, "prompt": rng.integers(3, vocab, p).tolist(), "max_tokens": o, "seed": i})
+        for i, (p, o, _) in enumerate(requests)
+    ]
+    start = time.perf_counter()
+
+    async def one(data: bytes, tokens: int, arrival: float) -> Answered:
+        await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
+        return await ask(target, data, tokens, start + arrival)
+
+    try:
+        answers = await asyncio.gather(*(one(data, o, at) for data, (_, o, at) in zip(datas, requests)))
+    except (OSError, EOFError) as error:
+        raise RequestError(f"no answer from {target.host} port {target.port}: {error}") from None
+    return answers, time.perf_counter() - start
