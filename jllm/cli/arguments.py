@@ -185,6 +185,13 @@ def add_numbers(group: Group) -> None:
     )
 
 
+# Engine options by the names of their flags.
+ENGINE_FLAGS = (
+    *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
+    *("speculate", "drafts", "acceptance"),
+)
+
+
 def add_engine(group: Group) -> None:
     group.add_argument("--max-slots", type=int, metavar="N", help="most sequences that run at once (default: 16)")
     group.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page: 8, 16, 32, 64, 128 (default: 16)")

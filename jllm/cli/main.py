@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jllm.cli.arguments import parse_args, sampling_params
+from jllm.cli.arguments import ENGINE_FLAGS, parse_args, sampling_params
 from jllm.cli.display import Speed, one_line, write_stdout
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
@@ -259,8 +259,7 @@ def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Pro
     """Flags, and sizes that suit the run."""
     from jllm.engine.one_run import options_for_run
 
-    names = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts", "acceptance")
-    given = {name: getattr(args, name) for name in names}
+    given = {name: getattr(args, name) for name in ENGINE_FLAGS}
     return options_for_run([(len(prompt), job.sampling) for job, prompt in zip(jobs, prompts)], given)
 
 

@@ -37,8 +37,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not (least <= value < float("inf") and (most is None or value <= most)):
             parser.error(f"--{name.replace('_', '-')} must be {least} to {most or 'any finite number'}, not {value}")
-    if args.drafts is not None and args.speculate is None:
-        parser.error("--drafts needs --speculate NAME")
+    for name in ("drafts", "acceptance"):
+        if getattr(args, name) is not None and args.speculate is None:
+            parser.error(f"--{name} needs --speculate NAME")
     return args
 
 

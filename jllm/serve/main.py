@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jllm.cli.arguments import ENGINE_FLAGS
 from jllm.cli.display import one_line
 from jllm.errors import ConfigError, JllmError
 from jllm.serve.arguments import api_key, parse_args
@@ -15,8 +16,6 @@ from jllm.serve.arguments import api_key, parse_args
 if TYPE_CHECKING:
     from jllm.engine.loop import Engine
     from jllm.pretrained import Model
-
-ENGINE_OPTIONS = ("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache", "speculate", "drafts")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
     from jllm.pretrained import BUNDLED, load
 
     model = load(BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize)
-    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = None if args.no_compile_cache else find_compile_cache(args.compile_cache)
     engine = Engine(model, **options, executables=cache)
     engine.compile_ahead(wait=False)

@@ -1,5 +1,6 @@
 """Over sockets: the official client, lm-eval, clients that hang up, the command and its end."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -15,6 +16,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jllm.cli.arguments import ENGINE_FLAGS, add_engine
+from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.serve.arguments import KEY_VARIABLE, parse_args
 from tests.lm_eval_cases import CONTEXT, write_tasks
@@ -282,6 +285,13 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys):
         port = taken.getsockname()[1]
         assert main(["--port", str(port), "--model", "/nowhere"]) == 2
     assert capsys.readouterr().err == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+def test_every_engine_flag_reaches_the_engine():
+    group = argparse.ArgumentParser().add_argument_group()
+    add_engine(group)
+    flags = {action.dest for action in group._group_actions} - {"compile_cache", "no_compile_cache"}
+    assert flags | {"kv_cache"} == set(ENGINE_FLAGS) <= EngineOptions.__dataclass_fields__.keys()
 
 
 def test_it_listens_on_localhost_unless_told_otherwise():
