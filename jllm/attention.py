@@ -116,7 +116,8 @@ def _(
         out = paged_attention(q, pages, inputs, **options)
     out = out.reshape(x.shape[0], -1)
     tap("attention", lambda: out)
-    return linear(out, p.o, p.o_bias, residual=x, backend=backend), pages
+    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
+    return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), pages
 
 
 def _split_qkv(p: AttentionParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

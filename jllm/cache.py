@@ -8,9 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
+from jllm.parallel.mesh import stored_kv_heads
+from jllm.parallel.ranks import HEADS
 from pallas_kernels import kv_pages
 from pallas_kernels.kv_pages import KVFormat, KVPages
 
@@ -39,9 +42,15 @@ def parse_kv_cache(name: str | None, config: LlamaConfig, dtype) -> tuple[KVForm
 
 
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
-    """An empty cache: for each layer, N pages of P tokens."""
-    sizes = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-    return tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers))
+    """An empty cache: for each layer, N pages of P tokens; on a mesh each device has those of its KV heads."""
+    sizes = (num_pages, stored_kv_heads(config), page_size, config.head_dim)
+
+    def allocate() -> Cache:
+        return tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers))
+
+    if config.mesh is None:
+        return allocate()
+    return jax.jit(allocate, out_shardings=NamedSharding(config.mesh, HEADS))()
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -17,6 +17,8 @@ from jllm.checkpoint_files import INDEX, WEIGHTS, all_or_nothing, stored_tensors
 from jllm.config import DTYPES, LlamaConfig, load_quantization, to_hf
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.fit import check_weights
+from jllm.parallel.mesh import ranks_of
+from jllm.parallel.shares import share
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, matrix_modules
 from jllm.quant.files import arrays, quantization_config
@@ -48,7 +50,8 @@ def load_params(
     there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
     they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
     superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit, and NoRoomError for weights
-    that take more than `free` bytes (None: not known).
+    that take more than `free` bytes of each device (None: not known). With a mesh in the config every device gets its
+    share of a leaf as soon as that is there.
     """
     path, dtype = Path(path), param_dtype(config, dtype)
     stored = stored_tensors(path)
@@ -61,23 +64,31 @@ def load_params(
     _check_tensors(path, specs, quantized, stored)
     check_shapes(specs, formats)
     total = sum(tensor.nbytes for tensor in stored.values())
-    check_weights(path, config, dtype, scheme, free, total if quantized else None)
+    room = None if free is None else free * ranks_of(config)  # a little is on each device alike
+    check_weights(path, config, dtype, scheme, room, total if quantized else None)
     with _progress_bar(total) as advance:
 
-        def load(spec: LeafSpec) -> jax.Array:
+        def read(spec: LeafSpec) -> np.ndarray:
             host, row = np.empty(spec.shape, dtype), 0
             for name, rows in spec.parts:
                 read_tensor(stored[name], host[row : row + rows], advance)
                 row += rows
-            return jax.block_until_ready(jax.device_put(host))  # before the next buffer is made
+            return host
+
+        def placed(spec: LeafSpec, leaf: Any) -> Any:
+            """On its device, or its devices, before the next buffer is made."""
+            shared = share(leaf, spec.entry, config, spec.weight or "")
+            return jax.block_until_ready(shared if config.mesh is not None else jax.device_put(leaf))
 
         def load_weight(name: str, spec: LeafSpec, wanted: Formats) -> Weight:
             if name in quantized:
-                return _build(path, quantized[name], stored, advance)
-            return quantize_weight(name, load(spec), wanted) if wanted else load(spec)
+                return placed(spec, _build(path, quantized[name], stored, advance))
+            if wanted:
+                return placed(spec, quantize_weight(name, jax.device_put(read(spec)), wanted))
+            return placed(spec, read(spec))
 
         weights = map_weights(load_weight, specs, formats)
-        params = jax.tree.map(lambda leaf: load(leaf) if isinstance(leaf, LeafSpec) else leaf, weights)
+        params = jax.tree.map(lambda leaf: placed(leaf, read(leaf)) if isinstance(leaf, LeafSpec) else leaf, weights)
         if specs.head is None and f"{HEAD}.weight" in stored:
             _check_tied(stored[f"{EMBED}.weight"], stored[f"{HEAD}.weight"], advance)
     return params
@@ -189,6 +200,8 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     its architecture cannot express.
     """
     path = Path(path)
+    if config.mesh is not None:
+        raise CheckpointError("the params are spread over devices: load the model without mesh to save it")
     tensors, dtype = _tensors_to_store(params, config)
     raw = to_hf(replace(config, dtype=dtype.name))
     if formats := weight_formats(params):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jllm.errors import ConfigError
 from jllm.hf_fields import (
@@ -25,6 +25,9 @@ from jllm.hf_fields import (
     read_number,
     read_token_ids,
 )
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 ROPE_KINDS = ("default", "linear", "llama3")
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
@@ -73,6 +76,9 @@ class LlamaConfig:
     dtype: str = "bfloat16"  # what the checkpoint stores
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    activation_parts: int = 1  # of the inputs of o and down, each quantized by itself as on so many devices
+    mesh: "Mesh | None" = None  # the devices that share each layer (jllm.parallel); None: there is one
+    axis: str | None = None  # of that mesh, in the config of the part that one of its devices computes
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -83,6 +89,9 @@ class LlamaConfig:
             raise ConfigError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
+        for name in ("num_heads", "intermediate_size"):
+            if self.activation_parts < 1 or getattr(self, name) % self.activation_parts:
+                raise ConfigError(f"activation_parts is {self.activation_parts}, but must divide {name}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one a layer")
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:

@@ -14,12 +14,14 @@ rounding were not there); integer codes get float0, and codes of fp8 zeros.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jllm.params import Weight
+from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.backends import DIFFERENTIABLE, where_faster
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
@@ -27,7 +29,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, take_rows
+from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, take_rows
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
@@ -43,9 +45,20 @@ def linear(
     residual: jax.Array | None = None,
     out_dtype=None,
     backend: str | None = None,
+    axis: str | None = None,
+    parts: int = 1,
 ) -> jax.Array:
     """x [..., in] times w [out, in] transposed, plus bias [out] and residual [..., out]: [..., out] in out_dtype
-    (default: x's, which QuantizedRows do not have: they need one). Differentiable but for QuantizedRows."""
+    (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
+    of that mesh axis, and their products are summed; `parts` quantizes the inputs as on so many devices, on one.
+    Differentiable but for QuantizedRows."""
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.activations is not None:
+        assert not isinstance(x, QuantizedRows), "parts of what is not quantized yet"
+        each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
+        return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
+    if axis is not None:
+        part = linear(x, w, out_dtype=out_dtype, backend=backend)
+        return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     run = partial(_linear, out_dtype=out_dtype, backend=backend)
     if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
         return _with_gradient(run, partial(_straight, out_dtype=out_dtype))(x, w, bias, residual)
@@ -96,8 +109,19 @@ def silu_linear(
     *,
     residual: jax.Array,
     backend: str | None = None,
+    axis: str | None = None,
+    parts: int = 1,
 ) -> jax.Array:
-    """linear of silu_mul of gate_up [T, 2F], in the residual's dtype."""
+    """linear of silu_mul of gate_up [T, 2F], in the residual's dtype; axis and parts as linear has them."""
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.activations is not None:
+        gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
+        cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
+        options: dict[str, Any] = {"out_dtype": residual.dtype, "backend": backend}
+        each = zip(cut, _column_parts(w, parts))
+        return _sum([linear(silu_mul(r, v, backend=backend), v, **options) for r, v in each], bias, residual)
+    if axis is not None:
+        rows = silu_mul(gate_up, w, backend=backend)
+        return linear(rows, w, bias, residual=residual, out_dtype=residual.dtype, backend=backend, axis=axis)
 
     def run(gate_up: jax.Array, w: Weight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
         rows = silu_mul(gate_up, w, backend=backend)
@@ -137,11 +161,35 @@ def silu_mul(gate_up: jax.Array, reader: Weight, *, backend: str | None = None) 
     return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
 
 
-def embed(w: Weight, tokens: jax.Array, dtype) -> jax.Array:
-    """Rows of an embedding [V, E]: i32[...] -> [..., E]. Token ids out of range are clipped."""
+def embed(w: Weight, tokens: jax.Array, dtype, *, axis: str | None = None, backend: str | None = None) -> jax.Array:
+    """Rows of an embedding [V, E]: i32[...] -> [..., E]. Token ids out of range are clipped. With `axis` each device of
+    that mesh axis has a part of the rows, and the one that has a token's gives it to all."""
+    if axis is not None:
+        own = tokens - jax.lax.axis_index(axis) * w.shape[0]
+        here = (own >= 0) & (own < w.shape[0])
+        rows = embed(w, own, dtype)
+        return all_reduce(
+            jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype)), axis, backend=where_faster(backend)
+        )
     if isinstance(w, QuantizedWeight):
         return take_rows(w, tokens, dtype)
     return jnp.take(w, tokens, axis=0, mode="clip")
+
+
+def _column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
+    """The weight's columns in equal parts: of a format with quantized activations, whose scales are of whole rows."""
+    K = w.shape[1] // parts
+    cut = (w.values[:, i * K : (i + 1) * K] for i in range(parts))
+    return [replace(w, values=jnp.pad(v, ((0, 0), (0, padded(K) - K))), shape=(w.shape[0], K)) for v in cut]
+
+
+def _sum(products: list[jax.Array], bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The products in order, then bias and residual: what all_reduce makes of those of several devices."""
+    y = reduce(jnp.add, products)
+    wide = compute_dtype(y.dtype)
+    for added in (None if bias is None else bias[None], residual):
+        y = y if added is None else (y.astype(wide) + added.astype(wide)).astype(y.dtype)
+    return y
 
 
 def _with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -11,7 +11,7 @@ tokens. Between steps the state is that of plain decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 
 from jllm.batch import Chunks, RaggedBatch, chunk_of_row
 from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
+from jllm.parallel.ranks import HEADS, WHOLE, per_rank
 from jllm.params import Params
 from jllm.rows import Rows, lay_out
 from jllm.sampling import (
@@ -72,6 +74,9 @@ def forward(
 ) -> tuple[State, Logits]:
     """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
     row of a short segment and of the last row of every chunk."""
+    if config.mesh is not None:
+        own = partial(forward, variant=variant, backend=backend)
+        return _per_rank(own, config, variant)(params, state, batch)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     paged, rows = lay_out(slots, state.drafts, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
     hidden, cache, taps = tapped_backbone(params, config, paged, state.cache, variant.taps, backend=backend)
@@ -99,10 +104,15 @@ def sample(
     variant: Variant = Variant(),
     backend: str | None = None,
     draw: Draw = draw_tokens,
+    config: LlamaConfig | None = None,
 ) -> tuple[State, Outputs]:
     """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
     the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
-    returns tokens and which rows are finite. Raises ValueError for another one under rejection sampling."""
+    returns tokens and which rows are finite. The config is for models on a mesh alone. Raises ValueError for another
+    `draw` under rejection sampling."""
+    if config is not None and config.mesh is not None:
+        own = partial(_sample_own, variant=variant, backend=backend, draw=draw)
+        return _per_rank(own, config, variant)((), state, logits)
     raw, rows = logits.values, logits.rows
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     each: Sampling = rows.spread(sampling)
@@ -139,6 +149,11 @@ def sample(
     )
     slots = _advance(state.slots, rows, drawn, count, done)
     return replace(state, cache=_compact(state, rows, nodes, count, backend), slots=slots, counts=counts), outputs
+
+
+def _sample_own(params: tuple, state: State, logits: Logits, **options: Any) -> tuple[State, Outputs]:
+    """sample, as per_rank calls functions."""
+    return sample(state, logits, **options)
 
 
 def draft(
@@ -193,6 +208,15 @@ def draft(
     return replace(state, drafts=drafts)
 
 
+def _per_rank(function: Callable, config: LlamaConfig, variant: Variant, whole: int = 1) -> Callable:
+    """function(params, state, ...) of a model on a mesh, which gives a state and what else is whole; `whole` arguments
+    follow the state."""
+    if variant.taps:
+        raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
+    state: Any = State(**{each.name: HEADS if each.name == "cache" else WHOLE for each in fields(State)})  # type: ignore[arg-type]
+    return per_rank(function, config, (state, *[WHOLE] * whole), (state, WHOLE))
+
+
 STATIC = ("config", "variant", "backend", "draw", "wanted")
 
 
@@ -210,6 +234,9 @@ def eager_step(
 ) -> tuple[State, Outputs]:
     """One merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify drafts.
     `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
+    if config.mesh is not None:
+        own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
+        return _per_rank(own, config, variant, 2)(params, state, batch, drafter)
     state, logits = forward(params, state, batch, config=config, variant=variant, backend=backend)
     state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw)
     if drafter is not None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jllm.attention import AttentionInputs, attention_block, attention_inputs
 from jllm.batch import Packed, Paged
@@ -16,6 +17,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.linear import embed, norm_linear
 from jllm.mlp import mlp_block
+from jllm.parallel.ranks import WHOLE, per_rank
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import Tap, of_layer, resolve_taps
@@ -29,6 +31,9 @@ Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 def packed_logits(params: Params, config: LlamaConfig, batch: Packed) -> jax.Array:
     """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap."""
+    if config.mesh is not None:
+        own = lambda params, batch, config: packed_logits(params, config, batch)  # noqa: E731
+        return per_rank(own, config, (WHOLE,), WHOLE)(params, batch)
     hidden, _ = backbone(params, config, batch, None)
     return head(params, config, hidden, backend=DIFFERENTIABLE)
 
@@ -52,7 +57,10 @@ def tapped_backbone(
     """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
     names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
-    x = embed(params.embed, batch.tokens, params.dtype)
+    if config.mesh is not None:
+        raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
+    tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
+    x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
     found = {"embedding": x} if "embedding" in taps else {}
     x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend)
     return x, cache, found | inside
@@ -94,7 +102,11 @@ def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str
     """Logits [T, V] of hidden states [T, E], float32 at least."""
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
-    return norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    if config.axis is None:
+        return logits
+    parts = jax.lax.all_gather(logits, config.axis, axis=1, tiled=True)
+    return parts[:, : config.vocab_size]  # the last device's rows are padded
 
 
 def head_taps(

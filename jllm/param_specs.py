@@ -25,6 +25,7 @@ class LeafSpec:
 
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
+    entry: WeightEntry
     mean: float = 0.0
     std: float = 0.0
     weight: str | None = None  # of a matrix: its name in schemes
@@ -76,7 +77,7 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
         if entry.residual:
             std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
         shape = (sum(count for _, count in parts), *((size(entry.columns),) if entry.columns else ()))
-        return LeafSpec(shape, parts, mean, std, None if entry.name is None else prefix + entry.name)
+        return LeafSpec(shape, parts, entry, mean, std, None if entry.name is None else prefix + entry.name)
 
     return {field: leaf(entry) for field, entry in entries(part).items()}
 

@@ -1,18 +1,20 @@
 """A model as people hold it: config, weights and tokenizer together."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jllm.checkpoint import load_params
 from jllm.checkpoint_files import count_layers, find_model, stored_tensors
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
 from jllm.fit import tree_bytes
-from jllm.memory import Memory, free_memory
+from jllm.memory import Memory
+from jllm.parallel.mesh import free_of, make_mesh, spread
 from jllm.params import Params
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
@@ -56,14 +58,19 @@ def load(
     *,
     dtype=None,
     quantize: str | Path | Scheme | None = None,
-    memory: Memory = free_memory,
+    mesh: Mesh | int | None = None,
+    activation_parts: int = 1,
+    memory: Memory | None = None,
 ) -> Model:
     """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
 
     dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
     16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
     name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read. The preset "bf16" is a
-    dtype. A directory without a tokenizer gives a model that takes and yields token ids.
+    dtype. A directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over
+    devices, a jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no
+    device holds more than its share and one weight. activation_parts quantizes activations on one device as a mesh
+    of so many does. Raises ConfigError for a mesh that does not fit the model.
 
     Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
     the device is asked by default.
@@ -72,11 +79,15 @@ def load(
     wanted = _dtype(dtype, scheme)
     folder = find_model(path)
     config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
+    config = replace(config, activation_parts=activation_parts)
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:
             wanted = jnp.dtype("float32")
-    params = load_params(folder, config, wanted, scheme, memory())
+    if mesh is not None:
+        config = spread(config, make_mesh(mesh) if isinstance(mesh, int) else mesh)
+    free = memory() if memory else free_of(config.mesh)
+    params = load_params(folder, config, wanted, scheme, free)
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:

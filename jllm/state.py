@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
+from jllm.parallel.ranks import WHOLE, place
 from jllm.sampling import Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.rejection import check_acceptance
@@ -116,13 +118,21 @@ def init_state(
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
-    state = State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table))
+    state = place_state(State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table)), config)
     return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
+
+
+def place_state(state: State, config: LlamaConfig) -> State:
+    """The state with all but its cache on every device of the config's mesh; without a mesh as it is."""
+    return replace(place(replace(state, cache=()), config, WHOLE), cache=state.cache)
 
 
 def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
     """No drafts yet, for the slots and pages of a state; see init_state."""
     check_acceptance(drafter, acceptance)
+    if config.mesh is not None and jax.tree.leaves(drafter):
+        name = type(drafter).__name__
+        raise ConfigError(f"{name} has weights, and a model on several devices takes drafters without: NGram")
     (S, M), pool = state.slots.pages.shape, state.cache[0].k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)
@@ -130,4 +140,5 @@ def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any,
     logits = None
     if acceptance == "rejection":
         logits = jnp.zeros((S, tree.size - 1, config.vocab_size), compute_dtype(dtype))
-    return Drafts(jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32), cache, memory, tree, logits)
+    none = jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32)
+    return place(Drafts(*none, cache, memory, tree, logits), config, WHOLE)

@@ -179,6 +179,9 @@ def add_numbers(group: Group) -> None:
     )
     group.add_argument("--quantize", metavar="SCHEME", help=f"quantize the weights: {SCHEMES} (default: none)")
     group.add_argument(
+        "--devices", type=int, metavar="N", help="spread the model over N devices, each with a share of every layer"
+    )
+    group.add_argument(
         "--kv-cache",
         metavar="FORMAT",
         help=f"how keys and values are kept: {KV_FORMATS}; or k=FORMAT,v=FORMAT (default: the weights' dtype)",

@@ -17,7 +17,7 @@ from jllm.cli.display import Speed, one_line, write_stdout
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
 from jllm.engine.request import SamplingParams
-from jllm.errors import InputFileError, JllmError, OutputError, RequestError
+from jllm.errors import ConfigError, InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
@@ -145,6 +145,7 @@ def _made_with(args: Namespace) -> dict[str, Any]:
     made_with |= {name: value for name, value in numbers.items() if value is not None}
     if args.acceptance == "rejection":
         made_with |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}
+    made_with |= {} if args.devices is None else {"devices": args.devices}  # sums are rounded in other places
     return made_with | ({"chat": True} if args.chat else {})
 
 
@@ -179,11 +180,11 @@ def _stdin_prompt() -> str:
 
 def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
     """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
-    cache = _compile_cache(args)
+    cache = compile_cache(args)
     from jllm.engine.loop import Engine
     from jllm.pretrained import load
 
-    model = load(path, dtype=args.dtype, quantize=args.quantize)
+    model = load(path, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
     prompts = []
     for job in jobs:
         with _named(job):
@@ -276,9 +277,11 @@ def _named(job: Job) -> Iterator[None]:
 # Around it
 
 
-def _compile_cache(args: Namespace) -> Path | None:
+def compile_cache(args: Namespace) -> Path | None:
     """The folder for compiled steps; none if there is to be none, or cannot be."""
-    if args.no_compile_cache:
+    if args.devices and args.compile_cache:
+        raise ConfigError("--compile-cache keeps steps of one device: leave it out with --devices")
+    if args.no_compile_cache or args.devices:
         return None
     from jllm.compile_cache import find_compile_cache
 

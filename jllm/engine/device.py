@@ -22,13 +22,16 @@ from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
-from jllm.memory import Memory, free_memory
+from jllm.memory import Memory
 from jllm.model import Cache
+from jllm.parallel.kv_heads import distinct, repeated
+from jllm.parallel.mesh import free_of, rank_config
+from jllm.parallel.ranks import HEADS, WHOLE, placed_shapes
 from jllm.params import Params
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
-from jllm.state import Outputs, State, Variant, init_drafts, make_slots
+from jllm.state import Outputs, State, Variant, init_drafts, make_slots, place_state
 
 REMEMBERED = 512  # tokens that a drafter is told at once
 
@@ -36,17 +39,18 @@ REMEMBERED = 512  # tokens that a drafter is told at once
 class Device:
     """Owns the state, which every step takes and returns, and the compiled steps.
 
-    memory tells how many bytes are free once the weights are there. Raises NoRoomError, before anything is allocated,
-    where the options take more.
+    memory tells how many bytes are free once the weights are there; the device is asked by default. Raises NoRoomError,
+    before anything is allocated, where the options take more.
     """
 
-    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory = free_memory):
+    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
-        self._options, self._memory, self._free = options, memory, memory()
+        self._memory = memory or partial(free_of, config.mesh)
+        self._options, self._free = options, self._memory()
         self._drafter = drafter_of(options)
-        self.sizes = sizes_for(options, config, params, self._free)
+        self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
         self.programs = Programs(self.sizes.buckets, self._arguments, self._static, files, self._check)
@@ -57,11 +61,11 @@ class Device:
         do programs and their files: one that was loaded may be what failed."""
         self._state: State | None = None
         self.programs.forget_files()
-        check_room(self._options, self._config, self._params, self._free)
+        check_room(self._options, rank_config(self._config), self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
-        state = State(cache, make_slots(limits.max_slots, self.sizes.max_pages))
+        state = place_state(State(cache, make_slots(limits.max_slots, self.sizes.max_pages)), self._config)
         if self._drafter is not None:
             how = self._config, self._params.dtype, self._options.acceptance
             state = replace(state, drafts=init_drafts(self._drafter, state, *how))
@@ -116,7 +120,7 @@ class Device:
         assert self._state is not None
         padded = np.zeros(_power_of_two(len(pages)), np.int32)  # so that few sizes are compiled
         padded[: len(pages)] = pages
-        return jax.device_get(gather_pages(self._state.cache, padded))
+        return distinct(jax.device_get(gather_pages(self._state.cache, padded)), self._config)
 
     def load(self, pages: Sequence[int], snapshot: Snapshot) -> None:
         """Dispatches the writing of a snapshot's first tokens to these pages, after all steps dispatched so far."""
@@ -124,18 +128,19 @@ class Device:
         padded = np.full(_power_of_two(len(pages)), np.iinfo(np.int32).max, np.int32)
         padded[: len(pages)] = pages
         rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(padded))
+        rows = repeated(rows, self._config)
         self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, padded, rows))
 
     @cached_property
-    def weights(self) -> str:
-        """The fingerprint of the weights."""
-        return fingerprint.of_params(self._params)
+    def weights(self) -> str | None:
+        """The fingerprint of the weights; None on a mesh, where no device has them all."""
+        return None if self._config.mesh is not None else fingerprint.of_params(self._params)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows."""
         assert self._state is not None
-        check_fits(snapshot, self._state.cache)
-        if snapshot.weights not in (None, self.weights):
+        check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self._state.cache))
+        if None not in (snapshot.weights, self.weights) and snapshot.weights != self.weights:
             raise SnapshotError(
                 "the snapshot was made with other weights than this engine's: its K and V mean nothing to them "
                 "(to try it all the same: dataclasses.replace(snapshot, weights=None))"
@@ -156,7 +161,8 @@ class Device:
     def _copying(self) -> Recipe:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        return Recipe(partial(jit_copy_pages.lower, jax.eval_shape(_pools, self._state), pages))
+        pools = placed_shapes(jax.eval_shape(_pools, self._state), self._config, HEADS)
+        return Recipe(partial(jit_copy_pages.lower, pools, pages))
 
     def _check(self, top: jax.stages.Compiled) -> None:
         assert self._state is not None
@@ -167,6 +173,8 @@ class Device:
     ) -> tuple[Params, State, jax.ShapeDtypeStruct, Drafter | None]:
         """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
+        cache = placed_shapes(state.cache, self._config, HEADS)
+        state = replace(placed_shapes(state, self._config, WHOLE), cache=cache)
         return self._params, state, jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32), self._drafter
 
     def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
@@ -181,7 +189,7 @@ class Device:
         S, V = self.sizes.limits.max_slots, self._config.vocab_size
         neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
         slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
-        return replace(state, slots=slots, counts=make_counts(S, V) if wanted else None)
+        return place_state(replace(state, slots=slots, counts=make_counts(S, V) if wanted else None), self._config)
 
 
 def _pools(state: State) -> Cache:

@@ -72,7 +72,8 @@ def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free
     if free is None or needs is None or needs <= free:
         return
     limits, bucket = sizes.limits, largest(sizes.buckets)
-    fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // cache_bytes(state.cache))
+    held = cache_bytes(state.cache) // len(state.slots.length.devices())  # of one device
+    fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // held)
     found = [f"num_pages={fewer}"] if fewer >= limits.max_slots else []
     raise NoRoomError(
         f"a step of {bucket.decodes} decodes and {bucket.tokens} prompt tokens needs {gib(needs)}, and the device has "

@@ -58,13 +58,15 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'jllm[serve]'") from None
-    from jllm.compile_cache import find_compile_cache
+    from jllm.cli.main import compile_cache
     from jllm.engine.loop import Engine
     from jllm.pretrained import BUNDLED, load
 
-    model = load(BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize)
+    model = load(
+        BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize, mesh=args.devices
+    )
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
-    cache = None if args.no_compile_cache else find_compile_cache(args.compile_cache)
+    cache = compile_cache(args)
     engine = Engine(model, **options, executables=cache)
     engine.compile_ahead(wait=False)
     return model, engine

@@ -8,6 +8,7 @@ give.
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -57,4 +58,14 @@ def philox(counter: Sequence[Array], key: Sequence[Array]) -> list[Array]:
 def _product(x: Array, multiplier: int) -> tuple[Array, Array]:
     """The high and the low word of x times a constant."""
     factor = jnp.full_like(x, multiplier)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # JAX 0.11.2 cannot lower mulhi for several devices
+        return _high(x, factor), x * factor
     return lax.mulhi(x, factor), x * factor
+
+
+def _high(x: Array, y: Array) -> Array:
+    """The high word of the product of two, from their halves."""
+    low, half = jnp.uint32(0xFFFF), jnp.uint32(16)
+    (a, b), (c, d) = ((z >> half, z & low) for z in (x, y))
+    middle = a * d + ((b * d) >> half)
+    return a * c + (middle >> half) + ((b * c + (middle & low)) >> half)

@@ -1,0 +1,90 @@
+"""Meshes: which devices share a model, whether they fit it, and the config of what each of them computes.
+
+A mesh has the one axis "model". Its devices (ranks, by their place on it) each have some of the query heads with the KV
+heads that these read, some of the MLP's columns, and some of the vocabulary's rows. KV heads fewer than ranks are kept
+by several ranks alike."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
+from jllm.memory import free_memory, is_host
+
+AXIS = "model"
+SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks share out
+
+
+def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
+    """A mesh of these devices, or of so many of those that there are. Raises ConfigError for more than there are, and
+    for devices that are listed twice."""
+    found = jax.devices()
+    if isinstance(devices, int):
+        if not 1 <= devices <= len(found):
+            raise ConfigError(f"{devices} devices asked for, and there are {len(found)}: ask for 1 to {len(found)}")
+        devices = found[:devices]
+    if not devices or len(set(devices)) != len(devices):
+        raise ConfigError("a mesh needs at least one device, and each but once")
+    return Mesh(np.asarray(devices), (AXIS,))
+
+
+def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
+    """The config of the model on a mesh. Raises ConfigError where the mesh does not fit it, naming what would."""
+    if mesh.axis_names != (AXIS,):
+        raise ConfigError(f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: expected one, {AXIS!r}")
+    kinds = sorted({device.device_kind for device in mesh.devices.flat})
+    if len(kinds) > 1:
+        raise ConfigError(f"the mesh has different devices ({', '.join(kinds)}): expected one kind")
+    if type(config) is not LlamaConfig:
+        raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
+    if config.activation_parts > 1:
+        raise ConfigError(f"activation_parts={config.activation_parts} is for one device: a mesh has a part each")
+    if mesh.size not in fitting(config):
+        sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns"
+        fits = ", ".join(map(str, fitting(config)))
+        raise ConfigError(f"{mesh.size} devices cannot share {sizes} evenly; these numbers of devices can: {fits}")
+    return replace(config, mesh=mesh)
+
+
+def fitting(config: LlamaConfig) -> list[int]:
+    """The numbers of ranks that share a model evenly. The vocabulary is padded, and fits any."""
+    H, K, F = config.num_heads, config.num_kv_heads, config.intermediate_size
+    return [n for n in range(1, H + 1) if H % n == 0 and F % n == 0 and (K % n == 0 or n % K == 0)]
+
+
+def rank_config(config: LlamaConfig) -> LlamaConfig:
+    """The config of one rank's part of a model on a mesh. Its vocabulary is the whole one."""
+    if config.mesh is None:
+        return config
+    n = config.mesh.size
+    return replace(
+        config,
+        num_heads=config.num_heads // n,
+        num_kv_heads=max(1, config.num_kv_heads // n),
+        intermediate_size=config.intermediate_size // n,
+        mesh=None,
+        axis=AXIS,
+    )
+
+
+def ranks_of(config: LlamaConfig) -> int:
+    return 1 if config.mesh is None else config.mesh.size
+
+
+def free_of(mesh: Mesh | None) -> int | None:
+    """Bytes that are free on each device of a mesh, by default on the one that arrays go to; None where one of them
+    does not say. CPU devices share this machine's memory."""
+    if mesh is None:
+        return free_memory()
+    found = [free_memory(device) for device in mesh.local_devices]
+    shared = mesh.size if is_host(mesh.local_devices[0]) else 1
+    return None if None in found else min(free for free in found if free is not None) // shared
+
+
+def stored_kv_heads(config: LlamaConfig) -> int:
+    """The KV heads of all ranks together: more than the model's where several ranks keep the same."""
+    return config.num_kv_heads if config.mesh is None else max(config.num_kv_heads, config.mesh.size)

@@ -1,0 +1,121 @@
+"""A rank's share of each weight, as the table of weights (params.py) says.
+
+Rows are shared out by the first axis of their dimension, and so are columns: "heads head_dim" by heads, "ffn" and
+"vocab" by one. Each part of a merged weight is shared out by itself, so that a rank has its query rows, then its key
+rows, then its value rows. Codes, scales and zeros of a quantized weight go with their rows and columns: every rank has
+numbers that the whole weight has. The vocabulary is padded to a multiple of the ranks by rows that are never read."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jllm.config import LlamaConfig
+from jllm.errors import QuantizationError
+from jllm.parallel.mesh import SHARED
+from jllm.parallel.ranks import STACKED
+from jllm.param_specs import param_specs
+from jllm.params import Params, WeightEntry
+from pallas_kernels.quantized_weights import MULTIPLE, QuantizedWeight, group_scales, pack4, padded, unpack4
+
+
+def share_params(params: Params, config: LlamaConfig) -> Params:
+    """Params of the config's mesh, of those of one device: each leaf a stack of the ranks' shares [ranks, ...]. Raises
+    QuantizationError for a format that cannot be cut there."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    return jax.tree.map(lambda spec, leaf: share(leaf, spec.entry, config, spec.weight or ""), specs, params)
+
+
+def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
+    """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
+    is for errors. Without a mesh the leaf as it is."""
+    if config.mesh is None:
+        return leaf
+    ranks = range(config.mesh.size)
+    return _stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
+
+
+def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
+    """Which rows of a weight a rank has."""
+    found, start = [], 0
+    for _, dimension in entry.modules:
+        axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
+        first, count = _span(axis, size, config, rank)
+        found.append(start + np.minimum(np.arange(first, first + count), size - 1))
+        start += size
+    return np.concatenate(found)
+
+
+def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, int] | None:
+    """The first column that a rank has, and how many; None for all."""
+    if entry.columns is None or entry.columns.split()[0] not in SHARED:
+        return None
+    size = math.prod(config.axes[a] for a in entry.columns.split())
+    return _span(entry.columns.split()[0], size, config, rank)
+
+
+def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
+    """The start of a rank's share of a dimension, and its length."""
+    assert config.mesh is not None
+    if axis not in SHARED:
+        return 0, size
+    n, units = config.mesh.size, config.axes[axis]
+    if units < n and axis == "kv_heads":
+        return rank * units // n * (size // units), size // units
+    count = -(-units // n) * (size // units)
+    return rank * count, count
+
+
+def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> Any:
+    if isinstance(leaf, QuantizedWeight):
+        return _cut_codes(leaf, rows, columns, name)
+    taken = leaf if len(rows) == leaf.shape[0] else leaf[rows]
+    return taken if columns is None else taken[:, columns[0] : sum(columns)]
+
+
+def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
+    N, K = len(rows), w.shape[1] if columns is None else columns[1]
+    stored = np.pad(rows, (0, padded(N) - N), mode="edge")
+    values, scales, zeros = w.values[stored], group_scales(w)[..., stored], w.zeros
+    zeros = None if zeros is None else zeros[..., stored]
+    if columns is not None:
+        _check_columns(w, K, name)
+        first = columns[0]
+        codes = unpack4(values, signed=False) if w.format.packed else values
+        codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
+        values = pack4(codes) if w.format.packed else codes
+        if w.format.group is not None:
+            groups = slice(first // w.format.group, (first + K) // w.format.group)
+            scales, zeros = scales[groups], None if zeros is None else zeros[groups]
+    plain = replace(w.format, double_quant=False)
+    return replace(w, values=values, scales=scales, zeros=zeros, scale_steps=None, shape=(N, K), format=plain)
+
+
+def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:
+    """Raises QuantizationError where a weight's columns cannot be cut to this many."""
+    if w.columns is not None:
+        raise QuantizationError(
+            f"{name}: its groups hold inputs in an order of their own, which devices cannot share: "
+            "quantize without activation order (desc_act)"
+        )
+    group = w.format.group
+    if group is not None and columns % math.lcm(group, MULTIPLE):
+        fits = [g for g in range(8, columns + 1, 8) if columns % math.lcm(g, MULTIPLE) == 0]
+        why = f"groups of {', '.join(map(str, fits))} would fit" if fits else "a format with a scale a row would fit"
+        raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and a device {columns} inputs; {why}")
+
+
+def _stack(shares: Any, mesh: Mesh) -> Any:
+    """Shares of all ranks, each put on its device, as arrays [ranks, ...]."""
+    devices = mesh.devices.flat
+    placed = [jax.device_put(own, device) for own, device in zip(shares, devices)]
+
+    def stacked(*parts: jax.Array) -> jax.Array:
+        shape = (len(parts), *parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, STACKED), [p[None] for p in parts])
+
+    return jax.tree.map(stacked, *placed)

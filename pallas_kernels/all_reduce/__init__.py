@@ -1,0 +1,5 @@
+"""The sum over the devices of a mesh axis, after a product whose inputs were spread over them."""
+
+from pallas_kernels.all_reduce.api import all_reduce
+
+__all__ = ["all_reduce"]

@@ -1,0 +1,26 @@
+"""all_reduce: the sum of what each device of a mesh axis computed, the same bits on all of them."""
+
+import jax
+
+from pallas_kernels.all_reduce import xla
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import bind_shapes
+
+
+def all_reduce(
+    x: jax.Array,
+    axis: str,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """The sum of x [T, E] over the devices of a mesh axis, plus bias [E] and residual [T, E], which all devices have
+    and which count once: [T, E] in x's dtype. To be called inside shard_map. Every device gets the same bits. Raises
+    ValueError where shapes disagree."""
+    added = {"bias": (bias, "E"), "residual": (residual, "T E")}
+    bind_shapes(x=(x, "T E"), **{name: (y, spec) for name, (y, spec) in added.items() if y is not None})
+    return choose(BACKENDS, backend).run(x, axis, bias, residual)
+
+
+BACKENDS = {"xla": Backend(xla.all_reduce)}

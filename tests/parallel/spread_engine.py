@@ -1,0 +1,171 @@
+"""The engine's oracle on meshes: each request's tokens are those that one device gives, in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm.batch import Bucket, PromptChunk, ragged_batch
+from jllm.cli.main import main
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, EvaluationError, SnapshotError
+from jllm.merge_step import forward, sample, step
+from jllm.quant.quantize import quantize
+from jllm.speculative.medusa import Medusa, MedusaHead
+from jllm.speculative.ngram import NGram
+from jllm.speculative.tree import chain
+from jllm.state import Variant, init_state
+from tests.parallel.meshes import model_of, on_mesh
+from tests.tiny import serve
+
+jax.config.update("jax_enable_x64", True)
+SIZES = {"max_slots": 3, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(3, 5, 3),)}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 1, 4, 1, 5], [5, 6, 7, 8, 9, 10, 11, 12, 20, 21], [40]]
+ASKED = [
+    SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, max_new_tokens=12, seed=4, ignore_eos=True),
+    SamplingParams(temperature=1.2, max_new_tokens=12, seed=5, ignore_eos=True),
+]
+
+
+def tokens(model, sampling=ASKED, **options) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in serve(model, PROMPTS, sampling, **(SIZES | options))]
+
+
+@pytest.mark.parametrize(
+    ("devices", "scheme", "kv_cache", "changes"),
+    [
+        (2, None, None, {}),
+        (4, "w8a16", "int8-g8", {}),
+        (8, None, "k=int8-g16,v=int4-g8", {"tie_embeddings": True}),
+        (2, "w4a16-g32", "fp8", {"num_kv_heads": 1, "vocab_size": 101}),
+        (2, "nf4-dq", "f32", {"windows": (8, None)}),
+        (4, "uint8-zp", "int4-g8", {"num_kv_heads": 8, "qk_norm": False}),
+    ],
+)
+def test_tokens_are_those_of_one_device(devices, scheme, kv_cache, changes):
+    model = model_of(**changes)
+    if scheme is not None:
+        model = replace(model, params=quantize(model.params, scheme))
+    wanted = tokens(model, kv_cache=kv_cache)
+    assert len({t for ids in wanted for t in ids}) > 8
+    assert tokens(on_mesh(model, devices), kv_cache=kv_cache) == wanted
+
+
+def test_quantized_activations_are_those_of_as_many_parts():
+    model = model_of()
+    model = replace(model, params=quantize(model.params, "w8a8"))
+    one = replace(model, config=replace(model.config, activation_parts=2))
+    assert tokens(on_mesh(model, 2)) == tokens(one)
+
+
+def test_preemption_prefixes_and_speculation():
+    model, two = model_of(), on_mesh(model_of(), 2)
+    greedy = [replace(ASKED[0], max_new_tokens=20)] * len(PROMPTS)
+    few = {"num_pages": 6, "buckets": (Bucket(3, 5, 3),)}
+    wanted = tokens(model, greedy)
+    engine = Engine(two, **(SIZES | few))
+    ids = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, greedy)]
+    done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
+    assert [done[i] for i in ids] == wanted
+    assert engine.metrics()["preemptions"] > 0
+    again = engine.submit(PROMPTS[0], greedy[0])
+    (last,) = [event.completion for event in engine.run() if event.completion]
+    assert (last.token_ids, again) == (wanted[0], 4)
+    assert engine.metrics()["prefix_hit_tokens"] > 0
+    drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
+    assert tokens(two, greedy, **drafted) == wanted
+
+
+def test_penalties_and_logprobs():
+    asked = [replace(p, repetition_penalty=1.3, logprobs=2, logit_bias={7: 2.0}) for p in ASKED]
+    model = model_of()
+    one, two = (serve(m, PROMPTS, asked, **SIZES) for m in (model, on_mesh(model, 2)))
+    assert [c.token_ids for c in one] == [c.token_ids for c in two]
+    for a, b in zip(one, two):
+        found = [[t.logprob for t in completion.logprobs] for completion in (a, b)]
+        np.testing.assert_allclose(*found, atol=1e-9)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices):
+    model, greedy = model_of(), ASKED[0]
+    (wanted,) = (c.token_ids for c in serve(model, PROMPTS[:1], [greedy], **SIZES))
+    spread_out = on_mesh(model, devices)
+    for first, second in ((model, spread_out), (spread_out, model)):
+        engine = Engine(first, **SIZES)
+        request = engine.submit(PROMPTS[0], greedy)
+        while not (found := engine.step()) or len(found[-1].token_ids) == 0:
+            pass
+        snapshot = engine.snapshot(request)
+        assert snapshot.cache[0].k.values.shape[1] == model.config.num_kv_heads
+        engine.close()
+        other = Engine(second, **SIZES)
+        known = len(snapshot.tokens) - len(PROMPTS[0])
+        other.resume(snapshot, replace(greedy, max_new_tokens=len(wanted) - known))
+        (last,) = [event.completion for event in other.run() if event.completion]
+        assert last.token_ids == wanted[known:]
+    heads = on_mesh(model_of(num_kv_heads=4), 2)
+    with pytest.raises(SnapshotError, match="the snapshot has 2 heads of 16, .* the cache 4 heads"):
+        Engine(heads, **SIZES).resume(snapshot, greedy)
+
+
+def test_steps_are_compiled_once():
+    engine = Engine(on_mesh(model_of("float32"), 2), **SIZES)
+    assert engine.compile_ahead() == 1
+    from jllm.engine.layout import packed_step
+
+    before = packed_step._cache_size()
+    for prompt in PROMPTS:
+        engine.submit(prompt, ASKED[0])
+    list(engine.run())
+    assert packed_step._cache_size() <= before + 1
+    assert engine.metrics()["compile_first_use"] == 0
+
+
+def test_the_pure_functions():
+    model = model_of()
+    batch = ragged_batch([PromptChunk(0, [5, 6, 7], pages=[2, 0]), PromptChunk(1, [9], pages=[1])])
+    sizes = {"slots": 2, "num_pages": 4, "page_size": 8}
+    found = []
+    for m in (model, on_mesh(model, 4)):
+        state, outputs = step(m.params, init_state(m.config, **sizes), batch, config=m.config)
+        state, logits = forward(m.params, state, ragged_batch(decodes=[0, 1]), config=m.config)
+        _, more = sample(state, logits, config=m.config)
+        found.append((outputs.tokens, more.tokens))
+    np.testing.assert_array_equal(*found)
+    two = on_mesh(model, 2)
+    state, tapped = init_state(two.config, **sizes), Variant(taps=("norm",))
+    with pytest.raises(EvaluationError, match="load it without mesh"):
+        forward(two.params, state, batch, config=two.config, variant=tapped)
+
+
+def test_a_drafter_with_weights():
+    two = on_mesh(model_of(), 2)
+    medusa = Medusa((MedusaHead(jnp.ones((64, 64)), jnp.ones(64)),), chain(1))
+    with pytest.raises(ConfigError, match="Medusa has weights, and a model on several devices"):
+        init_state(two.config, slots=1, num_pages=2, drafter=medusa)
+
+
+def test_the_command(capsys):
+    jax.config.update("jax_enable_x64", False)
+    ask = ["Once upon a time", "--max-new-tokens", "8", "--temperature", "0", "--max-slots", "1"]
+    try:
+        texts = []
+        for more in ([], ["--devices", "2"]):
+            assert main([*ask, *more, *(["--no-compile-cache"] if not more else [])]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1]
+        assert len(texts[0]) > 8
+        for more, why in (
+            (["--devices", "9"], "9 devices asked for, and there are 8"),
+            (["--devices", "2", "--compile-cache", "x"], "leave it out with --devices"),
+        ):
+            assert main([*ask, *more]) == 2
+            assert why in capsys.readouterr().err
+    finally:
+        jax.config.update("jax_enable_x64", True)

@@ -1,0 +1,171 @@
+"""Weights on a mesh and the forward pass over them, against one device in float64."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jllm.checkpoint import save
+from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
+from jllm.model import Packed, packed_logits, tapped_backbone
+from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread
+from jllm.parallel.shares import share_params
+from jllm.pretrained import load
+from jllm.quant.quantize import quantize
+from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.all_reduce.reference import all_reduce as reference
+from pallas_kernels.sample.noise import _high as high
+from tests.parallel.meshes import model_of, on_mesh
+from tests.tiny import with_fields
+
+jax.config.update("jax_enable_x64", True)
+TOKENS = jnp.arange(20, dtype=jnp.int32) * 3 % 97
+BATCH = Packed(TOKENS, jnp.arange(20, dtype=jnp.int32), jnp.zeros(20, jnp.int32))
+forward = partial(jax.jit, static_argnums=1)(packed_logits)
+
+
+def check(model, devices: int, one=None) -> None:
+    one = model if one is None else one
+    spread_out = on_mesh(model, devices)
+    got, wanted = (forward(m.params, m.config, BATCH) for m in (spread_out, one))
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_logits_are_those_of_one_device(devices):
+    check(model_of(), devices)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "devices"),
+    [("w8a16", 8), ("w4a16-g32", 4), ("w4a16-g32-zp", 2), ("nf4-dq", 2), ("uint8-zp", 4), ("fp8-weight", 2)],
+)
+def test_quantized_weights_are_cut_to_the_same_numbers(scheme, devices):
+    model = model_of()
+    check(replace(model, params=quantize(model.params, scheme)), devices)
+
+
+@pytest.mark.parametrize(("scheme", "devices"), [("w8a8", 2), ("fp8", 4)])
+def test_quantized_activations_have_a_scale_a_part(scheme, devices):
+    model = model_of()
+    model = replace(model, params=quantize(model.params, scheme))
+    one = replace(model, config=replace(model.config, activation_parts=devices))
+    check(model, devices, one)
+    with pytest.raises(AssertionError):
+        check(model, devices)  # whole rows have other scales
+
+
+def test_biases_count_once_and_norms_of_heads_are_whole():
+    model, rng = model_of(tie_embeddings=True, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True), np.random
+    c, rng = model.config, rng.default_rng(0)
+
+    def vector(size):
+        return jnp.asarray(1 + rng.normal(size=size))
+
+    biases = {"qkv_bias": vector((c.num_heads + 2 * c.num_kv_heads) * c.head_dim), "o_bias": vector(c.hidden_size)}
+    norms = {"q_norm": vector(c.head_dim), "k_norm": vector(c.head_dim)}
+    mlp = {"gate_up_bias": vector(2 * c.intermediate_size), "down_bias": vector(c.hidden_size)}
+    layers = tuple(with_fields(layer, biases | norms, mlp) for layer in model.params.layers)
+    check(replace(model, params=replace(model.params, layers=layers)), 4)
+
+
+def test_no_device_has_more_than_its_share():
+    model = model_of()
+    whole, shared = model.params, on_mesh(model, 8).params
+    for old, new in ((whole.embed, shared.embed), (whole.layers[0].mlp.down, shared.layers[0].mlp.down)):
+        for part in new.addressable_shards:
+            assert part.data.nbytes <= old.nbytes / 8 * 1.1
+
+
+def test_loading_cuts_each_weight_as_it_is_read(tmp_path):
+    model = model_of("float32")
+    save(tmp_path, model.params, model.config)
+    found, wanted = load(tmp_path, mesh=4), on_mesh(model, 4)
+    assert found.config.mesh == wanted.config.mesh
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    coded = load(tmp_path, mesh=2, quantize="w8a16")
+    wanted = on_mesh(replace(model, params=quantize(model.params, "w8a16")), 2)
+    jax.tree.map(np.testing.assert_array_equal, coded.params, wanted.params)
+    with pytest.raises(CheckpointError, match="load the model without mesh to save it"):
+        save(tmp_path, found.params, found.config)
+
+
+def test_the_exchange_gives_every_device_the_same_bits():
+    rng = np.random.default_rng(1)
+    parts, bias, residual = rng.normal(size=(8, 5, 64)), rng.normal(size=64), rng.normal(size=(5, 64))
+
+    def one(x):
+        added = {"bias": jnp.asarray(bias, x.dtype), "residual": jnp.asarray(residual, x.dtype)}
+        return all_reduce(x[0], "model", **added)[None]
+
+    over = jax.shard_map(one, mesh=make_mesh(8), in_specs=P("model"), out_specs=P("model"), check_vma=False)
+    for dtype, bound in (("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 2e-2)):
+        found = np.asarray(jax.jit(over)(jnp.asarray(parts, dtype)))
+        assert all(row.tobytes() == found[0].tobytes() for row in found)
+        rounded = [np.asarray(jnp.asarray(part, dtype)) for part in parts]
+        wanted = reference(rounded, bias, residual)
+        assert np.linalg.norm(found[0].astype(np.float64) - wanted) < bound * np.linalg.norm(wanted)
+
+
+def test_a_mesh_that_does_not_fit():
+    config = model_of().config
+    assert fitting(config) == [1, 2, 4, 8]
+    assert fitting(replace(config, num_kv_heads=8, intermediate_size=36)) == [1, 2, 4]
+    with pytest.raises(ConfigError, match=r"3 devices cannot share 8 heads.* can: 1, 2, 4, 8$"):
+        spread(config, make_mesh(3))
+    with pytest.raises(ConfigError, match="9 devices asked for, and there are 8: ask for 1 to 8"):
+        make_mesh(9)
+    with pytest.raises(ConfigError, match="each but once"):
+        make_mesh(jax.devices()[:1] * 2)
+    with pytest.raises(ConfigError, match="has the axes a, b: expected one, 'model'"):
+        spread(config, Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b")))
+    with pytest.raises(ConfigError, match="is for one device"):
+        spread(replace(config, activation_parts=2), make_mesh(2))
+    with pytest.raises(ConfigError, match="activation_parts is 3, but must divide num_heads"):
+        replace(config, activation_parts=3)
+
+
+def test_formats_that_cannot_be_cut():
+    model, config = model_of(), spread(model_of().config, make_mesh(4))
+    params = quantize(model.params, "nf4")
+    with pytest.raises(QuantizationError, match=r"layers.0.self_attn.o_proj: nf4 has groups of 64, .* 8, 16, 32 would"):
+        share_params(params, config)
+    down = params.layers[0].mlp.down
+    ordered = replace(down, columns=jnp.arange(down.shape[1], dtype=jnp.int32))
+    layer = with_fields(model.params.layers[0], mlp={"down": ordered})
+    with pytest.raises(QuantizationError, match="mlp.down_proj: .* without activation order"):
+        share_params(replace(model.params, layers=(layer, model.params.layers[1])), config)
+
+
+def test_values_inside_are_of_one_device():
+    model = on_mesh(model_of(), 2)
+    with pytest.raises(EvaluationError, match="load it without mesh"):
+        tapped_backbone(model.params, model.config, BATCH, None)
+
+
+def test_one_device_computes_what_it_did():
+    """Without a mesh nothing is exchanged; a rank's program has two exchanges a layer, one more for the embedding, and
+    one gathering of logits."""
+    model = model_of()
+    plain = str(jax.make_jaxpr(packed_logits, static_argnums=1)(model.params, model.config, BATCH))
+    assert "psum" not in plain
+    assert "all_gather" not in plain
+    two = on_mesh(model, 2)
+    ranks = str(jax.make_jaxpr(packed_logits, static_argnums=1)(two.params, two.config, BATCH))
+    assert ranks.count("all_gather[") == 1
+    assert ranks.count("psum") == 3, "two in the one layer that all call, and one of the embedding"
+    assert rank_config(model.config) is model.config
+
+
+def test_high_words_from_halves():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 2**32, size=(2, 10_000), dtype=np.uint64)
+    a[:3], b[:3] = (0xFFFFFFFF, 0xFFFFFFFF, 0), (0xFFFFFFFF, 1, 5)
+    found = high(*(jnp.asarray(x, jnp.uint32) for x in (a, b)))
+    np.testing.assert_array_equal(np.asarray(found), (a * b) >> np.uint64(32))
