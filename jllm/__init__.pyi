@@ -32,6 +32,8 @@ from jllm.errors import RequestError as RequestError
 from jllm.errors import SnapshotError as SnapshotError
 from jllm.errors import TokenizerError as TokenizerError
 from jllm.errors import UnknownParameterError as UnknownParameterError
+from jllm.hooks import HookRows as HookRows
+from jllm.hooks import Hooks as Hooks
 from jllm.merge_step import Logits as Logits
 from jllm.merge_step import forward as forward
 from jllm.merge_step import sample as sample

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jllm.attention_weights import packed_weights, paged_weights
 from jllm.batch import Packed, Paged
 from jllm.config import LlamaConfig
 from jllm.linear import linear, norm_linear
@@ -95,27 +96,42 @@ def _(
     tap: Tap,
 ) -> tuple[jax.Array, KVPages | None]:
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
-    tap("attn_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
-    tap("qkv", lambda: qkv)
-    tap("q", lambda: rotate(_split_qkv(p, qkv, config)[0], cos, sin))
-    tap("k", lambda: rotate(_split_qkv(p, qkv, config)[1], cos, sin))
-    tap("v", lambda: _split_qkv(p, qkv, config)[2])
+    if tap.edits_any("attn_norm"):
+        rows = tap.pass_on("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+        qkv = linear(rows, p.qkv, p.qkv_bias, backend=backend)
+    else:
+        tap("attn_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+        qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
+    qkv = tap.pass_on("qkv", qkv)
+    edited = None
+    if tap.edits_any("q", "k", "v"):
+        q, k, v = _split_qkv(p, qkv, config)
+        edited = tap.pass_on("q", rotate(q, cos, sin)), tap.pass_on("k", rotate(k, cos, sin)), tap.pass_on("v", v)
+    else:
+        tap("q", lambda: rotate(_split_qkv(p, qkv, config)[0], cos, sin))
+        tap("k", lambda: rotate(_split_qkv(p, qkv, config)[1], cos, sin))
+        tap("v", lambda: _split_qkv(p, qkv, config)[2])
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     if pages is None:
         assert isinstance(batch, Packed), "without a cache, the batch is Packed"
-        q, k, v = _split_qkv(p, qkv, config)
-        out = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, batch.segments, **options)
+        q, k, v = _split_qkv(p, qkv, config) if edited is None else edited
+        if edited is None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        tap("weights", lambda: packed_weights(q, k, batch.segments, scale=options["scale"], window=window))
+        out = causal_attention(q, k, v, batch.segments, **options)
     else:
         assert isinstance(batch, Paged), "with a cache, the batch is Paged"
-        if p.q_norm is None:
+        if edited is not None:
+            unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
+            q, pages = cache_update(*edited, *unturned, pages, batch.page, batch.offset, backend=backend)
+        elif p.q_norm is None:
             q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
         else:
             q, k, v = _split_qkv(p, qkv, config)
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        tap("weights", lambda: paged_weights(q, pages, batch, scale=options["scale"], window=window))
         out = paged_attention(q, pages, inputs, **options)
-    out = out.reshape(x.shape[0], -1)
-    tap("attention", lambda: out)
+    out = tap.pass_on("attention", out.reshape(x.shape[0], -1))
     shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), pages
 

@@ -13,14 +13,15 @@ tokens. Between steps the state is that of plain decoding.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Chunks, RaggedBatch, chunk_of_row
+from jllm.batch import Chunks, Paged, RaggedBatch, chunk_of_row
 from jllm.config import LlamaConfig
-from jllm.errors import EvaluationError
+from jllm.errors import ConfigError, EvaluationError
+from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.parallel.ranks import HEADS, WHOLE, per_rank
 from jllm.params import Params
@@ -61,6 +62,7 @@ class Logits:
     taps: Taps  # [T, ...] by names of the variant's; of the head's rows [R Q + B, ...]
     hidden: jax.Array  # [R Q + B, E], before the final norm
     chunk_hidden: jax.Array  # [C, E]
+    hook_rows: HookRows | None = None  # of the values
 
 
 def forward(
@@ -71,29 +73,46 @@ def forward(
     config: LlamaConfig,
     variant: Variant = Variant(),
     backend: str | None = None,
+    hooks: Hooks | None = None,
 ) -> tuple[State, Logits]:
     """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
     row of a short segment and of the last row of every chunk."""
     if config.mesh is not None:
         own = partial(forward, variant=variant, backend=backend)
-        return _per_rank(own, config, variant)(params, state, batch)
+        return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     paged, rows = lay_out(slots, state.drafts, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
-    hidden, cache, taps = tapped_backbone(params, config, paged, state.cache, variant.taps, backend=backend)
-    assert cache is not None
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
-    picked = jnp.concatenate([hidden[:short], jnp.take(hidden, last, axis=0, mode="clip")])
-    values = head(params, config, picked, backend=backend)
+
+    def pick(values: jax.Array) -> jax.Array:  # of all rows, the head's
+        return jnp.concatenate([values[:short], jnp.take(values, last, axis=0, mode="clip")])
+
+    edits = of_head = of_prompt = hook_rows = None
+    if hooks is not None:
+        every = _hook_rows(state, batch, paged, rows)
+        prompt: HookRows = jax.tree.map(lambda x: x[short:], every)
+        user = hooks.see(state.user, prompt.slot, prompt.index, prompt.token)
+        state = replace(state, user=user)
+        every, hook_rows, prompt = (replace(x, user=user) for x in (every, jax.tree.map(pick, every), prompt))
+        edits = make_edits(hooks.edit, config.num_layers, every)
+        if edits is not None:
+            of_head, of_prompt = replace(edits, rows=hook_rows), replace(edits, rows=prompt)
+    options: dict[str, Any] = {"backend": backend}
+    found = tapped_backbone(params, config, paged, state.cache, variant.taps, **options, edits=edits)
+    hidden, cache, taps = _without_gradient(found[0]), *found[1:]
+    assert cache is not None
+    picked = pick(hidden)
+    values = head(params, config, picked, **options, edits=of_head)
     scores: Scores = (None, None, None, None)
     if variant.prompt_logprobs and C:
-        scores = _score_prompt(params, config, hidden[short:], batch.targets, backend)
-    taps = taps | head_taps(params, config, picked, values, variant.taps, backend=backend)
+        scores = _score_prompt(params, config, hidden[short:], batch.targets, of_prompt, **options)
+    taps = taps | head_taps(params, config, picked, values, variant.taps, **options, edits=of_head)
     counts = state.counts
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         counts = _count_prompt(counts, batch, paged.positions[short:])
-    logits = Logits(values, rows, *scores, taps, picked, hidden[short:])
+    logits = Logits(values, rows, *scores, taps, picked, hidden[short:], hook_rows)
     return replace(state, cache=cache, slots=slots, counts=counts), logits
 
 
@@ -105,6 +124,7 @@ def sample(
     backend: str | None = None,
     draw: Draw = draw_tokens,
     config: LlamaConfig | None = None,
+    hooks: Hooks | None = None,
 ) -> tuple[State, Outputs]:
     """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
     the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
@@ -112,7 +132,7 @@ def sample(
     `draw` under rejection sampling."""
     if config is not None and config.mesh is not None:
         own = partial(_sample_own, variant=variant, backend=backend, draw=draw)
-        return _per_rank(own, config, variant)((), state, logits)
+        return _per_rank(own, config, variant, hooks=hooks)((), state, logits)
     raw, rows = logits.values, logits.rows
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     each: Sampling = rows.spread(sampling)
@@ -121,13 +141,17 @@ def sample(
         if draw is not draw_tokens:
             raise ValueError("acceptance='rejection' draws tokens as sampling.sample does: leave draw out")
         draw = _or_accept(rows, state.drafts.logits)
+    given = raw
+    if hooks is not None:
+        assert logits.hook_rows is not None, "forward and sample take the same hooks"
+        given = hooks.process(raw, logits.hook_rows, drafts=rows.tree.size > 1)
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         own = rows.spread(jax.tree.map(lambda x: x[rows.slot], counts))
-        tokens, _ = draw(penalize(raw, each.penalties, own, rows.drafts_before()), each, rows.index, backend=backend)
+        given = penalize(given, each.penalties, own, rows.drafts_before())
+    tokens, finite = draw(given, each, rows.index, backend=backend)
+    if given is not raw:
         finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
-    else:
-        tokens, finite = draw(raw, each, rows.index, backend=backend)
     nodes, count = rows.accept(tokens)
     drawn, sound = rows.by_sequence(tokens, nodes), rows.by_sequence(finite, nodes)
     count, done = _end(sampling, rows.start, drawn, sound, count)
@@ -147,8 +171,13 @@ def sample(
         drafted=None if rows.tree.size == 1 else jnp.maximum(rows.used - 1, 0),
         taps=logits.taps,
     )
-    slots = _advance(state.slots, rows, drawn, count, done)
-    return replace(state, cache=_compact(state, rows, nodes, count, backend), slots=slots, counts=counts), outputs
+    slots, user = _advance(state.slots, rows, drawn, count, done), state.user
+    if hooks is not None:
+        index = rows.start[:, None] + jnp.arange(rows.most, dtype=jnp.int32)[None, :]
+        slot = jnp.where(valid & sound, rows.target_slot[:, None], state.slots.token.shape[0])
+        user = hooks.see(user, slot.reshape(-1), index.reshape(-1), drawn.reshape(-1))
+    cache = _compact(state, rows, nodes, count, backend)
+    return replace(state, cache=cache, slots=slots, counts=counts, user=user), outputs
 
 
 def _sample_own(params: tuple, state: State, logits: Logits, **options: Any) -> tuple[State, Outputs]:
@@ -208,9 +237,13 @@ def draft(
     return replace(state, drafts=drafts)
 
 
-def _per_rank(function: Callable, config: LlamaConfig, variant: Variant, whole: int = 1) -> Callable:
+def _per_rank(
+    function: Callable, config: LlamaConfig, variant: Variant, whole: int = 1, hooks: Hooks | None = None
+) -> Callable:
     """function(params, state, ...) of a model on a mesh, which gives a state and what else is whole; `whole` arguments
     follow the state."""
+    if hooks is not None:
+        raise ConfigError("hooks run on one device, and this model is spread over several: load it without mesh")
     if variant.taps:
         raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
     state: Any = State(**{each.name: HEADS if each.name == "cache" else WHOLE for each in fields(State)})  # type: ignore[arg-type]
@@ -225,6 +258,7 @@ def eager_step(
     state: State,
     batch: RaggedBatch,
     drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
     *,
     config: LlamaConfig,
     variant: Variant = Variant(),
@@ -236,9 +270,10 @@ def eager_step(
     `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
     if config.mesh is not None:
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        return _per_rank(own, config, variant, 2)(params, state, batch, drafter)
-    state, logits = forward(params, state, batch, config=config, variant=variant, backend=backend)
-    state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw)
+        return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
+    options: dict[str, Any] = {"variant": variant, "backend": backend, "hooks": hooks}
+    state, logits = forward(params, state, batch, config=config, **options)
+    state, outputs = sample(state, logits, draw=draw, **options)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
     return state, outputs
@@ -274,6 +309,27 @@ def _end(
         total += here.astype(jnp.int32)
         done |= here & (stop[:, e] | ~sound[:, e] | (start + e + 1 >= sampling.max_length))
     return total, done
+
+
+def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: Rows) -> HookRows:
+    """Where all T rows of a step stand."""
+    S, (R, Q), C = state.slots.token.shape[0], rows.tokens.shape, batch.tokens.shape[0]
+    used = jnp.arange(Q, dtype=jnp.int32)[None, :] < rows.used[:, None]
+    short = jnp.where(used, rows.slot[:R, None], S).reshape(-1)
+    chunk = chunk_of_row(paged.chunk_cu[1:], C)
+    slot = jnp.take(batch.chunk_slot, chunk, mode="fill", fill_value=S)
+    return HookRows(jnp.concatenate([short, jnp.minimum(slot, S)]), paged.positions, paged.tokens)
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """x, where a step is not differentiated: attention over pages has no gradient."""
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> NoReturn:
+    raise EvaluationError("a step has no gradients: model.packed_logits is the same function without a cache, and has")
 
 
 def _advance(slots: Slots, rows: Rows, drawn: jax.Array, count: jax.Array, done: jax.Array) -> Slots:
@@ -335,20 +391,30 @@ def _logprobs(
 
 
 def _score_prompt(
-    params: Params, config: LlamaConfig, hidden: jax.Array, targets: jax.Array, backend: str | None
+    params: Params,
+    config: LlamaConfig,
+    hidden: jax.Array,
+    targets: jax.Array,
+    edits: Edits | None,
+    *,
+    backend: str | None,
 ) -> Scores:
     """log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never a
     [C, V] array."""
-    C, E = hidden.shape
+    C = hidden.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block
-    rows = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, block, E)
-    ids = jnp.pad(jnp.maximum(targets, 0), (0, pad)).reshape(-1, block)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])
 
     def one(x):
-        logits = head(params, config, x[0], backend=backend)
+        own = None if edits is None else replace(edits, rows=replace(x[2], user=edits.rows.user))
+        logits = head(params, config, x[0], backend=backend, edits=own)
         best = jnp.argmax(logits, axis=1).astype(jnp.int32)
         return token_logprobs(logits, x[1]), token_ranks(logits, x[1]), best, token_logprobs(logits, best)
 
-    logprobs, ranks, best, best_logprobs = (x.reshape(-1)[:C] for x in jax.lax.map(one, (rows, ids)))
+    rows = None if edits is None else jax.tree.map(blocks, replace(edits.rows, user=None))
+    found = jax.lax.map(one, (blocks(hidden), blocks(jnp.maximum(targets, 0)), rows))
+    logprobs, ranks, best, best_logprobs = (x.reshape(-1)[:C] for x in found)
     return logprobs, ranks, best, best_logprobs

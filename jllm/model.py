@@ -4,7 +4,9 @@ All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls 
 know nothing of sequences. A layer is an attention block and an MLP block, each chosen by the type of its params.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ from jllm.batch import Packed, Paged
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.linear import embed, norm_linear
+from jllm.hooks import Edits, HookRows, make_edits
+from jllm.linear import embed, linear, norm_linear
 from jllm.mlp import mlp_block
 from jllm.parallel.ranks import WHOLE, per_rank
 from jllm.params import LayerParams, Params
@@ -29,13 +32,23 @@ from pallas_kernels.numerics import compute_dtype
 Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 
-def packed_logits(params: Params, config: LlamaConfig, batch: Packed) -> jax.Array:
-    """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap."""
+def packed_logits(
+    params: Params, config: LlamaConfig, batch: Packed, edit: Mapping[str, Callable] = MappingProxyType({})
+) -> jax.Array:
+    """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap. `edit` is
+    that of jllm.hooks.Hooks, on one device; the slot of its rows is the segment."""
     if config.mesh is not None:
+        if edit:
+            raise EvaluationError(
+                "values inside of a model that is spread over devices: load it without mesh for these"
+            )
         own = lambda params, batch, config: packed_logits(params, config, batch)  # noqa: E731
         return per_rank(own, config, (WHOLE,), WHOLE)(params, batch)
-    hidden, _ = backbone(params, config, batch, None)
-    return head(params, config, hidden, backend=DIFFERENTIABLE)
+    edits = None
+    if edit:
+        edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
+    hidden, _, _ = tapped_backbone(params, config, batch, None, edits=edits)
+    return head(params, config, hidden, backend=DIFFERENTIABLE, edits=edits)
 
 
 def backbone(
@@ -53,16 +66,18 @@ def tapped_backbone(
     taps: tuple[str, ...] = (),
     *,
     backend: str | None = None,
+    edits: Edits | None = None,
 ) -> tuple[jax.Array, Cache | None, Taps]:
-    """backbone, and those of the values that taps name which it computes (see jllm.taps). Raises EvaluationError for
+    """backbone, with edits of its values, and those of them that taps name (see jllm.taps). Raises EvaluationError for
     names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
     if config.mesh is not None:
         raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
+    x = x if edits is None else edits.apply("embedding", x)
     found = {"embedding": x} if "embedding" in taps else {}
-    x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend)
+    x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend, edits=edits)
     return x, cache, found | inside
 
 
@@ -75,6 +90,7 @@ def run_layers(
     taps: tuple[str, ...] = (),
     *,
     backend: str | None = None,
+    edits: Edits | None = None,
 ) -> tuple[jax.Array, Cache | None, Taps]:
     """tapped_backbone after the embedding: of inputs [T, E], with taps that are resolved. batch.tokens play no part."""
     if backend is None and cache is None:
@@ -90,7 +106,8 @@ def run_layers(
         window = config.window(i)
         pages = None if cache is None else cache[i]
         wanted = of_layer(taps, i)
-        x, pages, inside = _layer(layer, x, inputs[window], pages, window=window, taps=wanted, **options)
+        own = None if edits is None else edits.of_layer(i)
+        x, pages, inside = _layer(layer, x, inputs[window], pages, own, window=window, taps=wanted, **options)
         if missing := [name for name in wanted if name not in inside]:
             raise EvaluationError(f"tap layers.{i}.{missing[0]}: this kind of layer has no such value")
         found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
@@ -98,10 +115,15 @@ def run_layers(
     return x, None if cache is None else tuple(pools), found
 
 
-def head(params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None) -> jax.Array:
+def head(
+    params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None, edits: Edits | None = None
+) -> jax.Array:
     """Logits [T, V] of hidden states [T, E], float32 at least."""
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
+    if edits is not None:
+        normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
+        return edits.apply("logits", linear(normed, w, out_dtype=dtype, backend=backend))
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
     if config.axis is None:
         return logits
@@ -117,12 +139,13 @@ def head_taps(
     taps: tuple[str, ...],
     *,
     backend: str | None = None,
+    edits: Edits | None = None,
 ) -> Taps:
     """Those of the values that taps name which the head computes, of rows [rows, E]."""
-    names = resolve_taps(taps, config.num_layers)
-    found = (
-        {"norm": norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]} if "norm" in names else {}
-    )
+    names, found = resolve_taps(taps, config.num_layers), {}
+    if "norm" in names:
+        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
+        found["norm"] = normed if edits is None else edits.apply("norm", normed)
     return found | ({"logits": logits} if "logits" in names else {})
 
 
@@ -133,17 +156,19 @@ def _layer(
     x: jax.Array,
     inputs: AttentionInputs,
     pages: KVPages | None,
+    edits: Edits | None = None,
     *,
     config: LlamaConfig,
     window: int | None,
     backend: str | None,
     taps: tuple[str, ...] = (),
 ) -> tuple[jax.Array, KVPages | None, Taps]:
-    tap = Tap(taps)
+    tap = Tap(taps, edits)
     options: dict[str, Any] = {"config": config, "backend": backend, "tap": tap}
-    tap("input", lambda: x)
+    x = tap.pass_on("input", x)
     middle, pages = attention_block(p.attention, x, inputs, pages, window=window, **options)
-    tap("middle", lambda: middle)
+    middle = tap.pass_on("middle", middle)
     y = mlp_block(p.mlp, middle, **options)
-    tap("output", lambda: y)
+    y = tap.pass_on("output", y)
+    tap.check_edits()
     return y, pages, tap.found

@@ -37,8 +37,8 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that the model remembers between steps. `user` is a pytree of the caller's own, which steps leave
-    alone."""
+    """Everything that the model remembers between steps. `user` is a pytree of the caller's own [S, ...], which hooks
+    read and observe."""
 
     cache: Cache
     slots: Slots

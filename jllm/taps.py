@@ -1,6 +1,7 @@
-"""Names of the values inside a forward pass, which it gives back where they are asked for.
+"""Names of the values inside a forward pass, which it gives back where they are asked for, or changes (jllm.hooks).
 
-A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, as in `layers.*.attention`. Where the
+A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, as in `layers.*.attention`, but for
+attention weights, which are large: they must be named. Where the
 reader of a value has quantized activations, it is the value before that rounding. Rows are those of the step: R decode
 rows, then C prompt tokens; for the head's they are the rows that it runs on.
 """
@@ -9,9 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jllm.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from jllm.hooks import Edits
 
 LAYER = {  # in order of their computation
     "input": "[T, E] the residual stream before the layer",
@@ -20,6 +24,7 @@ LAYER = {  # in order of their computation
     "q": "[T, H, D] queries, rotated",
     "k": "[T, K, D] keys, rotated, before they are stored",
     "v": "[T, K, D] values, before they are stored",
+    "weights": "[T, H, keys] attention's, float32 at least; 0 for keys that a query does not see",
     "attention": "[T, H D] what the output projection reads",
     "middle": "[T, E] the residual stream between attention and MLP",
     "mlp_norm": "[T, E] what the gate and up projections read",
@@ -37,13 +42,33 @@ NEAR = 4  # names that an error suggests
 
 @dataclass(frozen=True)
 class Tap:
-    """Collects the values of one layer that `names` ask for, while it is traced."""
+    """Collects the values of one layer that `names` ask for, and changes those with edits, while it is traced."""
 
     names: tuple[str, ...]  # without the layer's prefix
+    edits: "Edits | None" = None  # likewise
     found: dict[str, Any] = field(default_factory=dict)
+    edited: set[str] = field(default_factory=set)
 
     def wants(self, name: str) -> bool:
         return name in self.names
+
+    def edits_any(self, *names: str) -> bool:
+        """Whether one of these values is changed: then it cannot stay inside of a fused operation."""
+        return self.edits is not None and any(name in self.edits.functions for name in names)
+
+    def pass_on(self, name: str, value: Any) -> Any:
+        """The value as the layer goes on with it, which is kept if it is wanted."""
+        if self.edits is not None:
+            value = self.edits.apply(name, value)
+            self.edited.add(name)
+        self(name, lambda: value)
+        return value
+
+    def check_edits(self) -> None:
+        """Raises EvaluationError for an edit of what this kind of layer does not have."""
+        for name in () if self.edits is None else self.edits.functions:
+            if name not in self.edited:
+                raise EvaluationError(f"edit of layers.*.{name}: one of these layers passes on no such value")
 
     def __call__(self, name: str, value: Callable[[], Any]) -> None:
         """Computes and keeps a value if it is wanted; XLA merges it with what the step computes anyway."""
@@ -64,9 +89,13 @@ def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
         raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
     known = tap_names(num_layers)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(_means(pattern, name) for name in known):
             raise EvaluationError(_unknown(pattern, num_layers, known))
-    return tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return tuple(name for name in known if any(_means(pattern, name) for pattern in patterns))
+
+
+def _means(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) and (pattern.endswith("weights") or not name.endswith("weights"))
 
 
 def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:

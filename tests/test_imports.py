@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = {
     "errors", "hf_fields", "config", "memory", "params", "param_specs", "linear", "rope", "taps", "sampling", "batch",
-    "cache", "attention", "mlp", "model", "merge_step", "state", "rows", "parallel", "speculative",
+    "cache", "attention", "attention_weights", "hooks", "mlp", "model", "merge_step", "state", "rows", "parallel",
+    "speculative",
 }  # fmt: skip
 FILES = {
     "chat", "tokenizer", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint", "fit", "pretrained",

@@ -157,7 +157,7 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
     model, rng = tiny_model(), np.random.default_rng(0)
     hidden, targets = jnp.asarray(rng.normal(size=(13, 32)), jnp.float32), rng.integers(0, 97, 13).astype(np.int32)
     targets[-1] = -1  # nobody asks
-    scores = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None)
+    scores = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None, backend=None)
     logprobs, ranks, best, best_logprobs = scores
     logits = np.asarray(head(model.params, CONFIG, hidden))
     rows = np.arange(12)

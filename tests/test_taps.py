@@ -35,7 +35,7 @@ def model():
 @pytest.fixture(scope="module")
 def everything(model):
     with jax.enable_x64(True):
-        return {name: np.asarray(x) for name, x in tap(model, IDS, ["*"], prompt=7).items()}
+        return {name: np.asarray(x) for name, x in tap(model, IDS, ["*", "*.weights"], prompt=7).items()}
 
 
 def rms(x, weight, eps):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jllm import fingerprint
@@ -22,6 +23,7 @@ from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
+from jllm.hooks import Hooks
 from jllm.memory import Memory
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
@@ -33,7 +35,7 @@ from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages
 from jllm.speculative.drafter import Drafter
 from jllm.state import Outputs, State, Variant, init_drafts, make_slots, place_state
 
-REMEMBERED = 512  # tokens that a drafter is told at once
+REMEMBERED = 512  # tokens that a drafter or hooks are told at once
 
 
 class Device:
@@ -49,7 +51,7 @@ class Device:
         self._page_size = options.page_size
         self._memory = memory or partial(free_of, config.mesh)
         self._options, self._free = options, self._memory()
-        self._drafter = drafter_of(options)
+        self._drafter, self._hooks = drafter_of(options), options.hooks
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
@@ -69,6 +71,8 @@ class Device:
         if self._drafter is not None:
             how = self._config, self._params.dtype, self._options.acceptance
             state = replace(state, drafts=init_drafts(self._drafter, state, *how))
+        if self._hooks is not None:
+            state = replace(state, user=self._hooks.start(limits.max_slots))
         self._state = state
 
     def close(self) -> None:
@@ -88,7 +92,7 @@ class Device:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
-        arguments = self._params, self._state, buffer, self._drafter
+        arguments = self._params, self._state, buffer, self._drafter, self._hooks
         self._state, outputs = self.programs.run((layout.bucket, variant), *arguments)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
@@ -104,16 +108,20 @@ class Device:
             self._state = _with_pools(self._state, jit_copy_pages(_pools(self._state), pages))
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Tells the drafter the first tokens of a slot's sequence, which no step computes."""
-        if self._drafter is None or self._state is None or self._state.drafts is None:
+        """Tells the drafter and hooks the first tokens of a slot's sequence, which no step computes."""
+        observes = self._hooks is not None and self._hooks.observe is not None
+        if self._state is None or (self._drafter is None and not observes):
             return
         for start in range(0, len(tokens), REMEMBERED):
             some = tokens[start : start + REMEMBERED]
             padded = np.zeros(REMEMBERED, np.int32)
             padded[: len(some)] = some
             where = np.asarray([slot, start, len(some)], np.int32)
-            memory = _remember(self._drafter, self._state.drafts.memory, where, padded)
-            self._state = replace(self._state, drafts=replace(self._state.drafts, memory=memory))
+            if self._drafter is not None and self._state.drafts is not None:
+                memory = _remember(self._drafter, self._state.drafts.memory, where, padded)
+                self._state = replace(self._state, drafts=replace(self._state.drafts, memory=memory))
+            if observes:
+                self._state = replace(self._state, user=_observe(self._hooks, self._state.user, where, padded))
 
     def read_pages(self, pages: Sequence[int]) -> Cache:
         """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
@@ -170,12 +178,13 @@ class Device:
 
     def _arguments(
         self, bucket: Bucket, variant: Variant
-    ) -> tuple[Params, State, jax.ShapeDtypeStruct, Drafter | None]:
+    ) -> tuple[Params, State, jax.ShapeDtypeStruct, Drafter | None, Hooks | None]:
         """A step's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
         cache = placed_shapes(state.cache, self._config, HEADS)
         state = replace(placed_shapes(state, self._config, WHOLE), cache=cache)
-        return self._params, state, jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32), self._drafter
+        buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
+        return self._params, state, buffer, self._drafter, self._hooks
 
     def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
         layout = self.layout(bucket, variant)
@@ -225,3 +234,10 @@ def make_files(folder: Path, params: Params) -> Executables:
 def _power_of_two(n: int) -> int:
     """The least that is not less than n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+@jax.jit
+def _observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
+    """State.user with tokens i32[REMEMBERED] of a sequence; where: as for _remember."""
+    (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
+    return hooks.see(user, jnp.where(i < count, slot, np.iinfo(np.int32).max), start + i, tokens)

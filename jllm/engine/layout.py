@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
+from jllm.hooks import Hooks
 from jllm.merge_step import STATIC, eager_step
 from jllm.params import Params
 from jllm.speculative.drafter import Drafter
@@ -61,10 +62,17 @@ class Layout:
 
 @partial(jax.jit, static_argnames=(*STATIC, "layout"), donate_argnames="state")
 def packed_step(
-    params: Params, state: State, buffer: jax.Array, drafter: Drafter | None = None, *, layout: Layout, **static: Any
+    params: Params,
+    state: State,
+    buffer: jax.Array,
+    drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
+    *,
+    layout: Layout,
+    **static: Any,
 ) -> tuple[State, Outputs]:
     """merge_step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
-    return eager_step(params, state, layout.unpack(buffer), drafter, wanted=layout.wanted, **static)
+    return eager_step(params, state, layout.unpack(buffer), drafter, hooks, wanted=layout.wanted, **static)
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:

@@ -356,7 +356,7 @@ class Engine:
             self._device.load(seq.pages[: pool.pages_for(seq.snapshot.length)], seq.snapshot)
         if plan.copies:
             self._device.copy_pages(plan.copies)
-        if self._drafting is not None:
+        if self._drafting is not None or self._options.hooks is not None:
             for seq, tokens in plan.skips:
                 assert seq.slot is not None
                 self._device.remember(seq.slot, seq.slice(0, tokens))

@@ -14,6 +14,7 @@ from jllm.engine.plan import Limits, most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
+from jllm.hooks import Hooks
 from jllm.kv_policies.length import Predictor
 from jllm.kv_policies.options import check_policy, policy_of
 from jllm.speculative.drafter import Drafter
@@ -50,6 +51,7 @@ class EngineOptions:
     # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
     speculate: str | Drafter | None = None  # "ngram", or a drafter; default: none
     drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
+    hooks: Hooks | None = None  # functions of the caller's own inside the steps
     acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     trace: Sink | None = (
@@ -81,6 +83,10 @@ class EngineOptions:
         check_policy(self)
         if not isinstance(self.speculate, str | Drafter | None):
             raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {self.speculate!r}")
+        if not isinstance(self.hooks, Hooks | None):
+            raise ConfigError(f"hooks must be jllm.Hooks, not {self.hooks!r}")
+        if self.hooks is not None and self.hooks.observe is not None and self.speculate is not None:
+            raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
         if self.drafts is not None:
             _check_drafts(self.drafts, self.speculate)
         if self.acceptance not in ACCEPTANCES:
@@ -132,6 +138,7 @@ class EngineKeywords(TypedDict, total=False):
     prefix_cache: bool | None
     speculate: str | Drafter | None
     drafts: int | None
+    hooks: Hooks | None
     acceptance: str | None
     executables: str | os.PathLike | None
     trace: Sink | None
