@@ -92,7 +92,7 @@ class Device:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
         assert self._state is not None
         self._state = self._with_penalties(self._state, variant.penalties)
-        arguments = self._params, self._state, buffer, self._drafter, self._hooks
+        arguments = self._params, self._state, buffer, self._drafter_in(layout.bucket), self._hooks
         self._state, outputs = self.programs.run((layout.bucket, variant), *arguments)
         for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
@@ -184,7 +184,14 @@ class Device:
         cache = placed_shapes(state.cache, self._config, HEADS)
         state = replace(placed_shapes(state, self._config, WHOLE), cache=cache)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
-        return self._params, state, buffer, self._drafter, self._hooks
+        return self._params, state, buffer, self._drafter_in(bucket), self._hooks
+
+    def _drafter_in(self, bucket: Bucket) -> Drafter | None:
+        """The drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for one that
+        has some: it would cost time even where drafts never pay. What it lacks then costs acceptance alone."""
+        drafts = None if self._state is None else self._state.drafts
+        rests = self._options.drafts is None and drafts is not None and bool(drafts.cache)
+        return None if rests and bucket.rows == 1 and not bucket.tokens else self._drafter
 
     def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
         layout = self.layout(bucket, variant)

@@ -157,3 +157,22 @@ def test_names_of_drafters(tmp_path):
             find_drafter(name, model)
         with pytest.raises(ConfigError, match="nothing"):
             find_drafter(f"{name}:{tmp_path / 'nothing'}", model)
+
+
+@pytest.mark.parametrize("name", ["draft", "eagle tree", "ngram", "medusa"])
+def test_plain_steps_of_the_automatic_choice_compute_no_drafter_s_keys(model64, name, monkeypatch):
+    """Drafts come and go; those with K and V then lack some, which changes no token."""
+    choices = iter([0, 0, 1, 1, 1, 0] * 100)
+    monkeypatch.setattr(Drafting, "_pays", lambda self, decodes: bool(next(choices)))
+    jobs, seen = some_jobs(), {}
+    with jax.enable_x64(True):
+        drafter = EVERY[name]()
+        engine = Engine(model64, max_slots=2, page_size=8, speculate=drafter)
+        plain, prompts = (engine._device._drafter_in(Bucket(2, tokens, 1)) for tokens in (0, 8))
+        fixed = Engine(model64, max_slots=2, page_size=8, speculate=drafter, drafts=drafter.tree.size - 1)
+        options = COMPANY["pages of 32, whole prompts"] | {"speculate": drafter}
+        for completion, want in zip(play(model64, jobs, options, seen), alone(model64, jobs), strict=True):
+            assert_same(completion, want, False)
+    assert (plain is None, prompts is None) == (name in ("draft", "eagle tree"), False)
+    assert fixed._device._drafter_in(Bucket(2, 0, 0)) is not None
+    assert seen["draft_segments"] > 3
