@@ -8,7 +8,7 @@ unknown: then a warning names it.
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,15 @@ class LlamaConfig:
     dtype: str = "bfloat16"  # what the checkpoint stores
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    activation_parts: int = 1  # of the inputs of o and down, each quantized by itself as on so many devices
-    mesh: "Mesh | None" = None  # the devices that share each layer (jllm.parallel); None: there is one
-    axis: str | None = None  # of that mesh, in the config of the part that one of its devices computes
+    activation_parts: int = field(
+        default=1, repr=False
+    )  # of the inputs of o and down, each quantized by itself as on so many devices
+    mesh: "Mesh | None" = field(
+        default=None, repr=False
+    )  # the devices that share each layer (jllm.parallel); None: there is one
+    axis: str | None = field(
+        default=None, repr=False
+    )  # of that mesh, in the config of the part that one of its devices computes
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")

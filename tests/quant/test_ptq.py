@@ -115,7 +115,8 @@ def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, d
     w, gram = model.params.layers[0].mlp.down, np.asarray(statistics[0]["down"].gram).copy()
     gram *= 1e-3 if dead else 1
     gram[dead] = gram[:, dead] = 0
-    got, finite = solve(w, gram, 0.01, fmt=parse_weight_format("w4a16-g32"), act_order=act_order)
+    given = gram.copy()  # JAX may read it while what follows writes
+    got, finite = solve(w, given, 0.01, fmt=parse_weight_format("w4a16-g32"), act_order=act_order)
     order = np.argsort(-np.diag(gram), kind="stable") if act_order else np.arange(64)
     gram[dead, dead] = 1
     codes, scales = reference_gptq(w, gram, order, 32)
