@@ -38,13 +38,13 @@ class Drafting:
     steps now and then, in case the text has changed, as often as costs LOSS of the time.
     """
 
-    TRIALS, LOSS, LONGEST = 4, 0.01, 1024
+    TRIALS, LOSS, LONGEST = 4, 0.015, 1024
 
     def __init__(self, tree: Tree, most_decodes: int, always: bool):
         self.tree, self.most_decodes, self.always = tree, most_decodes, always
         self.counts = DraftCounts()
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=2 * self.TRIALS))
-        self._gains: deque[float] = deque(maxlen=8 * self.TRIALS)
+        self._gains: deque[float] = deque(maxlen=2 * self.TRIALS)
         self._left = 0  # steps before the next trial; below 0 in one
         self._drafted = False  # whether the newest step that was read verified drafts
 
@@ -60,11 +60,11 @@ class Drafting:
             return True
         if len(plain) < self.TRIALS:
             return False
-        gain = sum(self._gains) / max(1, len(self._gains)) * median(plain) / median(drafted)
+        tokens, cost = sum(self._gains) / max(1, len(self._gains)), median(drafted) / median(plain)
         self._left -= 1
-        if self._left < -self.TRIALS:
-            self._left = min(self.LONGEST, int(self.TRIALS * abs(gain - 1) / self.LOSS))
-        return (gain > 1) == (self._left >= 0)
+        if self._left < -self.TRIALS:  # a trial is over, with a first step in which nothing was drafted
+            self._left = min(self.LONGEST, int((self.TRIALS + 1) * abs(cost - tokens) / self.LOSS))
+        return (tokens > cost) == (self._left >= 0)
 
     def _times(self, decodes: int, rows: int) -> deque[float]:
         """Seconds of the last steps of about this size."""

@@ -107,26 +107,27 @@ def test_steps_with_drafts_end_where_the_context_does(model64):
 
 
 def test_drafts_are_chosen_where_they_pay():
-    """With times that are made up: verifying costs 1.5 times a plain step."""
+    """With times that are made up: verifying costs 1.5 times a plain step, or as many times as is said."""
     drafting = Drafting(chain(4), most_decodes=8, always=False)
     plain, drafted = Bucket(4, 0, 0), Bucket(4, 0, 0, 5)
 
-    def run(gain: int, steps: int) -> float:
+    def run(gain: int, steps: int, cost: float = 1.5) -> float:
         """The share of steps that verify drafts of which so many are accepted."""
         found = 0
         for _ in range(steps):
             with_drafts = drafting.rows(4, False) > 1
             found += with_drafts
             bucket = drafted if with_drafts else plain
-            drafting.observe(bucket, [(4 * with_drafts, 1 + gain * with_drafts)] * 4, 1.5 if with_drafts else 1.0)
+            drafting.observe(bucket, [(4 * with_drafts, 1 + gain * with_drafts)] * 4, cost if with_drafts else 1.0)
         return found / steps
 
     assert drafting.rows(4, True) == 1, "prompts come first"
     assert drafting.rows(9, False) == 1
     assert run(gain=2, steps=600) > 0.9
     run(gain=0, steps=600)  # the text has changed
-    assert run(gain=0, steps=1000) < 0.04, "trials cost about a hundredth"
-    run(gain=3, steps=600)
+    run(gain=0, steps=600, cost=2.5)  # and verifying takes longer
+    assert run(gain=0, steps=4000, cost=2.5) * (2.5 - 1) < 0.0155, "trials cost what they may"
+    run(gain=3, steps=2000)  # as cheap as before: two trials tell
     assert run(gain=3, steps=600) > 0.9
     assert Drafting(chain(4), 8, always=True).rows(4, False) == 5
 
