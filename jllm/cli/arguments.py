@@ -4,6 +4,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ examples:
   python -m jllm.generate --temperature 0.8 --top-p 0.95 --seed 7 -n 3 "The old king"
   echo "Once upon a time" | python -m jllm.generate --json > story.json
   python -m jllm.generate --input prompts.jsonl --output results.jsonl --max-new-tokens 256
+  make-prompts | python -m jllm.generate --input - --output results.jsonl
+  python -m jllm.generate --prompt-ids "1 763 912" --json
   python -m jllm.generate --speculate draft "Once upon a time"
 
 input file: each line is a JSON object with "prompt" (text, or a list of token ids) or "messages" (a list of
@@ -70,8 +73,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; ends the process with status 2 and one line for a wrong one."""
     args = make_parser().parse_args(argv)
     problem = None
-    if args.input is not None:
-        if args.prompts:
+    if args.prompts and args.prompt_ids:
+        problem = "give prompts or --prompt-ids, not both"
+    elif args.input is not None:
+        if args.prompts or args.prompt_ids:
             problem = "give prompts or --input, not both"
         elif args.output is None and not args.json:
             problem = "--input needs --output FILE (or --json, for results on standard output)"
@@ -81,10 +86,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         problem = "--output needs --input"
     if args.logprobs is not None and args.output is None and not args.json:
         problem = "--logprobs needs --json or --output: text has no place for them"
-    if args.drafts is not None and args.speculate is None:
-        problem = "--drafts needs --speculate NAME"
-    if args.acceptance is not None and args.speculate is None:
-        problem = "--acceptance needs --speculate NAME"
+    problem = problem or check_drafts(args)
     if problem:
         make_parser().error(problem)
     return args
@@ -92,7 +94,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The flags' sampling parameters. Raises RequestError, naming the field, for a bad value."""
-    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FLAGS})
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)})
+
+
+def check_drafts(args: argparse.Namespace) -> str | None:
+    """What is wrong with the flags of speculation, if anything."""
+    for name in ("drafts", "acceptance"):
+        if getattr(args, name) is not None and args.speculate is None:
+            return f"--{name} needs --speculate NAME"
+    return None
 
 
 def make_parser() -> Parser:
@@ -107,7 +117,9 @@ def make_parser() -> Parser:
         add_help=False,
     )
     _add_what(parser.add_argument_group("what to run"))
-    _add_sampling(parser.add_argument_group("sampling"))
+    sampling = parser.add_argument_group("sampling")
+    add_sampling(sampling)
+    _add_samples(sampling)
     add_numbers(parser.add_argument_group("numbers"))
     add_engine(parser.add_argument_group("engine"))
     other = parser.add_argument_group("other")
@@ -128,15 +140,29 @@ def _wrapped(names: list[str]) -> str:
 Group = argparse._ArgumentGroup
 
 
-def _add_what(group: Group) -> None:
-    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; several run side by side")
+def add_model(group: Group) -> None:
     group.add_argument(
         "--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: the bundled model)"
     )
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be token ids like 1 763 912, not {text!r}") from None
+
+
+def _add_what(group: Group) -> None:
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; several run side by side")
+    add_model(group)
+    ids = 'token ids to continue instead of text, as "1 763 912" or 1,763,912; may be given several times'
+    group.add_argument("--prompt-ids", type=_token_ids, action="append", default=[], metavar="IDS", help=ids)
     group.add_argument(
         "--chat", action="store_true", help="each prompt is a user's message, put through the model's chat template"
     )
-    group.add_argument("--input", type=Path, metavar="F.jsonl", help="take prompts from a file, one a line (see below)")
+    lines = "take prompts from a file, one a line (see below); - is standard input"
+    group.add_argument("--input", type=Path, metavar="F.jsonl", help=lines)
     group.add_argument("--output", type=Path, metavar="F.jsonl", help="write results of --input there, or resume it")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object a completion on standard output, and nothing else"
@@ -149,28 +175,34 @@ SAMPLING_FLAGS = (
 )
 
 
-def _add_sampling(group: Group) -> None:
-    def add(flag: str, kind: type, metavar: str, text: str, *names: str, **more: Any) -> None:
-        field = more.get("dest", flag[2:].replace("-", "_"))
-        default = getattr(SamplingParams, field)
-        shown = "" if default is None else f" (default: {default})"
-        group.add_argument(*names, flag, type=kind, metavar=metavar, default=default, help=text + shown, **more)
+def _add_field(group: Group, flag: str, kind: type, metavar: str, text: str, *names: str, **more: Any) -> None:
+    """A flag of a sampling parameter, whose default it has unless `more` gives another."""
+    default = more.setdefault("default", getattr(SamplingParams, more.get("dest", flag[2:].replace("-", "_"))))
+    shown = "" if default is None else f" (default: {default})"
+    group.add_argument(*names, flag, type=kind, metavar=metavar, help=text + shown, **more)
 
-    add("--max-new-tokens", int, "N", "most tokens to generate")
+
+def add_sampling(group: Group, max_new_tokens: int = SamplingParams.max_new_tokens) -> None:
+    """The flags that say how one text goes on."""
+    add = partial(_add_field, group)
+    add("--max-new-tokens", int, "N", "most tokens to generate", default=max_new_tokens)
     add("--temperature", float, "T", "0 always takes the most likely token; below 1 is tamer, above 1 wilder")
     add("--top-k", int, "K", "draw from the K most likely tokens only; 0 is off")
     add("--top-p", float, "P", "draw from the most likely tokens that together reach probability P; 1 is off")
     add("--min-p", float, "P", "leave out tokens less than P times as likely as the most likely one; 0 is off")
     add("--seed", int, "S", "makes the run repeatable (see below; default: drawn anew)")
-    add("--samples", int, "N", "completions of each prompt", "-n", dest="n")
     stop = "end where the text would contain STR, which is left out; may be given several times"
     group.add_argument("--stop", action="append", default=[], metavar="STR", help=stop)
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     add("--repetition-penalty", float, "X", "above 1 makes tokens of the prompt and the output less likely")
     add("--presence-penalty", float, "X", "subtracted from the logits of tokens in the output")
     add("--frequency-penalty", float, "X", "subtracted from them once for each time they occur")
+
+
+def _add_samples(group: Group) -> None:
+    _add_field(group, "--samples", int, "N", "completions of each prompt", "-n", dest="n")
     top = "log-probability of each token and of the N most likely ones (0 to 20); they appear in JSON only"
-    add("--logprobs", int, "N", top)
+    _add_field(group, "--logprobs", int, "N", top)
 
 
 def add_numbers(group: Group) -> None:

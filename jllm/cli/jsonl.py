@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from jllm.errors import InputFileError, JllmError, OutputError
 from jllm.run_identity import differing
 from pallas_kernels.one_writer import open_alone
 
+STDIN = Path("-")
 NAMES = ("model", "quantize")  # what a user calls
 CONTENTS = ("config", "weights", "tokenizer", "scheme")  # these, which decide the results
 GIVEN = ("id", "prompt", "messages")  # what an input line says beside sampling parameters; results repeat it
@@ -58,20 +60,22 @@ def nth_seed(seed: int | None, index: int) -> int | None:
 
 
 def read_jobs(path: Path, base: SamplingParams, made_with: Mapping[str, Any] = MappingProxyType({})) -> list[Job]:
-    """The requests of an input file; blank lines count, but say nothing. `base` are the sampling parameters of the
-    command line, over which those of a line win; `made_with` goes into each job. Raises InputFileError, with the
-    line's number, for a broken one."""
-    jobs = []
+    """The requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are the
+    sampling parameters of the command line, over which those of a line win; `made_with` goes into each job. Raises
+    InputFileError, with the line's number, for a broken one."""
+    jobs, name = [], "standard input" if path == STDIN else path
+    if path == STDIN and sys.stdin is None:
+        raise InputFileError("standard input is closed: --input - reads JSON lines from it")
     try:
-        with path.open("rb") as file:
+        with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             for index, line in enumerate(file):
                 if line.strip():
-                    job = _job(line, index, base, f"{path}, line {index + 1}")
+                    job = _job(line, index, base, f"{name}, line {index + 1}")
                     jobs.append(replace(job, made_with=made_with))
     except OSError as error:
-        raise InputFileError(f"cannot read {path}: {error.strerror}") from None
+        raise InputFileError(f"cannot read {name}: {error.strerror}") from None
     if not jobs:
-        raise InputFileError(f"{path} holds no prompts: give one JSON object a line")
+        raise InputFileError(f"{name} holds no prompts: give one JSON object a line")
     return jobs
 
 

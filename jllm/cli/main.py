@@ -1,10 +1,8 @@
 """The command that people run: prompts from the command line, standard input or a file, through one engine."""
 
 import contextlib
-import os
 import sys
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.arguments import ENGINE_FLAGS, parse_args, sampling_params
-from jllm.cli.display import Speed, one_line, write_stdout
+from jllm.cli.display import Speed, write_stdout
+from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
+from jllm.cli.process import compile_cache, compiled, drafted, note, open_streams, run_command
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, InputFileError, JllmError, OutputError, RequestError
+from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
@@ -28,39 +28,23 @@ if TYPE_CHECKING:
 
 WITHOUT_TOKENIZER = (
     "put its tokenizer.json or tokenizer.model beside its weights, or give token ids: "
-    'lines {"prompt": [5, 6, 7]} of an --input file'
+    '--prompt-ids "5 6 7", or lines {"prompt": [5, 6, 7]} of an --input file'
 )
-BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status."""
     started = time.perf_counter()
-    with catch_interrupts() as interrupt, _open_streams() as closed:
-        return _main(parse_args(argv), started, interrupt, closed)
+    with catch_interrupts() as interrupt, open_streams() as closed:
+        args = parse_args(argv)
+        return run_command(lambda: _main(args, started, interrupt, closed))
 
 
 def _main(args: Namespace, started: float, interrupt: Interrupt, closed: Sequence[str]) -> int:
     """`closed` names the standard streams that this process was started without."""
-    try:
-        with _plain_warnings():
-            if "stdout" in closed and (args.output is None or args.json):
-                raise OutputError("standard output is closed; give --input and --output, or a place to print to")
-            return _run(args, started, interrupt)
-    except KeyboardInterrupt:
-        _note("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        return BROKEN_PIPE
-    except JllmError as error:
-        _note(f"error: {error}")
-        return 2
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        _note(f"error: out of memory; try fewer --num-pages or --max-slots, or a smaller --dtype ({reason})")
-        return 2
+    if "stdout" in closed and (args.output is None or args.json):
+        raise OutputError("standard output is closed; give --input and --output, or a place to print to")
+    return _run(args, started, interrupt)
 
 
 def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
@@ -69,22 +53,23 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     jobs = _jobs(args, sampling_params(args))
     with _output(args, interrupt) as file:
         model = _find_model(args)
+        warn_of_ignored(model, sampling_params(args))
         if args.json or file is not None:
             run = _run_identity(model, args)
             jobs = [replace(job, run=run) for job in jobs]
         done = Done({}, 0) if file is None else read_results(args.output, jobs)
         todo = done.missing(jobs)
         if not todo:
-            _note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
+            note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
             return 0
         engine, prompts, slots = _prepare(args, model, todo)
         from jllm.cli.sinks import Lines, Screen
 
-        speed = Speed(started, _compiled(engine))
+        speed = Speed(started, compiled(engine))
         interrupt.deferred = True  # from here on there is something to keep
         sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
         events = _serve(engine, todo, prompts, 2 * slots, interrupt)
-        return _drive(events, sink, speed, interrupt, lambda: _drafted(engine))
+        return _drive(events, sink, speed, interrupt, lambda: drafted(engine))
 
 
 @contextlib.contextmanager
@@ -115,9 +100,9 @@ def _drive(
         interrupt.asked = True
     finally:
         sink.close()
-    _note(speed.line(*drafted(), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
+    note(speed.line(*drafted(), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
     if broken:
-        _note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
+        note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
     return INTERRUPTED if interrupt.asked else 2 if broken else 0
 
 
@@ -129,7 +114,7 @@ def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
     made_with = _made_with(args)
     if args.input is not None:
         return read_jobs(args.input, base, made_with)
-    prompts = args.prompts or [_stdin_prompt()]
+    prompts = args.prompts or args.prompt_ids or [_stdin_prompt()]
     jobs = []
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
@@ -198,22 +183,6 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine,
     return engine, prompts, options["max_slots"]
 
 
-def _compiled(engine: "Engine") -> str:
-    """What compiling ahead took."""
-    m = engine.metrics()
-    programs = f"{m['compile_programs']} programs compiled in {m['compile_seconds']:.1f} s"
-    return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
-
-
-def _drafted(engine: "Engine") -> list[str]:
-    """What became of drafts; nothing without a drafter."""
-    m = engine.metrics()
-    if not m.get("draft_segments"):
-        return ["no step had drafts"] if "draft_segments" in m else []
-    shares = " ".join(f"{100 * share:.0f}" for share in m["draft_acceptance"].values())
-    return [f"{m['draft_tokens_mean']:.2f} tokens a step with drafts, % accepted by depth: {shares}"]
-
-
 def _serve(
     engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
 ) -> "Iterator[tuple[Job, Event]]":
@@ -272,45 +241,6 @@ def _named(job: Job) -> Iterator[None]:
         if not job.where:
             raise
         raise type(error)(f"{job.where}: {error}") from None
-
-
-# Around it
-
-
-def compile_cache(args: Namespace) -> Path | None:
-    """The folder for compiled steps; none if there is to be none, or cannot be."""
-    if args.devices and args.compile_cache:
-        raise ConfigError("--compile-cache keeps steps of one device: leave it out with --devices")
-    if args.no_compile_cache or args.devices:
-        return None
-    from jllm.compile_cache import find_compile_cache
-
-    return find_compile_cache(args.compile_cache)
-
-
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Each warning in one line, without the place in the code that gave it."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where, **more: _note(f"warning: {message}")
-        yield
-
-
-@contextlib.contextmanager
-def _open_streams() -> Iterator[list[str]]:
-    """Python has None for a standard stream that was closed before it started (`>&-`): the null device stands in for
-    it, which also takes its file descriptor before a result file can get it. Yields the names of such streams."""
-    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
-    with contextlib.ExitStack() as stack:
-        for name in closed:
-            setattr(sys, name, stack.enter_context(open(os.devnull, "w")))
-            stack.callback(setattr, sys, name, None)
-        yield closed
-
-
-def _note(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _print_version() -> int:

@@ -30,7 +30,7 @@ class Screen:
 
     def __init__(self, args: Namespace, jobs: Sequence[Job]):
         self._json, self._chat = args.json, args.chat
-        self._prompts, self._samples = [job.given["prompt"] for job in jobs], args.n
+        self._prompts, self._samples = [_shown(job.given["prompt"]) for job in jobs], args.n
         self._terminal, self._colour = sys.stdout.isatty(), in_colour(sys.stdout)
         keys = [(job.index, sample) for job in jobs for sample in range(args.n)]
         self._out = InOrder(keys, self._heading, "" if args.json else "\n", write_stdout)
@@ -61,6 +61,10 @@ class Screen:
 
     def _paint(self, colour: str, text: str) -> str:
         return f"{colour}{text}{PLAIN}" if self._colour else text
+
+
+def _shown(prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else f"{' '.join(map(str, prompt))}\n"
 
 
 class Lines:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jllm.cli.arguments import Parser, add_engine, add_numbers
+from jllm.cli.arguments import Parser, add_engine, add_numbers, check_drafts
 from jllm.errors import ConfigError
 
 KEY_VARIABLE = "JLLM_API_KEY"
@@ -37,9 +37,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not (least <= value < float("inf") and (most is None or value <= most)):
             parser.error(f"--{name.replace('_', '-')} must be {least} to {most or 'any finite number'}, not {value}")
-    for name in ("drafts", "acceptance"):
-        if getattr(args, name) is not None and args.speculate is None:
-            parser.error(f"--{name} needs --speculate NAME")
+    if problem := check_drafts(args):
+        parser.error(problem)
     return args
 
 

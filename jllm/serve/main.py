@@ -58,13 +58,16 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'jllm[serve]'") from None
-    from jllm.cli.main import compile_cache
+    from jllm.checkpoint_files import find_model
+    from jllm.cli.generation_config import warn_of_ignored
+    from jllm.cli.process import compile_cache, plain_warnings
     from jllm.engine.loop import Engine
     from jllm.pretrained import BUNDLED, load
 
-    model = load(
-        BUNDLED if args.model is None else args.model, dtype=args.dtype, quantize=args.quantize, mesh=args.devices
-    )
+    folder = find_model(BUNDLED if args.model is None else args.model)
+    with plain_warnings():
+        warn_of_ignored(folder)
+    model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
     engine = Engine(model, **options, executables=cache)

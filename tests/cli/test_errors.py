@@ -44,6 +44,12 @@ ERRORS = {
     "output alone": (("--output", "x.jsonl", "hi"), "--output needs --input"),
     "input alone": (("--input", "x.jsonl"), "--input needs --output"),
     "prompt and input": (("--input", "x.jsonl", "--output", "y.jsonl", "hi"), "give prompts or --input, not both"),
+    "prompt and ids": (("--prompt-ids", "5", "hi"), "give prompts or --prompt-ids, not both"),
+    "input and ids": (("--prompt-ids", "5", "--input", "x", "--json"), "give prompts or --input, not both"),
+    "no ids": (("--prompt-ids", "5 six"), "argument --prompt-ids: must be token ids like 1 763 912, not '5 six'"),
+    "empty ids": (("--prompt-ids", " "), "the prompt is empty"),
+    "ids outside": (("--prompt-ids", "5 99999"), "prompt: token id 99999 is not in [0, "),
+    "ids of a chat": (("--prompt-ids", "5", "--chat"), "--chat needs text or messages, not token ids"),
     "same file": (("--input", "x.jsonl", "--output", "./x.jsonl"), "are the same file"),
     "no input": (("--input", "/none/x.jsonl", "--json"), "cannot read /none/x.jsonl: No such file"),
     "drafter": (("--speculate", "oracle", "hi"), "speculate='oracle' is not known: give one of ngram, draft"),
@@ -76,7 +82,7 @@ def test_without_a_tokenizer_or_template(run, folder, tmp_path, model):
         status, _, err = run(*flags, "hi", model=tmp_path)
         assert (status, err.count("\n")) == (2, 1)
         assert what in err
-        assert 'beside its weights, or give token ids: lines {"prompt": [5, 6, 7]} of an --input file' in err
+        assert 'beside its weights, or give token ids: --prompt-ids "5 6 7", or lines {"prompt": [5, 6, 7]}' in err
     (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')  # as that says
     status, out, _ = run("--input", tmp_path / "in.jsonl", "--json", *FLAGS, model=tmp_path)
     (done,) = expected(model, [5, 6, 7], params())

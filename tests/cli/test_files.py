@@ -52,6 +52,21 @@ def test_file_to_file(run, lines, tmp_path, model):
     assert results(tmp_path / "stdout.jsonl") == found
 
 
+def test_lines_of_standard_input(run, lines, tmp_path, monkeypatch):
+    def read(data: bytes, *args) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return run("--input", "-", *args, *FLAGS)
+
+    assert read(lines.read_bytes(), "--output", tmp_path / "one.jsonl")[0] == 0
+    run("--input", lines, "--output", tmp_path / "two.jsonl", *FLAGS)
+    assert results(tmp_path / "one.jsonl") == results(tmp_path / "two.jsonl")
+    assert "all 11 prompts were done before" in read(lines.read_bytes(), "--output", tmp_path / "one.jsonl")[2]
+    assert read(b'{"prompt": "a"}\n{', "--json")[2].startswith("error: standard input, line 2: not JSON")
+    assert read(b"\n", "--json")[2] == "error: standard input holds no prompts: give one JSON object a line\n"
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed" in run("--input", "-", "--json")[2]
+
+
 def test_resume_after_a_cut(run, lines, tmp_path):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     run("--input", lines, "--output", whole, *FLAGS)

@@ -86,6 +86,15 @@ def test_prompt_from_stdin(run, monkeypatch):
     assert run(*FLAGS) == (2, "", message)
 
 
+def test_token_ids_on_the_command_line(run, model):
+    done = expected(model, [[5, 6, 7], [8, 9]], [params(seed=5), params(seed=6)])
+    status, out, _ = run("--prompt-ids", "5 6 7", "--prompt-ids", "8,9", "--json", *FLAGS)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert (status, [r["prompt"] for r in found]) == (0, [[5, 6, 7], [8, 9]])
+    assert [r["token_ids"] for r in found] == [list(d.token_ids) for d in done]
+    assert run("--prompt-ids", "5 6 7", *FLAGS)[:2] == (0, done[0].text + "\n")
+
+
 def test_stop_and_greedy(run, model):
     (free,) = expected(model, "a king", params(temperature=0.0, max_new_tokens=20))
     stop = free.text[5:7]
