@@ -13,10 +13,11 @@ Every sequence that is put somewhere from one snapshot is a fork of it: the valu
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -159,12 +160,12 @@ def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
 # Files
 
 
-def save(path: str | Path, snapshot: Snapshot) -> None:
-    """Writes one safetensors file, which load gives back bit for bit. The file gets its name once it is complete;
-    OutputError when it cannot be written."""
+def save(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes one safetensors file, which load gives back bit for bit; `about` goes into its metadata, beside what a
+    snapshot says of itself. The file gets its name once it is complete; OutputError when it cannot be written."""
     path, arrays = Path(path), _arrays(snapshot)
     first = snapshot.cache[0]
-    metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    metadata = {**about, "kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
     write_file(path, arrays, metadata)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jllm.chat import Message, find_chat_template, one_line, read_json, render_chat
+from jllm.chat_template import Message, find_chat_template, one_line, read_json, render_chat
 from jllm.errors import TokenizerError
 
 SPACE = "▁"  # how SentencePiece writes a space

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jllm.chat import find_chat_template, read_json
+from jllm.chat_template import find_chat_template, read_json
 from jllm.checkpoint import abstract_params, init_params, load_params, save
 from jllm.checkpoint_files import find_model
 from jllm.config import RopeScaling, load_config

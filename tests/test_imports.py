@@ -13,8 +13,8 @@ PURE = {
     "speculative",
 }  # fmt: skip
 FILES = {
-    "chat", "tokenizer", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint", "fit", "pretrained",
-    "compile_cache", "run_identity", "snapshot", "drafter_files",
+    "chat_template", "tokenizer", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint", "fit",
+    "pretrained", "compile_cache", "run_identity", "snapshot", "drafter_files",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
@@ -26,6 +26,7 @@ MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
     "analysis": BELOW_ENGINE | {"engine", "api"},
     "cli": BELOW_ENGINE | {"engine", "api"},
     "generate": {"cli", "api"},
+    "chat": {"cli"},
     "serve": BELOW_ENGINE | {"engine", "cli"},
 }
 # The engine's options name policies; nothing else of the engine knows them.

@@ -17,10 +17,11 @@ INTERRUPTED = 130  # what shells report for SIGINT
 @dataclass
 class Interrupt:
     """What Ctrl-C does: it ends the process at once, unless `deferred`; then the first only sets `asked`, and the next
-    raises KeyboardInterrupt."""
+    raises KeyboardInterrupt, unless `patient`."""
 
     deferred: bool = False
     asked: bool = False
+    patient: bool = False
     tidy: Callable[[], object] | None = None  # called before it ends the process
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
@@ -31,9 +32,29 @@ class Interrupt:
                 with contextlib.suppress(OSError):
                     self.tidy()
             os._exit(INTERRUPTED)  # nothing is lost: no result has been written so far
-        if self.asked:
+        if self.asked and not self.patient:
             raise KeyboardInterrupt
         self.asked = True
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """In the block, Ctrl-C sets `asked`, which stays set, and does nothing else."""
+        before = self.deferred, self.patient
+        self.asked, self.deferred, self.patient = False, True, True
+        try:
+            yield
+        finally:
+            self.deferred, self.patient = before
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """In the block, Ctrl-C raises KeyboardInterrupt."""
+        before = self.deferred, self.patient
+        self.asked, self.deferred, self.patient = True, True, False
+        try:
+            yield
+        finally:
+            (self.deferred, self.patient), self.asked = before, False
 
 
 @contextlib.contextmanager

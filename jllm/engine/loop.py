@@ -136,14 +136,16 @@ class Engine:
         with self._turns.take():
             return self._submit(ids, sampling)
 
-    def _submit(self, ids: tuple[int, ...], sampling: SamplingParams, snapshot: Snapshot | None = None) -> int:
+    def _submit(
+        self, ids: tuple[int, ...], sampling: SamplingParams, snapshot: Snapshot | None = None, private: bool = False
+    ) -> int:
         self._check_open()
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
         first = None
         for sample in range(sampling.n):
             seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
-            seq.origin, seq.common, seq.snapshot = first, len(ids), snapshot
+            seq.origin, seq.common, seq.snapshot, seq.private = first, len(ids), snapshot, private
             first = first or seq
             self._add(seq)
         self._counts.requests += 1
@@ -171,7 +173,7 @@ class Engine:
         seq = live.seq
         index = self._requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
-        twin.origin, twin.common, twin.snapshot = seq, seq.length, seq.snapshot
+        twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         new = self._add(twin)
         for token in seq.output:
             new.output.push(token)
@@ -191,9 +193,10 @@ class Engine:
         return replace(value, weights=self._device.weights)
 
     @in_turn
-    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams()) -> int:
+    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams(), *, share: bool = False) -> int:
         """Queues a request whose prompt is the snapshot's tokens, and whose K and V, as far as they are in it, are
-        taken as they are: edited ones too, so they are never shared but with samples and forks of this request. Returns
+        taken as they are: edited ones too, so they are never shared but with samples and forks of this request; unless
+        `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
         its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have.
         SnapshotError for one of other weights or another cache."""
         if not isinstance(snapshot, Snapshot):
@@ -203,7 +206,8 @@ class Engine:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         self._device.check_snapshot(snapshot)
-        return self._submit(ids, sampling, jax.device_get(snapshot) if snapshot.length else None)
+        known = jax.device_get(snapshot) if snapshot.length else None
+        return self._submit(ids, sampling, known, private=known is not None and not share)
 
     @in_turn
     def reset_prefix_cache(self) -> None:

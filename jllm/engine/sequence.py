@@ -44,6 +44,7 @@ class Sequence:
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
     common: int = 0  # tokens that both begin with
     snapshot: "Snapshot | None" = None  # K and V of its first tokens, on the host: these are taken as they are
+    private: bool = False  # these may be edited, so that its pages are no other request's
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None

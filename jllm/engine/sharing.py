@@ -106,13 +106,13 @@ class Sharing:
 
     def on_first_token(self, seq: Sequence) -> None:
         """The first token since seq was admitted has been read, and so has all that it prefilled."""
-        if self.cache is not None and seq.snapshot is None:
+        if self.cache is not None and not seq.private:
             self.cache.insert(seq.tokens[: seq.prefill_end], seq.pages)
 
     def on_release(self, seq: Sequence) -> None:
         """seq is about to free its pages, and nothing writes them any more."""
         # Logits that are not finite may come from K and V that are not.
-        if self.cache is not None and seq.snapshot is None and seq.finish_reason != "error":
+        if self.cache is not None and not seq.private and seq.finish_reason != "error":
             self.cache.insert(seq.tokens[: known_tokens(seq)], seq.pages, leaving=True)
 
     def _continues(self, seq: Sequence) -> ReusedPrefix:

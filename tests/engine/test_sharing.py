@@ -331,6 +331,21 @@ def test_an_edited_snapshot_is_taken_as_it_is_and_kept_apart(model, wide):
     assert same(complete(engine, prompt, greedy(12)), plain)
 
 
+def test_a_snapshot_that_may_be_shared_is_a_prefix_of_later_requests(model, wide):
+    engine = Engine(model, **SMALL)
+    prompt = list(STEMS[0])
+    request = engine.submit(prompt, greedy(12))
+    steps_until(engine, 2)
+    value = snapshots.cut(engine.snapshot(request), 37)
+    plain = finish(engine)[request, 0]
+    other = Engine(model, **SMALL)
+    again = other.resume(value, greedy(12), share=True)
+    assert same(finish(other)[again, 0], plain)
+    assert same(complete(other, prompt, greedy(12)), plain)
+    assert other.metrics()["prefix_hit_tokens"] >= 32
+    check_pool(other)
+
+
 def test_a_snapshot_of_what_waits_has_no_keys_yet(model, wide):
     engine = Engine(model, **SMALL)
     for token in range(4):

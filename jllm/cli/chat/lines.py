@@ -1,0 +1,75 @@
+"""Where messages come from: a terminal, with its line editing, or a pipe, one a line."""
+
+import contextlib
+import sys
+from functools import partial
+
+from jllm.cli.display import in_colour
+from jllm.cli.interrupt import Interrupt
+from jllm.errors import InputFileError, RequestError
+
+BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+
+
+class Lines:
+    """Reads messages. On a terminal, Ctrl-C gives up the line; in a pipe, it ends the process."""
+
+    def __init__(self, interrupt: Interrupt):
+        self._interrupt = interrupt
+        self.terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+        self._readline = None
+        if self.terminal:
+            with contextlib.suppress(ImportError):  # not on every system
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")  # a text of several lines is one message
+                self._readline = readline
+
+    def read(self, before: str = "") -> str | None:
+        """The next line, in which `before` may be edited; None at the end."""
+        if not self.terminal:
+            return self._from_pipe()
+        while True:
+            with contextlib.suppress(KeyboardInterrupt), self._interrupt.raised():
+                return self._from_terminal(before)
+            print()
+
+    def edit(self, text: str) -> str | None:
+        """The text as it is edited on a terminal."""
+        if self._readline is None:
+            raise RequestError("give the new message: /edit TEXT")
+        return self.read(text)
+
+    def _from_pipe(self) -> str | None:
+        try:
+            line = "" if sys.stdin is None else sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputFileError(f"standard input is not UTF-8 text: {error}") from None
+        return line.rstrip("\r\n") if line else None
+
+    def _from_terminal(self, before: str) -> str | None:
+        lines: list[str] = []
+        try:
+            while True:
+                self._prefill(before)
+                line = input(self._mark(". " if lines else "> "))
+                if not line.endswith("\\"):
+                    return "\n".join([*lines, line])
+                lines.append(line[:-1])
+                before = ""
+        except EOFError:
+            print()
+            return None
+        except UnicodeDecodeError:
+            raise RequestError("the message is not UTF-8 text") from None
+
+    def _prefill(self, text: str) -> None:
+        if self._readline is not None:
+            self._readline.set_startup_hook(partial(self._readline.insert_text, text))
+
+    def _mark(self, text: str) -> str:
+        """A prompt; readline must be told what takes no room on the screen."""
+        if not in_colour(sys.stdout):
+            return text
+        start, end = ("\001", "\002") if self._readline is not None else ("", "")
+        return f"{start}{BOLD}{end}{text}{start}{PLAIN}{end}"

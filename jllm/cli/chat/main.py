@@ -1,0 +1,196 @@
+"""The chat: messages and commands in, answers out."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jllm.cli.arguments import ENGINE_FLAGS, sampling_params
+from jllm.cli.chat.arguments import parse_args
+from jllm.cli.chat.conversation import PLAIN_STOP, Conversation, Message, prompt_ids
+from jllm.cli.chat.lines import Lines
+from jllm.cli.display import write_stdout
+from jllm.cli.generation_config import warn_of_ignored
+from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
+from jllm.cli.process import compile_cache, drafted, note, open_streams, run_command
+from jllm.engine.request import SamplingParams
+from jllm.errors import EngineClosed, JllmError, OutputError, RequestError
+
+if TYPE_CHECKING:
+    from jllm.cli.chat.session import Session
+
+HELP = """\
+/reset        forget the conversation, but for the system message
+/edit [TEXT]  take back the last message and its answer, and ask TEXT instead
+/save FILE    keep the conversation and its KV cache in a file
+/load FILE    go on from there
+Ctrl-C stops an answer, Ctrl-D ends; python -m jllm.chat --help has more
+"""
+ENDS = {
+    "abort": "stopped",
+    "length": "cut: --max-new-tokens, or the model's context, has no room for more",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    with catch_interrupts() as interrupt, open_streams() as closed:
+        args = parse_args(argv)
+        return run_command(lambda: _main(args, interrupt, closed))
+
+
+def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
+    if "stdout" in closed:
+        raise OutputError("standard output is closed, and a chat prints its answers there")
+    lines, start = Lines(interrupt), Conversation()
+    if args.system is not None:
+        start = Conversation((Message("system", args.system),))
+    session = _open(args, sampling_params(args), start)
+    if lines.terminal:
+        note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
+    try:
+        with interrupt.noted() if lines.terminal else contextlib.nullcontext():
+            return Chat(session, lines, interrupt, start).run()
+    finally:
+        session.engine.close()
+
+
+def _open(args: Namespace, sampling: SamplingParams, start: Conversation) -> "Session":
+    """An engine for one conversation, with what its first step needs compiled. All is checked, and nothing has run."""
+    cache = compile_cache(args)
+    from jllm.checkpoint_files import find_model
+    from jllm.cli.chat.session import Session
+    from jllm.engine.loop import Engine
+    from jllm.pretrained import BUNDLED, load
+
+    folder = find_model(BUNDLED if args.model is None else args.model)
+    warn_of_ignored(folder, sampling)
+    model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
+    if model.tokenizer is None:
+        raise RequestError(f"a chat needs a tokenizer: put tokenizer.json or tokenizer.model into {folder}")
+    if model.tokenizer.chat_template is None:
+        note("this model has no chat template: it is given User: and Assistant: as plain text, and may not answer")
+        sampling = replace(sampling, stop=(*sampling.stop, PLAIN_STOP))
+    prompt_ids(start.ask("?"), model.tokenizer)  # a template may refuse system messages
+    given = {name: getattr(args, name) for name in ENGINE_FLAGS}
+    engine = Engine(model, **_sizes(given, sampling), executables=cache)
+    engine.compile_ahead([sampling], wait=False)
+    return Session(engine, model.tokenizer, sampling, model.config.context)
+
+
+def _sizes(given: dict, sampling: SamplingParams) -> dict:
+    """Engine options for one text at a time, whose prompts are mostly short."""
+    from jllm.batch import Bucket
+    from jllm.engine.one_run import options_for_run
+
+    options = options_for_run([(256, sampling)], given)
+    if all(bucket.tokens == 0 or bucket.tokens > 64 for bucket in options.get("buckets", ())):
+        options["buckets"] = (*options["buckets"], Bucket(options["max_slots"], 32, 1))
+    return options
+
+
+@dataclass
+class Chat:
+    """What was said so far, and where it goes on."""
+
+    session: "Session"
+    lines: Lines
+    interrupt: Interrupt
+    start: Conversation
+    turns: int = 0
+
+    def run(self) -> int:
+        """Until there are no more lines; returns the exit status."""
+        conversation = self.start
+        while (line := self.lines.read()) is not None:
+            try:
+                conversation = self._take(conversation, line)
+            except EngineClosed:
+                raise
+            except JllmError as error:
+                if not self.lines.terminal:
+                    raise
+                note(f"error: {error}")
+            if self.interrupt.asked and not self.lines.terminal:
+                break
+        note(self._summary())
+        return INTERRUPTED if self.interrupt.asked and not self.lines.terminal else 0
+
+    def _take(self, conversation: Conversation, line: str) -> Conversation:
+        """What a line makes of the conversation."""
+        if not line.startswith("/"):
+            text = line.strip()
+            return self._answer(conversation.ask(text)) if text else conversation
+        name, _, rest = line[1:].partition(" ")
+        commands: dict[str, Callable[[Conversation, str], Conversation]] = {
+            "reset": self._reset,
+            "edit": self._edit,
+            "save": self._save,
+            "load": self._load,
+            "help": self._help,
+        }
+        if name not in commands:
+            known = ", ".join(f"/{name}" for name in commands)
+            raise RequestError(f"no command /{name}: known are {known}; a message may begin with a space")
+        return commands[name](conversation, rest.strip())
+
+    def _answer(self, conversation: Conversation) -> Conversation:
+        from jllm.cli.chat.session import answer
+
+        with self.interrupt.noted():
+            answered, done = answer(self.session, conversation, write_stdout, lambda: self.interrupt.asked)
+        write_stdout("\n")
+        if done.finish_reason == "error":
+            raise RequestError("the logits were not finite; another --dtype or --kv-cache may help")
+        self.turns += 1
+        if self.lines.terminal and done.finish_reason in ENDS:
+            note(f"({ENDS[done.finish_reason]})")
+        return answered
+
+    def _edit(self, conversation: Conversation, text: str) -> Conversation:
+        before = conversation.take_back()
+        edited = text or self.lines.edit(conversation.asked[-1])
+        return self._answer(before.ask(edited.strip())) if edited and edited.strip() else conversation
+
+    def _reset(self, conversation: Conversation, rest: str) -> Conversation:
+        _takes_nothing("reset", rest)
+        return self.start
+
+    def _help(self, conversation: Conversation, rest: str) -> Conversation:
+        _takes_nothing("help", rest)
+        write_stdout(HELP)
+        return conversation
+
+    def _save(self, conversation: Conversation, file: str) -> Conversation:
+        from jllm.cli.chat.session import save
+
+        with self.interrupt.noted():
+            tokens = save(self.session, conversation, _path("save", file))
+        note(f"saved {len(conversation.asked)} messages and K and V of {tokens} tokens to {file}")
+        return conversation
+
+    def _load(self, conversation: Conversation, file: str) -> Conversation:
+        from jllm.cli.chat.session import load
+
+        with self.interrupt.noted():
+            loaded = load(self.session, _path("load", file))
+        note(f"loaded {len(loaded.asked)} messages and {len(loaded.ids)} tokens from {file}")
+        return loaded
+
+    def _summary(self) -> str:
+        m = self.session.engine.metrics()
+        prompts = f"{m['prefill_tokens']} of {m['prompt_tokens']} prompt tokens computed, the others were there"
+        return ", ".join([f"{self.turns} turns: {m['output_tokens']} tokens", prompts, *drafted(self.session.engine)])
+
+
+def _takes_nothing(name: str, rest: str) -> None:
+    if rest:
+        raise RequestError(f"/{name} takes nothing after it, not {rest!r}")
+
+
+def _path(name: str, file: str) -> Path:
+    if not file:
+        raise RequestError(f"which file? /{name} FILE")
+    return Path(file).expanduser()

@@ -1,0 +1,91 @@
+"""A conversation's turns through an engine, and its file."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jllm import snapshot as snapshots
+from jllm.cli.chat.conversation import Conversation, from_json, prompt_ids
+from jllm.cli.jsonl import nth_seed
+from jllm.engine.loop import Engine
+from jllm.engine.request import Completion, SamplingParams
+from jllm.errors import CheckpointError, RequestError, SnapshotError
+from jllm.safetensors_io import read_metadata
+
+if TYPE_CHECKING:
+    from jllm.tokenizer import Tokenizer
+
+KEY = "conversation"  # in a snapshot's metadata
+
+
+@dataclass(frozen=True)
+class Session:
+    """What answers: an engine that serves nothing else."""
+
+    engine: Engine
+    tokenizer: "Tokenizer"
+    sampling: SamplingParams
+    context: int  # most tokens that the model takes
+
+
+def answer(
+    session: Session, conversation: Conversation, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> tuple[Conversation, Completion]:
+    """The conversation with the answer to its last message, which is shown as it comes; what there is of it, once
+    `stopped`. Raises RequestError where there is no room for it."""
+    engine, prompt = session.engine, prompt_ids(conversation, session.tokenizer)
+    seed = nth_seed(session.sampling.seed, len(conversation.asked) - 1)
+    request, done = engine.submit(prompt, replace(session.sampling, seed=seed)), None
+    while engine.has_work:
+        if stopped():
+            with contextlib.suppress(RequestError):  # it has just ended by itself
+                engine.abort(request)
+        for event in engine.step():
+            show(event.text)
+            done = event.completion or done
+    assert done is not None
+    return conversation.answer(done.text or "", [*prompt, *done.token_ids]), done
+
+
+def save(session: Session, conversation: Conversation, path: Path) -> int:
+    """Writes the conversation and the K and V of its tokens to a file; returns how many tokens have theirs in it."""
+    ids = conversation.ids[: session.context - 1]
+    if not ids:
+        raise RequestError("there is nothing to save yet")
+    engine = session.engine
+    request = engine.submit(ids, SamplingParams(ignore_eos=True))  # most of its K and V is in the prefix cache
+    try:
+        engine.step()
+        while (value := engine.snapshot(request)).length < len(ids) - 1:  # the last one's are computed on loading
+            engine.step()
+    finally:
+        engine.abort(request)
+        _finish(engine)
+    snapshots.save(path, value, {KEY: conversation.to_json()})
+    return value.length
+
+
+def load(session: Session, path: Path) -> Conversation:
+    """A conversation as it was saved; its K and V are in the prefix cache from here on. SnapshotError for a file of
+    another kind, another model or another KV format."""
+    try:
+        text = read_metadata(path).get(KEY)
+    except CheckpointError as error:
+        raise SnapshotError(str(error)) from None
+    if text is None:
+        raise SnapshotError(f"{path}: not a conversation: /save writes those")
+    value = snapshots.load(path)
+    try:
+        conversation = from_json(text, value.tokens.tolist())
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}") from None
+    session.engine.resume(value, SamplingParams(max_new_tokens=1), share=True)
+    _finish(session.engine)
+    return conversation
+
+
+def _finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
