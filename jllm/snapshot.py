@@ -115,8 +115,8 @@ def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
         count, heads, size, row = values.shape
         values = values.swapaxes(0, 1).reshape(1, heads, count * size, row)[:, :, :length]
         if scales is not None:
-            groups = pages.format.groups(pages.head_dim)
-            scales = scales.swapaxes(0, 1).reshape(1, heads, count * size * groups)[:, :, : length * groups]
+            numbers = pages.format.numbers(pages.head_dim)
+            scales = scales.swapaxes(0, 1).reshape(1, heads, count * size * numbers)[:, :, : length * numbers]
         return replace(pages, values=values, scales=scales)
 
     return Snapshot(np.asarray(tokens, np.int32), tuple(KVPages(one(layer.k), one(layer.v)) for layer in rows))
@@ -130,7 +130,7 @@ def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
         _, heads, _, row = values.shape
         values = _padded(values[0], count * page_size).reshape(heads, count, page_size, row).swapaxes(0, 1)
         if scales is not None:
-            flat = page_size * pages.format.groups(pages.head_dim)
+            flat = page_size * pages.format.numbers(pages.head_dim)
             scales = _padded(scales[0], count * flat).reshape(heads, count, flat).swapaxes(0, 1)
         return replace(pages, values=values, scales=scales)
 
@@ -213,7 +213,7 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Snapsh
         used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))
         if values.shape[:2] != (heads, length) or values.ndim != 3 or values.dtype != fmt.storage_dtype:
             raise ValueError(f"{name}.values is {values.dtype} of shape {list(values.shape)}")
-        if scales is not None and (scales.shape, scales.dtype) != ((heads, length * fmt.groups(dim)), np.float16):
+        if scales is not None and (scales.shape, scales.dtype) != ((heads, length * fmt.numbers(dim)), np.float16):
             raise ValueError(f"{name}.scales is {scales.dtype} of shape {list(scales.shape)}")
         return Pages(values[None], None if scales is None else scales[None], fmt)
 

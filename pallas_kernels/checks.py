@@ -88,8 +88,8 @@ def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ..
         ("dtype", dtype, ("bfloat16", "float16")),
         ("head dim", head_dim, HEAD_DIMS),
         ("page size", pages.k.page_size, PAGE_SIZES),
-        ("K stored as", pages.k.format.dtype, stored),
-        ("V stored as", pages.v.format.dtype, stored),
+        ("K stored as", pages.k.format.codes, stored),
+        ("V stored as", pages.v.format.codes, stored),
     )
 
 
@@ -127,7 +127,7 @@ def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
     """Raises NotImplementedError for a format that is none of those that kv_pages reads and writes."""
     floats = (*kv_pages.FLOATS.values(), "float8_e5m2")
     if fmt.group is None:
-        known = fmt.dtype in floats
+        known = fmt.dtype in floats and not fmt.zero_point
     else:
         known = fmt.dtype in LARGEST_CODE and fmt.group % 8 == 0 and head_dim % fmt.group == 0
     if not known:
@@ -152,7 +152,7 @@ def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int)
         raise ValueError(f"{name} has {'no ' if pool.scales is None else ''}scales, which {pool.format} contradicts")
     if pool.scales is not None:
         num_pages, heads, page_size = leading
-        expected = (num_pages, heads, page_size * pool.format.groups(head_dim))
+        expected = (num_pages, heads, page_size * pool.format.numbers(head_dim))
         if pool.scales.shape != expected or pool.scales.dtype != jnp.float16:
             raise ValueError(
                 f"{name}.scales is {pool.scales.dtype}{list(pool.scales.shape)}, expected float16{list(expected)}"

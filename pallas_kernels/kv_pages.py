@@ -2,10 +2,13 @@
 
 One layer keeps K and V each as a pool of N pages: values [N, K, P, D], so that one page of one head is one contiguous
 copy. Quantized formats add float16 scales [N, K, P * G], G = D / group: flat, because a copy engine wants every stride
-but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. int4 packs two
-values a byte along D, the even one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8
-[N, K, P, D / 2]. fp8 is stored as its bits, uint8 too: where XLA has no native fp8 (the CPU), a gather or scatter of it
-converts the whole pool.
+but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. With zero points
+each token has the zeros of its G groups after its scales: 2G numbers. int4 packs two values a byte along D, the even
+one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8 [N, K, P, D / 2]. fp8 is stored as
+its bits, uint8 too: where XLA has no native fp8 (the CPU), a gather or scatter of it converts the whole pool.
+
+What a format with `hadamard` stores is rotated along D (hadamard.turn). Attention then rotates its queries instead of
+all keys, and its result instead of all values.
 """
 
 import re
@@ -15,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
 
 FP8 = "float8_e4m3fn"
 FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": FP8}
-LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are never written
+LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are written with zero points only
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,24 @@ class KVFormat:
 
     dtype: str
     group: int | None = None
+    zero_point: bool = False  # a group has its least value beside its scale, and all 256 or 16 codes
+    hadamard: bool = False  # what is stored is rotated
 
     @property
     def name(self) -> str:
         """What parse_format makes this of."""
         floats = {dtype: name for name, dtype in FLOATS.items()}
-        return floats.get(self.dtype, self.dtype) if self.group is None else f"{self.dtype}-g{self.group}"
+        name = floats.get(self.dtype, self.dtype) if self.group is None else f"{self.dtype}-g{self.group}"
+        return name + self._suffix
+
+    @property
+    def codes(self) -> str:
+        """What kernels list: the name less its group's size."""
+        return self.dtype + self._suffix
+
+    @property
+    def _suffix(self) -> str:
+        return "-zp" * self.zero_point + "-h" * self.hadamard
 
     @property
     def storage_dtype(self) -> jnp.dtype:
@@ -41,8 +57,12 @@ class KVFormat:
         return jnp.dtype("uint8" if self.dtype in ("int4", FP8) else self.dtype)
 
     def groups(self, head_dim: int) -> int:
-        """Scales per token and head (0 for float formats)."""
+        """Groups per token and head (0 for float formats)."""
         return 0 if self.group is None else head_dim // self.group
+
+    def numbers(self, head_dim: int) -> int:
+        """Entries of the scales array per token and head: scales, and zeros where there are any."""
+        return self.groups(head_dim) * (2 if self.zero_point else 1)
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +71,7 @@ class Pages:
     """K or V of one layer."""
 
     values: jax.Array  # [N, K, P, D]; fp8: uint8 [N, K, P, D]; int4: uint8 [N, K, P, D/2]
-    scales: jax.Array | None  # float16 [N, K, P*G], or None for float formats
+    scales: jax.Array | None  # float16 [N, K, P*G] (with zero points [N, K, P*2G]), or None for float formats
     format: KVFormat = field(metadata={"static": True})
 
     @property
@@ -65,6 +85,11 @@ class Pages:
     @property
     def head_dim(self) -> int:
         return self.values.shape[3] * (2 if self.format.dtype == "int4" else 1)
+
+    @property
+    def as_stored(self) -> "Pages":
+        """The same arrays, of which gather does not rotate back what lies there rotated."""
+        return replace(self, format=replace(self.format, hadamard=False))
 
 
 @jax.tree_util.register_dataclass
@@ -82,21 +107,26 @@ class KVPages:
 
 
 def parse_format(name: str, head_dim: int) -> KVFormat:
-    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN or int4-gN with groups of N values along D.
+    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN[-zp] or int4-gN[-zp] with groups of N values
+    along D; each also with -h, rotated.
 
     Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`.
     """
-    if name in FLOATS:
-        return KVFormat(FLOATS[name])
-    match = re.fullmatch(r"(int8|int4)-g([1-9][0-9]*)", name)
+    base, hadamard = name.removesuffix("-h"), name.endswith("-h")
+    if base in FLOATS:
+        return KVFormat(FLOATS[base], hadamard=hadamard)
+    match = re.fullmatch(r"(int8|int4)-g([1-9][0-9]*)(-zp)?", base)
     if match is None:
-        raise ValueError(f"unknown KV format {name!r}; formats: {', '.join(FLOATS)}, int8-gN, int4-gN (N = 8, 16, ..)")
+        raise ValueError(
+            f"unknown KV format {name!r}; formats: {', '.join(FLOATS)}, int8-gN, int4-gN (N = 8, 16, ..), these two "
+            "also with -zp, and all with -h"
+        )
     group = int(match[2])
     if group % 8 or group > head_dim or head_dim % group:
         raise ValueError(
             f"KV format {name!r}: group {group} must be a multiple of 8 that divides the head dim {head_dim}"
         )
-    return KVFormat(match[1], group)
+    return KVFormat(match[1], group, match[3] is not None, hadamard)
 
 
 def allocate(
@@ -107,8 +137,8 @@ def allocate(
     def pool(fmt: KVFormat) -> Pages:
         row = head_dim // 2 if fmt.dtype == "int4" else head_dim
         values = jnp.zeros((num_pages, num_kv_heads, page_size, row), fmt.storage_dtype)
-        groups = fmt.groups(head_dim)
-        scales = jnp.zeros((num_pages, num_kv_heads, page_size * groups), jnp.float16) if groups else None
+        numbers = fmt.numbers(head_dim)
+        scales = jnp.zeros((num_pages, num_kv_heads, page_size * numbers), jnp.float16) if numbers else None
         return Pages(values, scales, fmt)
 
     return KVPages(pool(k_format), pool(v_format))
@@ -119,40 +149,68 @@ def bytes_per_token(head_dim: int, num_kv_heads: int, k_format: KVFormat, v_form
 
     def row(fmt: KVFormat) -> int:
         values = head_dim // 2 if fmt.dtype == "int4" else head_dim * fmt.storage_dtype.itemsize
-        return values + fmt.groups(head_dim) * jnp.dtype(jnp.float16).itemsize
+        return values + fmt.numbers(head_dim) * jnp.dtype(jnp.float16).itemsize
 
     return num_kv_heads * (row(k_format) + row(v_format))
 
 
 def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
-    """Stores x [..., D] as `fmt`: values [..., D] (int4: [..., D/2]) and scales f16 [..., G], or None for floats.
+    """Stores x [..., D] as `fmt`: values [..., D] (int4: [..., D/2]) and scales f16 [..., G], or None for floats; with
+    zero points f16 [..., 2G], the scales and then the zeros.
 
     Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range; values are x over
-    the *rounded* scale, to nearest even, clipped. fp8 saturates at 448.
+    the *rounded* scale, to nearest even, clipped. With zero points: zero = the least value, rounded to float16 (to 0
+    below its normal range), and scale = (the largest - zero) / 255 (int4: 15), rounded as above; values are
+    (x - zero) / scale, less 128 (int4: 8). fp8 saturates at 448. With `hadamard` all that is of x rotated, in float32
+    at least.
     """
+    if fmt.hadamard:
+        x = turn(x.astype(compute_dtype(x.dtype)))
     if fmt.dtype == FP8:
         limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(fmt.dtype), jnp.uint8), None
+        return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(FP8), jnp.uint8), None
     if fmt.group is None:
         return x.astype(fmt.dtype), None
     largest = LARGEST_CODE[fmt.dtype]
     x = x.astype(compute_dtype(x.dtype))
     groups = x.reshape(*x.shape[:-1], -1, fmt.group)
     f16 = jnp.finfo(jnp.float16)
-    scales = jnp.max(jnp.abs(groups), axis=-1) / largest
-    scales = jnp.clip(scales, float(f16.smallest_normal), float(f16.max))
-    # XLA on a GPU drops a conversion there and back, and would divide by the scale before its rounding.
-    scales = jax.lax.reduce_precision(scales, exponent_bits=5, mantissa_bits=10).astype(jnp.float16)
+    zeros = None
+    if fmt.zero_point:
+        least = jnp.min(groups, axis=-1)
+        least = jnp.where(jnp.abs(least) < float(f16.smallest_normal), jnp.zeros_like(least), least)
+        zeros = _to_float16(jnp.clip(least, float(f16.min), float(f16.max)))
+        groups = groups - zeros.astype(x.dtype)[..., None]
+        scales = jnp.max(groups, axis=-1) / (2 * largest + 1)
+    else:
+        scales = jnp.max(jnp.abs(groups), axis=-1) / largest
+    scales = _to_float16(jnp.clip(scales, float(f16.smallest_normal), float(f16.max)))
     codes = jnp.round(groups / scales.astype(x.dtype)[..., None])
-    codes = jnp.clip(codes, -largest, largest).astype(jnp.int8).reshape(x.shape)
+    if zeros is not None:
+        codes = jnp.clip(codes, 0, 2 * largest + 1) - (largest + 1)
+        scales = jnp.concatenate([scales, zeros], axis=-1)
+    else:
+        codes = jnp.clip(codes, -largest, largest)
+    codes = codes.astype(jnp.int8).reshape(x.shape)
     if fmt.dtype == "int4":
         low, high = codes[..., 0::2], codes[..., 1::2]
         codes = jax.lax.bitcast_convert_type((high << 4) | (low & 0xF), jnp.uint8)
     return codes, scales
 
 
+def _to_float16(x: jax.Array) -> jax.Array:
+    """XLA on a GPU drops a conversion there and back, and would go on with what was not rounded."""
+    return jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10).astype(jnp.float16)
+
+
 def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
-    """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] -> [..., D]."""
+    """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] (with zero points
+    [..., 2G]) -> [..., D]."""
+    x = _decode(values, scales, fmt, dtype)
+    return turn(x.astype(compute_dtype(dtype))).astype(dtype) if fmt.hadamard else x
+
+
+def _decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
     if fmt.dtype == FP8:
         values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
     if fmt.group is None:
@@ -162,8 +220,12 @@ def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DT
         packed = jax.lax.bitcast_convert_type(values, jnp.int8)
         low, high = (packed << 4) >> 4, packed >> 4  # arithmetic shifts extend the sign
         values = jnp.stack([low, high], axis=-1).reshape(*values.shape[:-1], -1)
-    groups = values.reshape(*values.shape[:-1], -1, fmt.group)
-    return (groups.astype(dtype) * scales.astype(dtype)[..., None]).reshape(values.shape)
+    groups = values.reshape(*values.shape[:-1], -1, fmt.group).astype(dtype)
+    scales = scales.astype(dtype)[..., None]
+    if not fmt.zero_point:
+        return (groups * scales).reshape(values.shape)
+    scales, zeros = jnp.split(scales, 2, axis=-2)
+    return ((groups + (LARGEST_CODE[fmt.dtype] + 1)) * scales + zeros).reshape(values.shape)
 
 
 def write(pages: Pages, x: jax.Array, page: jax.Array, offset: jax.Array) -> Pages:

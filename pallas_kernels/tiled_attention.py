@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hadamard import turn
 from pallas_kernels.kv_pages import KVPages, gather
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.segments import WORD
@@ -50,7 +51,10 @@ def attend(
     compute = compute_dtype(q.dtype)
     lowest = jnp.finfo(compute).min  # finite: lowest - lowest is 0, which leaves a fully masked block without effect
     grouped = (num_tiles, rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    q = (q.astype(compute) * scale).reshape(grouped).transpose(0, 2, 1, 3, 4)
+    q = q.astype(compute) * scale
+    if pages.k.format.hadamard:  # scores of both rotated are those of neither
+        q = turn(q)
+    q = q.reshape(grouped).transpose(0, 2, 1, 3, 4)
 
     block_pages = KV_BLOCK // page_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))
@@ -74,7 +78,7 @@ def attend(
             mask = (key <= positions[:, :, None]) & (key >= first[:, :, None])  # [W, Q, t]
         else:
             mask = _visible(key, trees, first) & used[:, :, None]
-        k, v = gather(pages.k, page, compute), gather(pages.v, page, compute)  # [W, K, t, D]
+        k, v = (gather(part.as_stored, page, compute) for part in (pages.k, pages.v))  # [W, K, t, D]
         v = jnp.where(jnp.any(mask, axis=1)[:, None, :, None], v, 0)
         mask = mask[:, None, :, None, :]
         logits = jnp.einsum("wkqgd,wktd->wkqgt", q, k, precision="highest")
@@ -88,6 +92,8 @@ def attend(
     blocks = (jnp.min(start) // KV_BLOCK, (jnp.max(end) + KV_BLOCK - 1) // KV_BLOCK)
     _, total, acc = jax.lax.fori_loop(*blocks, body, (zeros + lowest, zeros, jnp.zeros_like(q)))
     out = acc / jnp.where(total > 0, total, 1)[..., None]
+    if pages.v.format.hadamard:
+        out = turn(out)
     return out.transpose(0, 2, 1, 3, 4).reshape(num_tiles, rows, num_heads, head_dim)
 
 

@@ -55,6 +55,25 @@ def test_scaling_keeps_every_bit(model):
             assert (ratio == 1).all()
 
 
+def test_channels_of_k_and_v_keep_the_function(model):
+    planted = plant(model, channels=0, gated=0, massive=False, kv=4, strength=8.0)
+    np.testing.assert_allclose(full_logits(planted, IDS), full_logits(model, IDS), rtol=1e-12, atol=1e-12)
+    before, after = (tap(m, IDS, ["layers.*.k", "layers.*.v", "layers.*.q"]) for m in (model, planted))
+    half = model.config.head_dim // 2
+    for name in before:
+        ratio = np.round(np.asarray(after[name]) / np.asarray(before[name]), 9)
+        large = (ratio == (1 / 8 if name.endswith("q") else 8)).all(axis=0)  # [heads, D]
+        assert (large.sum(axis=1) == 4).all(), name
+        assert np.array_equal(large[:, :half], large[:, half:])
+        assert ((ratio == 1).all(axis=0) | large).all()
+
+
+@pytest.mark.parametrize("count", [3, 18])
+def test_channels_of_k_and_v_that_cannot_be(model, count):
+    with pytest.raises(QuantizationError, match="kv must be"):
+        plant(model, kv=count)
+
+
 def test_turning_makes_the_first_token_massive(model):
     planted = plant(model, channels=2, strength=4.0)
     np.testing.assert_allclose(full_logits(planted, IDS), full_logits(model, IDS), rtol=1e-9, atol=1e-9)

@@ -18,7 +18,7 @@ from jllm.state import State, init_state
 from pallas_kernels.kv_pages import gather
 from tests.tiny import CONFIG, tiny_model
 
-FORMATS = ["f32", "bf16", "fp8", "int8-g8", "int4-g16", "k=int8-g16,v=f16"]
+FORMATS = ["f32", "bf16", "fp8", "int8-g8", "int4-g16", "k=int8-g16,v=f16", "k=int4-g16-zp,v=int8-g8-h"]
 SMALL = replace(CONFIG, num_layers=2)
 
 
@@ -53,13 +53,13 @@ def test_through_other_pages_and_back(kv_cache, old, new, length):
     for i, layer in enumerate(first.cache):  # the tokens' own bits, one by one
         for side in ("k", "v"):
             stored, dense = getattr(source[i], side), getattr(layer, side)
-            groups = stored.format.groups(stored.head_dim)
+            numbers = stored.format.numbers(stored.head_dim)
             for t in (0, length // 2, length - 1):
                 page, at = pages[t // old], t % old
                 assert bits(dense.values[0, :, t]) == bits(stored.values[page, :, at])
-                if groups:
-                    scales = dense.scales[0, :, t * groups : (t + 1) * groups]
-                    assert bits(scales) == bits(stored.scales[page, :, at * groups : (at + 1) * groups])
+                if numbers:
+                    scales = dense.scales[0, :, t * numbers : (t + 1) * numbers]
+                    assert bits(scales) == bits(stored.scales[page, :, at * numbers : (at + 1) * numbers])
     filled = put(target, others, first)
     assert bits(take(filled, others, range(length))) == bits(first)
     rest = [page for page in range(7) if page not in others]

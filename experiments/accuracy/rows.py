@@ -41,14 +41,14 @@ def kv_name(kv: str, dtype: Any) -> str | None:
 
 
 def default_kv(head_dim: int) -> list[str]:
-    """Groups of 8, of 32 and of a head, for both, and K and V apart."""
+    """Groups of 8, of 32 and of a head, for both, and K and V apart; int4 rotated and with zero points."""
     groups = dict.fromkeys(group for group in (8, 32, head_dim) if head_dim % group == 0)
     both = ["fp8", *(f"{codes}-g{group}" for codes in ("int8", "int4") for group in groups)]
     apart = [f"k={k}-g8,v={v}-g8" for k, v in (("int8", "int4"), ("int4", "int8"))]
     alone = [
         name for codes in ("int8", "int4") for name in (f"k={codes}-g8,v={PLAIN_KV}", f"k={PLAIN_KV},v={codes}-g8")
     ]
-    return [*both, *alone, *apart]
+    return [*both, f"int4-g{head_dim}-h", f"int4-g{head_dim}-zp", *alone, *apart]
 
 
 # Part "scheme"

@@ -1,9 +1,10 @@
 """Outliers like those of large LLaMAs, planted into a small model without changing its function: what quantization then
 suffers is what it suffers there.
 
-Two kinds are known of large models. A few channels of what linear layers read are larger than the others by a factor
-of tens, for all tokens and the same channels in all layers (Dettmers et al., arXiv 2208.07339). And the first token's
-residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762).
+Three kinds are known of large models. A few channels of what linear layers read are larger than the others by a factor
+of tens, for all tokens and the same channels in all layers (Dettmers et al., arXiv 2208.07339). The first token's
+residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762). And a few
+channels of each head's K are larger than the others, for all tokens (KIVI, arXiv 2402.02750).
 """
 
 from dataclasses import replace
@@ -27,6 +28,7 @@ def plant(
     channels: int = 4,
     strength: float = 32.0,
     gated: int = 4,
+    kv: int = 0,
     massive: bool = True,
     first_token: int | None = None,
     seed: int = 0,
@@ -34,7 +36,8 @@ def plant(
     """A model of the same function with planted outliers; each kind can be left out.
 
     `channels` of the residual stream, drawn by `seed` and the same in all layers, become `strength` times as large
-    where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs.
+    where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs, and
+    `kv` ones of each head's K and V (of K in pairs that rotary embedding turns: their queries become as much smaller).
     `massive` turns the residual stream such that what `first_token` (None: BOS, or the first EOS) adds to its tokens
     lies in one channel, the first that is drawn: as massive as the model is. Strength must be a power of two: then
     scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head of its own. Raises
@@ -44,17 +47,24 @@ def plant(
     if quantized := weight_formats(model.params):
         raise QuantizationError(f"{next(iter(quantized))} is quantized: outliers can be planted into wide weights only")
     check_strength(strength)
-    for name, count, size in (("channels", channels, c.hidden_size), ("gated", gated, c.intermediate_size)):
+    sizes = (("channels", channels, c.hidden_size), ("gated", gated, c.intermediate_size), ("kv", kv, c.head_dim))
+    for name, count, size in sizes:
         if not 0 <= count <= size:
             raise QuantizationError(f"{name} must be in 0 .. {size}, not {count}")
     rng = np.random.default_rng(seed)
     drawn = rng.permutation(c.hidden_size)[: max(channels, 1)]
     if massive:
         model = _turn(model, int(drawn[0]), first_token)
+    if kv % 2:
+        raise QuantizationError(f"kv must be even, not {kv}: rotary embedding turns channels of K in pairs")
     gates = [rng.permutation(c.intermediate_size)[:gated] for _ in range(c.num_layers)]
     layers = tuple(
         _scale(model, layer, drawn[:channels], gate, strength) for layer, gate in zip(model.params.layers, gates)
     )
+    if kv:
+        pairs = np.arange(c.head_dim // 2) < kv // 2
+        s = np.where(rng.permuted(np.tile(pairs, (c.num_layers, c.num_kv_heads, 1)), axis=2), strength, 1.0)
+        layers = tuple(_scale_heads(model, layer, of_layer) for layer, of_layer in zip(layers, s))
     return replace(model, params=replace(model.params, layers=layers))
 
 
@@ -70,6 +80,21 @@ def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndar
         s = jnp.ones(matrices(layer)[field].shape[1], compute_dtype(model.params.dtype))
         layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
     return layer
+
+
+def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams:
+    """K and V times s [K, D / 2], by channel and its partner, what reads them by as much smaller."""
+    c, part = model.config, layer.attention
+    both = np.concatenate([s, s], axis=1)
+    of_queries = np.repeat(1 / both, c.num_heads // c.num_kv_heads, axis=0)
+    layer = migrate(layer, c, "o", jnp.asarray(of_queries.reshape(-1), compute_dtype(model.params.dtype)))
+    if part.q_norm is not None:
+        raise QuantizationError("heads: a norm of each head's K and Q undoes what is planted before it")
+    factors = np.concatenate([of_queries, both, np.ones_like(both)]).reshape(-1)
+    part = layer.attention
+    rows = jnp.asarray(factors, part.qkv.dtype)
+    scaled = None if part.qkv_bias is None else part.qkv_bias * rows
+    return replace(layer, attention=replace(part, qkv=part.qkv * rows[:, None], qkv_bias=scaled))
 
 
 def _turn(model: Model, channel: int, first_token: int | None) -> Model:

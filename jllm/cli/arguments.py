@@ -52,7 +52,10 @@ speculation: a drafter guesses the next tokens of each sequence, and one step of
 
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
-KV_FORMATS = "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension)"
+KV_FORMATS = (
+    "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension), these two also with "
+    "zero points (-zp), all also rotated (-h)"
+)
 SCHEMES = (
     "bf16, w8a16, w8a8 (w8a8-talk: not the O projection; w8a8-all: every linear layer), w4a16-g128, w4a16-g64, "
     "w4a16-g32 (each also with -zp: zero points), nf4, nf4-dq, fp8, fp8-weight, uint8-zp; w8a8-tensor, for "

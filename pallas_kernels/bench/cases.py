@@ -64,8 +64,11 @@ def random_pages(
         codes = rng.integers(-largest, largest, shape, np.int8, endpoint=True)
         if fmt.dtype == "int4":
             codes = (codes[..., 0::2] & 15 | codes[..., 1::2] << 4).view(np.uint8)
-        scales = rng.uniform(0.5, 2.5, (*shape[:2], page_size * fmt.groups(head_dim))) / largest
-        return Pages(jnp.asarray(codes), jnp.asarray(scales.astype(np.float16)), fmt)
+        scales = rng.uniform(0.5, 2.5, (*shape[:2], page_size, fmt.groups(head_dim))) / largest
+        if fmt.zero_point:
+            zeros = -scales * (largest + 1) + rng.normal(0, 0.1, scales.shape)
+            scales = np.concatenate([scales, zeros], axis=-1)
+        return Pages(jnp.asarray(codes), jnp.asarray(scales.astype(np.float16)).reshape(*shape[:2], -1), fmt)
 
     k_format, v_format = (parse_format(name, head_dim) for name in formats)
     return KVPages(pool(k_format), pool(v_format))

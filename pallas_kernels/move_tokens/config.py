@@ -14,8 +14,8 @@ def check_supported(pools: tuple[KVPages, ...], moves: int) -> None:
         check_listed(
             ("head dim", pages.k.head_dim, HEAD_DIMS),
             ("page size", pages.k.page_size, PAGE_SIZES),
-            ("K stored as", pages.k.format.dtype, FORMATS),
-            ("V stored as", pages.v.format.dtype, FORMATS),
+            ("K stored as", pages.k.format.codes, FORMATS),
+            ("V stored as", pages.v.format.codes, FORMATS),
         )
     if moves > MOST_MOVES:
         raise NotImplementedError(

@@ -13,7 +13,7 @@ from jllm.engine.loop import Engine
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max
-FORMATS = ["f32", "bf16", "fp8", "int8-g8", "k=int4-g16,v=f16"]
+FORMATS = ["f32", "bf16", "fp8", "int8-g8", "k=int4-g16,v=f16", "k=int4-g8-zp-h,v=int8-g8"]
 
 
 def filled(kv_cache: str, pages: int = 12):

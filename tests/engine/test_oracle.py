@@ -243,7 +243,7 @@ def test_windows_that_cross_pages_and_chunks():
             assert list(done.token_ids) == logits[len(job) - 1 : -1].argmax(axis=-1).tolist()
 
 
-FORMATS = ["bf16", "f16", "fp8", "int8-g8", "int4-g8", "k=int8-g16,v=f32"]
+FORMATS = ["bf16", "f16", "fp8", "int8-g8", "int4-g8", "k=int8-g16,v=f32", "k=int4-g8-h,v=int4-g16-zp"]
 
 
 @pytest.mark.parametrize("kv_cache", FORMATS)

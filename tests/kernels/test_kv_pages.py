@@ -17,6 +17,8 @@ from hypothesis.extra import numpy as stnp  # noqa: E402
 D = 32
 NAMES = ("bf16", "f16", "f32", "f64", "fp8", "int8-g8", "int8-g32", "int4-g8", "int4-g16", "int4-g32")
 GROUPED = tuple(name for name in NAMES if name.startswith("int"))
+ZEROED = ("int8-g8-zp", "int8-g32-zp", "int4-g16-zp", "int4-g32-zp")
+ROTATED = ("f64-h", "fp8-h", "int8-g8-h", "int4-g32-h", "int4-g32-zp-h")
 
 
 @cache
@@ -35,6 +37,10 @@ def test_formats_by_name():
     assert parse_format("fp8", 64) == KVFormat("float8_e4m3fn")
     assert parse_format("int8-g16", 64) == KVFormat("int8", 16)
     assert parse_format("int4-g64", 64) == KVFormat("int4", 64)
+    assert parse_format("int4-g64-zp", 64) == KVFormat("int4", 64, zero_point=True)
+    assert parse_format("int8-g32-zp-h", 64) == KVFormat("int8", 32, zero_point=True, hadamard=True)
+    assert parse_format("bf16-h", 64) == KVFormat("bfloat16", hadamard=True)
+    assert [parse_format(name, D).name for name in (*NAMES, *ZEROED, *ROTATED)] == [*NAMES, *ZEROED, *ROTATED]
 
 
 @pytest.mark.parametrize("name", ["int8-g128", "int4-g24", "int8-g4", "int8-g12"])
@@ -43,13 +49,16 @@ def test_a_group_that_does_not_divide_the_head_dim(name):
         parse_format(name, 64)
 
 
-@pytest.mark.parametrize("name", ["int8", "int2-g8", "bfloat16", "int8-g", "int8-g08", "int8-g-8", "", "int8-g8 "])
+@pytest.mark.parametrize(
+    "name",
+    ["int8", "int2-g8", "bfloat16", "int8-g", "int8-g08", "int8-g-8", "", "int8-g8 ", "bf16-zp", "int4-g8-h-zp", "-h"],
+)
 def test_unknown_formats(name):
     with pytest.raises(ValueError, match="unknown KV format .*; formats: bf16, f16, f32, f64, fp8, int8-gN, int4-gN"):
         parse_format(name, 64)
 
 
-@pytest.mark.parametrize("k_name", NAMES)
+@pytest.mark.parametrize("k_name", [*NAMES, *ZEROED, *ROTATED])
 def test_bytes_a_token_are_those_allocated(k_name):
     with jax.enable_x64(True):
         formats = parse_format(k_name, D), parse_format("int4-g8", D)
@@ -63,6 +72,7 @@ def test_bytes_a_token_are_those_allocated(k_name):
 def test_bytes_a_token_by_hand():
     assert bytes_per_token(128, 8, KVFormat("bfloat16"), KVFormat("bfloat16")) == 4096
     assert bytes_per_token(128, 8, KVFormat("int8", 8), KVFormat("int4", 32)) == 8 * (128 + 32 + 64 + 8)
+    assert bytes_per_token(128, 8, parse_format("int4-g128-zp", 128), KVFormat("int4", 128)) == 8 * (64 + 4 + 64 + 2)
 
 
 def test_nibbles_are_in_the_order_of_a_bitcast():
@@ -126,7 +136,68 @@ def test_fp8_saturates():
     assert out[0].tolist() == [0, 1, -448, 448, 448, 448, 0.3125, -(2.0**-9)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZEROED)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_error_with_zero_points_is_at_most_half_a_step(name, data):
+    """And what the zero's rounding to float16 leaves out of the range."""
+    element = st.floats(-1000, 1000, width=32)
+    shift = np.float32(data.draw(st.sampled_from([0, 1, -300])))
+    x = data.draw(stnp.arrays(np.float32, (3, D), elements=element)) + shift
+    values, numbers, out = roundtrip(name, jnp.asarray(x))
+    fmt = parse_format(name, D)
+    scales, zeros = np.split(numbers.astype(np.float64), 2, axis=-1)
+    groups = x.astype(np.float64).reshape(3, -1, fmt.group)
+    least = groups.min(axis=-1)
+    assert np.array_equal(zeros, np.where(np.abs(least) < 2**-14, 0, least).astype(np.float16))
+    lost = np.abs(groups.min(axis=-1) - zeros)[..., None] * (1 + 1e-3)
+    assert np.all(np.abs(out.reshape(groups.shape) - groups) <= 0.51 * scales[..., None] + lost + 1e-4)
+    assert np.all(
+        scales <= np.maximum((groups.max(axis=-1) - zeros) / {"int8": 255, "int4": 15}[fmt.dtype], 2**-14) * 1.001
+    )
+
+
+def test_a_zero_point_uses_all_codes():
+    x = np.arange(5, 21, dtype=np.float32)[None]
+    values, numbers = encode(jnp.asarray(x), KVFormat("int4", 16, zero_point=True))
+    assert numbers.tolist() == [[1, 5]]
+    assert np.asarray(values)[0].tolist() == [((i - 8) & 15) | ((i - 7) & 15) << 4 for i in range(0, 16, 2)]
+    assert np.array_equal(decode(values, numbers, KVFormat("int4", 16, zero_point=True), jnp.float32), x)
+
+
+def test_rotation_spreads_one_large_channel():
+    x = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32)
+    x[:, 5] = 16
+    plain, turned = (roundtrip(name, jnp.asarray(x))[2] for name in ("int4-g32", "int4-g32-h"))
+    others = np.arange(D) != 5
+    assert np.linalg.norm((turned - x)[:, others]) < 0.5 * np.linalg.norm((plain - x)[:, others])
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_rotated_against_the_layout(name):
+    """In float64 both sides round the same numbers, but for the order of sums in a rotation."""
+    with jax.enable_x64(True):
+        x = np.random.default_rng(1).standard_normal((4, 2, D))
+        fmt = parse_format(name, D)
+        pool = allocate(2, 2, 8, D, fmt, fmt)
+        slots = jnp.asarray([0, 1, 1, 0], jnp.int32), jnp.asarray([0, 7, 3, 1], jnp.int32)
+        written, by_hand = write(pool.k, jnp.asarray(x), *slots), to_numpy(pool)
+        for t, head in np.ndindex(4, 2):
+            write_row(by_hand.k, int(slots[0][t]), head, int(slots[1][t]), x[t, head])
+        if fmt.storage_dtype == jnp.uint8 or fmt.group:
+            assert jax.tree.all(jax.tree.map(np.array_equal, written, by_hand.k))
+        tokens = gather(written, jnp.asarray([[0, 1]], jnp.int32), jnp.float64)
+        stored = gather(written.as_stored, jnp.asarray([[0, 1]], jnp.int32), jnp.float64)
+        for t, head in np.ndindex(4, 2):
+            page, offset = int(slots[0][t]), int(slots[1][t])
+            expected = read_row(by_hand.k, page, head, offset)
+            np.testing.assert_allclose(tokens[0, head, 8 * page + offset], expected, atol=1e-12)
+            np.testing.assert_allclose(np.linalg.norm(stored[0, head, 8 * page + offset]), np.linalg.norm(expected))
+        unrotated = dataclasses.replace(by_hand.k, format=dataclasses.replace(fmt, hadamard=False))
+        assert np.linalg.norm(read_row(unrotated, 0, 0, 0) - x[0, 0]) > np.linalg.norm(x[0, 0]) / 2
+
+
+@pytest.mark.parametrize("name", [*NAMES, *ZEROED])
 def test_write_and_gather_against_the_layout(name):
     """In float64 both sides round the same numbers: equal bit for bit."""
     with jax.enable_x64(True):

@@ -34,7 +34,7 @@ def stored_as(pages: KVPages, fmt: KVFormat) -> KVPages:
     def pool(old: Pages) -> Pages:
         scales = None
         if fmt.group is not None:
-            scales = jnp.ones((*old.values.shape[:2], old.page_size * fmt.groups(old.head_dim)), jnp.float16)
+            scales = jnp.ones((*old.values.shape[:2], old.page_size * fmt.numbers(old.head_dim)), jnp.float16)
         return Pages(old.values.astype(fmt.storage_dtype), scales, fmt)
 
     return KVPages(pool(pages.k), pool(pages.v))
@@ -51,7 +51,13 @@ def call(name: str, fmt: KVFormat, backend: str):
 def test_pages_in_unknown_formats(name):
     call(name, KVFormat("bfloat16"), "mosaic")
     unknown = ["uint8", "int16", "float8_e4m3", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz", "bool"]
-    wrong = [KVFormat("int8"), KVFormat("int8", 12), KVFormat("int8", 128), KVFormat("bfloat16", 8)]
+    wrong = [
+        KVFormat("int8"),
+        KVFormat("int8", 12),
+        KVFormat("int8", 128),
+        KVFormat("bfloat16", 8),
+        KVFormat("bfloat16", zero_point=True),
+    ]
     for fmt in [*map(KVFormat, unknown), *wrong]:
         for backend in ("mosaic", "xla", "hopper"):
             with pytest.raises(
@@ -68,6 +74,14 @@ def test_pages_that_the_kernels_lack(name):
                 call(name, KVFormat(dtype), "mosaic")
             for backend in ("xla", "hopper"):  # which takes XLA for it
                 call(name, KVFormat(dtype), backend)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_pages_in_formats_without_a_kernel(name):
+    for fmt in (KVFormat("int8", 8, hadamard=True), KVFormat("bfloat16", hadamard=True), KVFormat("int8", 64, True)):
+        with pytest.raises(NotImplementedError, match=f"K stored as {fmt.codes} is not supported by backend mosaic"):
+            call(name, fmt, "mosaic")
+        call(name, fmt, "hopper")
 
 
 def test_e5m2_is_read_as_such():
