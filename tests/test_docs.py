@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)((?: [^`\n|&#]*)?)")
+MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
+COMMAND = re.compile(rf"(?:{MODULE}|(?:^|\| )(jllm)(?= \w))((?: [^`\n|&#]*)?)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
 
 
@@ -30,7 +31,8 @@ def commands(page: Path) -> list[tuple[str, str]]:
     text = page.read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [*blocks(page, "sh"), *(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))]
-    return [match for span in spans for match in COMMAND.findall(span)]
+    found = [match for span in spans for match in COMMAND.findall(span)]
+    return [(module or script, arguments) for module, script, arguments in found if arguments.strip() != "eval"]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)

@@ -1,0 +1,47 @@
+"""`jllm`, and `python -m jllm`: one name for the commands, each of which is a module to be run."""
+
+import runpy
+import sys
+from difflib import get_close_matches
+from importlib.util import find_spec
+
+COMMANDS = {
+    "generate": ("jllm.generate", "continue prompts of the command line, of standard input or of a file"),
+    "chat": ("jllm.chat", "talk in the terminal, or in a pipe"),
+    "serve": ("jllm.serve", "the OpenAI API over HTTP"),
+    "eval": ("jllm.analysis.lm_eval", "lm-eval's tasks: its own command, with the model `jllm`"),
+}
+USAGE = f"""\
+usage: jllm COMMAND [...]
+
+{"\n".join(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items())}
+
+jllm COMMAND --help says more. Each is also a module: python -m {", ".join(module for module, _ in COMMANDS.values())}.
+"""
+
+
+def main() -> None:
+    """Runs the command that sys.argv names, as `python -m` would; ends with its exit status, or 2 for none."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if name == "--version":
+        name, sys.argv[1:] = "generate", ["", "--version"]
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
+        sys.exit(_error(f"no command {name!r}: {hint}" if name else f"no command given: {hint}"))
+    if name == "eval" and find_spec("lm_eval") is None:
+        sys.exit(_error("lm-eval is not installed: pip install 'jllm[eval]'"))
+    del sys.argv[1]
+    runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+
+
+def _error(text: str) -> int:
+    print(f"error: {text} (see --help)", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

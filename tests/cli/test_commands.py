@@ -1,0 +1,73 @@
+"""`jllm COMMAND` is `python -m` of the command's module."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from jllm.__main__ import COMMANDS
+from tests.cli.cases import FLAGS, expected, params
+
+
+def jllm(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jllm", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_script_is_this_module():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"jllm": "jllm.__main__:main"}
+    assert all(find_spec(module) for module, _ in COMMANDS.values())
+
+
+def test_generate(folder, model):
+    done = jllm(
+        "generate", "--model", folder, "--max-slots", 4, "--max-step-tokens", 32, "--no-compile-cache", *FLAGS, "a king"
+    )
+    assert (done.returncode, done.stdout) == (0, expected(model, "a king", params())[0].text + "\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_exit_status_and_help(command):
+    wrong = jllm(command, "--bogus")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: unrecognized arguments: --bogus (see --help)\n")
+    shown = jllm(command, "--help")
+    assert (shown.returncode, shown.stdout.split()[:4]) == (0, ["usage:", "python", "-m", f"jllm.{command}"])
+
+
+@pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm-eval is not installed: `uv run --extra eval pytest` runs it"
+)
+def test_eval_is_the_command_of_lm_eval():
+    assert "Language Model Evaluation Harness" in jllm("eval", "--help").stdout
+
+
+def test_eval_without_lm_eval(monkeypatch, capsys):
+    from jllm import __main__ as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["jllm", "eval"])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert (end.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+WRONG = {
+    "none": ((), "error: no command given: known are generate, chat, serve, eval (see --help)\n"),
+    "near": (("chta",), "error: no command 'chta': did you mean chat? (see --help)\n"),
+    "far": (("--model", "x"), "error: no command '--model': known are generate, chat, serve, eval (see --help)\n"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_commands(args, message):
+    done = jllm(*args)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_help_and_version_name_all():
+    assert all(f"  {name} " in jllm("--help").stdout for name in COMMANDS)
+    assert jllm("--version").stdout.startswith("jllm ")

@@ -1,0 +1,97 @@
+"""What a stranger types first: the pages' shell commands, run in their order with tiny models where a page has large
+ones. The notebook user's walk is tests/test_notebooks.py, and the Python of all pages tests/test_docs.py."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import ROOT, blocks
+
+SETUP = re.compile(r"python3 -m pip install -q uv && python3 -m uv run ")  # this has happened
+RUNS = re.compile(r"(python -m jllm|jllm )")
+
+
+def lines(page: str) -> Iterator[str]:
+    """The commands of a page's shell blocks that need no device and no download."""
+    for block in blocks(ROOT / page, "sh"):
+        for line in block.replace("\\\n", "").splitlines():
+            line = SETUP.sub("", line)
+            if RUNS.search(line) or line.startswith("curl "):
+                yield line
+
+
+@pytest.fixture
+def home(folder, tmp_path) -> Path:
+    """A home with the models that pages name, `python` and `jllm` to be called, and some prompts."""
+    for name in {name for page in ROOT.glob("**/*.md") for name in re.findall(r"~/models/([\w.-]+)", page.read_text())}:
+        (tmp_path / "models").mkdir(exist_ok=True)
+        (tmp_path / "models" / name).symlink_to(folder)
+    (tmp_path / "bin").mkdir()
+    for name, command in (("python", ""), ("jllm", " -m jllm")):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    prompts = ({"prompt": "once upon a time"}, {"prompt": [5, 6, 7], "temperature": 0})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (tmp_path / "half.toml").write_text(blocks(ROOT / "docs/quantization.md", "toml")[0])
+    return tmp_path
+
+
+def environment(home: Path) -> dict[str, str]:
+    path = f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    paths = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **paths, "JAX_PLATFORMS": "cpu"}
+
+
+def run(line: str, home: Path) -> str:
+    """Standard output of a command that must do well."""
+    typed = "who was old?\n"  # where it asks
+    options = {"shell": True, "cwd": home, "env": environment(home), "input": typed, "text": True, "timeout": 300}
+    done = subprocess.run(line, capture_output=True, check=False, **options)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), f"{line}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/chat.md", "docs/speculation.md", "docs/quantization.md"])
+def test_the_shell_and_quantization_users_walk(page, home):
+    commands = list(lines(page))
+    assert commands
+    for line in commands:
+        out = run(line, home)
+        assert out.strip() or "--output" in line, line
+    if page == "README.md":
+        assert len((home / "results.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_serving_users_walk(home):
+    """Each server starts, answers what the page asks it and ends in order."""
+    served = 0
+    commands = list(lines("docs/serving.md"))
+    assert commands[0].startswith("python -m jllm.serve")
+    requests = [line for line in commands if line.startswith("curl ")]
+    assert requests
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    for line in commands:
+        if line.startswith("curl "):
+            continue
+        line = f"exec {re.sub(r' --port \d+', '', line)} --port 0"
+        with subprocess.Popen(
+            line, shell=True, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True
+        ) as server:
+            address = next(text for text in server.stderr if text.startswith("serving ")).split()[-1]
+            for request in requests if served == 0 else ():
+                answer = json.loads(run(request.replace("http://", "").replace("localhost:8000/v1", address), home))
+                assert answer["choices"][0]["text"], answer
+                served += 1
+            server.send_signal(signal.SIGTERM)
+            assert "Traceback" not in server.stderr.read()
+        assert server.returncode == 0
+    assert served
