@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +20,7 @@ from tqdm import tqdm
 from jllm.batch import Bucket
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: on a terminal, and elsewhere
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Recipe(NamedTuple):
     lower: Callable[[], jax.stages.Lowered]
     find: Callable[[], jax.stages.Compiled | None] = lambda: None
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
+    name: str = "a program"  # in the progress that people see
 
 
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -65,12 +70,13 @@ class Compiler:
 
     Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
     Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
+    progress: whether standard error says how far that is; None: where it is a terminal.
     """
 
-    def __init__(self, compiled: Compiled):
-        self._compiled, self._closed = compiled, False
+    def __init__(self, compiled: Compiled, progress: bool | None = None):
+        self._compiled, self._closed, self._progress = compiled, False, progress
         self._lock, self._tracing = threading.Lock(), threading.Lock()
-        self._busy: set[int] = set()  # threads that are making a program
+        self._busy: dict[int, str] = {}  # by thread, the program that it makes
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
 
@@ -79,20 +85,35 @@ class Compiler:
 
     def now(self, recipe: Recipe) -> jax.stages.Compiled:
         """Makes a program in this thread, which waits for it."""
+        if self._progress or (self._progress is None and sys.stderr is not None and sys.stderr.isatty()):
+            print(f"compiling a step of {recipe.name}", file=sys.stderr, flush=True)
         made = self._make(recipe, contextlib.nullcontext())
         with self._lock:
             self._compiled.first_use += 1
         return made
 
-    def wait(self, jobs: Iterable[Future]) -> None:
-        """Until all are done, with progress on a terminal. Raises what the first of them to fail raises."""
-        jobs = list(jobs)
-        with tqdm(None, "compiling", len(jobs), unit="program", delay=2, leave=False, disable=None) as bar:
-            for job in as_completed(jobs):
-                job.result()
-                cached = self._compiled.cache_hits + self._compiled.loaded
-                bar.set_postfix_str(f"{cached} from the cache", refresh=False)
-                bar.update()
+    def wait(self, jobs: Iterable[Future], of: Iterable[Future] = ()) -> None:
+        """Until all jobs are done, with progress from the first moment on, which counts those of `of` too. Raises what
+        one of the jobs raises."""
+        left = set(jobs)
+        whole, terminal = left.union(of), sys.stderr is not None and sys.stderr.isatty()
+        disable = sys.stderr is None or not (terminal if self._progress is None else self._progress)
+        form, size = "compiling: {n_fmt} of {total_fmt} programs, {elapsed}{postfix}", shutil.get_terminal_size()
+        shape = {"bar_format": form, "ncols": size.columns, "nrows": size.lines}
+        with tqdm(total=len(whole), leave=not terminal, disable=disable, **shape) as bar:
+            while left:
+                done, left = wait_for(left, None if disable else PAUSE if terminal else LOG_PAUSE, FIRST_COMPLETED)
+                for job in done:
+                    job.result()
+                if not disable:
+                    bar.n = sum(job.done() for job in whole)
+                    bar.set_postfix_str(self._working())
+
+    def _working(self) -> str:
+        """What is being made, and how much was found."""
+        with self._lock:
+            found, names = self._compiled.cache_hits + self._compiled.loaded, sorted(self._busy.values())
+        return "; ".join([*([f"{found} from the cache"] if found else []), *names])
 
     def close(self) -> None:
         """What has not begun never does; waits for the rest."""
@@ -104,7 +125,7 @@ class Compiler:
             return self._make(recipe, self._tracing)
 
     def _make(self, recipe: Recipe, tracing: AbstractContextManager) -> jax.stages.Compiled:
-        with self._counting():
+        with self._counting(recipe.name):
             made = recipe.find()
             loaded = made is not None
             if made is None:
@@ -121,19 +142,19 @@ class Compiler:
             return made
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(self, name: str) -> Iterator[None]:
         """Counts the time, and the hits of JAX's persistent cache in this thread."""
         me = threading.get_ident()
         with self._lock:
             if not self._busy:
                 self._since = time.perf_counter()
                 jax.monitoring.register_event_listener(self._count_hit)
-            self._busy.add(me)
+            self._busy[me] = name
         try:
             yield
         finally:
             with self._lock:
-                self._busy.remove(me)
+                del self._busy[me]
                 if not self._busy:
                     jax.monitoring.unregister_event_listener(self._count_hit)
                 now = time.perf_counter()

@@ -55,7 +55,9 @@ class Device:
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
-        self.programs = Programs(self.sizes.buckets, self._arguments, self._static, files, self._check)
+        self.programs = Programs(
+            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress
+        )
         self.renew()
 
     def renew(self) -> None:
@@ -170,7 +172,7 @@ class Device:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools = placed_shapes(jax.eval_shape(_pools, self._state), self._config, HEADS)
-        return Recipe(partial(jit_copy_pages.lower, pools, pages))
+        return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def _check(self, top: jax.stages.Compiled) -> None:
         assert self._state is not None

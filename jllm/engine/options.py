@@ -54,6 +54,7 @@ class EngineOptions:
     hooks: Hooks | None = None  # functions of the caller's own inside the steps
     acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
+    progress: bool | None = None  # say on standard error what is being compiled; default: where that is a terminal
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
     )
@@ -76,6 +77,8 @@ class EngineOptions:
             raise ConfigError(f"backend must be one of {', '.join(BACKEND_NAMES)}, not {self.backend!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
+        if not isinstance(self.progress, bool | None):
+            raise ConfigError(f"progress must be True, False or None, not {self.progress!r}")
         if not isinstance(self.executables, str | os.PathLike | None):
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
@@ -141,6 +144,7 @@ class EngineKeywords(TypedDict, total=False):
     hooks: Hooks | None
     acceptance: str | None
     executables: str | os.PathLike | None
+    progress: bool | None
     trace: Sink | None
 
 

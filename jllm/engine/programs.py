@@ -37,12 +37,14 @@ class Programs:
         static: Callable[[Bucket, Variant], dict[str, Any]],
         files: Executables | None,
         check: Callable[[jax.stages.Compiled], None],
+        progress: bool | None = None,
     ):
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
         self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
         self._buckets = most_needed_first(buckets)
         self._arguments, self._static, self._files, self._check = arguments, static, files, check
+        self._progress = progress
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
         self._permitted: set[Key] = set()  # those that a step may wait for
@@ -103,14 +105,14 @@ class Programs:
 
     def start(self, variant: Variant, *others: Recipe) -> list[Future]:
         """The same in the background: returns once the others, and the program that holds every step, are there, with
-        what is still to come."""
+        all that was begun."""
         try:
             jobs = [self._compiling().add(other) for other in others]
             for key in self._keys(variant):
                 self._begin(key)
             first = self._jobs.get(_key(self._buckets[0], variant))
-            coming = list(self._jobs.values())
-            self._compiling().wait(jobs if first is None else [*jobs, first])
+            coming = [*jobs, *self._jobs.values()]
+            self._compiling().wait(jobs if first is None else [*jobs, first], coming)
             self._collect()
             if variant in self._failed:
                 raise self._failed.pop(variant)
@@ -187,14 +189,14 @@ class Programs:
         return made
 
     def _compiling(self) -> Compiler:
-        self._compiler = self._compiler or Compiler(self.compiled)
+        self._compiler = self._compiler or Compiler(self.compiled, self._progress)
         return self._compiler
 
     def _recipe(self, key: Key) -> Recipe:
         """For the thread whose settings count."""
         path = self.path(*key)
         lower = partial(packed_step.lower, *self._arguments(*key), **self._static(*key))
-        return Recipe(lower, partial(self._find, key, path), partial(self._keep, key, path))
+        return Recipe(lower, partial(self._find, key, path), partial(self._keep, key, path), _name(key[0]))
 
     def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
         found = None if self._files is None or path is None else self._files.load(path)
@@ -233,6 +235,12 @@ class Programs:
         if not self._jobs and self._compiler is not None:
             self._compiler.close()  # its threads end
             self._compiler = None
+
+
+def _name(bucket: Bucket) -> str:
+    decodes = f"{bucket.decodes} decode{'' if bucket.decodes == 1 else 's'}"
+    decodes += f" of {bucket.rows} rows" if bucket.rows > 1 else ""
+    return f"{decodes} + {bucket.tokens} prompt tokens" if bucket.tokens else decodes
 
 
 def _key(bucket: Bucket, variant: Variant) -> Key:

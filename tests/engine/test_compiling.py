@@ -1,6 +1,9 @@
 """Programs compiled ahead: the most needed first, in threads, counted; and requests that come meanwhile."""
 
+import io
+import sys
 import threading
+import time
 from functools import partial
 
 import jax
@@ -12,7 +15,8 @@ from jllm.engine import compiling
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
-from jllm.errors import EngineClosed, NoRoomError
+from jllm.errors import ConfigError, EngineClosed, NoRoomError
+from jllm.state import Variant
 from tests.tiny import greedy, serve, tiny_model
 
 BUCKETS = (Bucket(1, 0, 0), Bucket(2, 6, 2), Bucket(3, 0, 0), Bucket(3, 13, 3))
@@ -199,6 +203,73 @@ def test_a_compiler_closes_more_than_once_and_takes_no_more():
     compiler.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         compiler.add(recipe)
+
+
+class Screen(io.StringIO):
+    """Standard error, as a terminal or not."""
+
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def shows(self, text: str) -> bool:
+        """Whether the text comes within a minute."""
+        end = time.monotonic() + 60
+        while text not in self.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        return text in self.getvalue()
+
+
+SHOWN = {  # a terminal, progress=, whether it is shown
+    "terminal": (True, None, True),
+    "pipe": (False, None, False),
+    "asked": (False, True, True),
+    "unwanted": (True, False, False),
+}
+
+
+@pytest.mark.parametrize(("terminal", "progress", "shown"), SHOWN.values(), ids=SHOWN)
+def test_progress_is_shown_from_the_first_moment(monkeypatch, terminal, progress, shown):
+    """What is being compiled, and how far, while the first program is made; in a pipe only if asked."""
+    screen, seen = Screen(terminal), []
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(compiling, "LOG_PAUSE", 0.01)
+    lower = jax.jit(lambda x: x + 1).lower
+
+    def traced() -> jax.stages.Lowered:
+        if shown:
+            seen.append(screen.shows("compiling: 0 of 2 programs") and screen.shows("3 decodes + 13 prompt tokens"))
+        return lower(1.0)
+
+    compiler = Compiler(Compiled(), progress)
+    jobs = [compiler.add(Recipe(traced, name="3 decodes + 13 prompt tokens")), compiler.add(Recipe(lambda: lower(2)))]
+    compiler.wait(jobs[:1], jobs)
+    compiler.wait(jobs)
+    assert seen == [True] * shown
+    assert bool(screen.getvalue()) == shown
+    compiler.now(Recipe(lambda: lower(1.0), name="1 decode"))
+    assert ("compiling a step of 1 decode\n" in screen.getvalue()) == shown
+    compiler.close()
+
+
+def test_an_engine_names_its_steps(model, monkeypatch):
+    screen = Screen(False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    engine = Engine(model, **OPTIONS, progress=True)
+    engine.compile_ahead()
+    assert "compiling: 5 of 5 programs" in screen.getvalue()
+    assert {job.name for job in map(engine._device.programs._recipe, keys(engine))} == {
+        "1 decode", "2 decodes + 6 prompt tokens", "3 decodes", "3 decodes + 13 prompt tokens",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="progress must be True, False or None, not 1"):
+        Engine(model, **OPTIONS, progress=1)
+
+
+def keys(engine: Engine) -> list:
+    return engine._device.programs._keys(Variant())
 
 
 def test_what_is_traced_in_a_thread_has_the_settings_of_who_asked():
