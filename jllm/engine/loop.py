@@ -361,9 +361,9 @@ class Engine:
         if plan.copies:
             self._device.copy_pages(plan.copies)
         if self._drafting is not None or self._options.hooks is not None:
-            for seq, tokens in plan.skips:
+            for seq, skipped in plan.skips:
                 assert seq.slot is not None
-                self._device.remember(seq.slot, seq.slice(0, tokens))
+                self._device.remember(seq.slot, seq.slice(0, skipped))
         outputs = self._device.run(buffer, layout, variant)
         counts = self._counts
         if self._trace:

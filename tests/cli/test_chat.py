@@ -48,10 +48,10 @@ def chat(folder, capsys, monkeypatch):
     return run
 
 
-@pytest.fixture
-def session(model):
+@pytest.fixture(params=[None, "ngram"])
+def session(model, request):
     """An engine, a template that repeats answers as they were, and letters drawn as a tokenizer would not cut them."""
-    engine = jllm.Engine(model, max_slots=1, page_size=8, max_step_tokens=32, num_pages=32)
+    engine = jllm.Engine(model, max_slots=1, page_size=8, max_step_tokens=32, num_pages=32, speculate=request.param)
     tokenizer = replace(model.tokenizer, chat_template=EXACT)
     pieces = [model.tokenizer.vocabulary.piece(id) for id in range(model.config.vocab_size)]
     banned = {id: float("-inf") for id, piece in enumerate(pieces) if not (piece.isascii() and piece.isalpha())}

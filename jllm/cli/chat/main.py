@@ -47,7 +47,7 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
     lines, start = Lines(interrupt), Conversation()
     if args.system is not None:
         start = Conversation((Message("system", args.system),))
-    session = _open(args, sampling_params(args), start)
+    session = _open(args, sampling_params(args), start, wait=not lines.terminal)
     if lines.terminal:
         note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
     try:
@@ -57,8 +57,9 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
         session.engine.close()
 
 
-def _open(args: Namespace, sampling: SamplingParams, start: Conversation) -> "Session":
-    """An engine for one conversation, with what its first step needs compiled. All is checked, and nothing has run."""
+def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: bool) -> "Session":
+    """An engine for one conversation, with its steps compiled; without `wait`, those that the first step needs, and
+    the others while the first message is typed. All is checked, and nothing has run."""
     cache = compile_cache(args)
     from jllm.checkpoint_files import find_model
     from jllm.cli.chat.session import Session
@@ -76,7 +77,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation) -> "Se
     prompt_ids(start.ask("?"), model.tokenizer)  # a template may refuse system messages
     given = {name: getattr(args, name) for name in ENGINE_FLAGS}
     engine = Engine(model, **_sizes(given, sampling), executables=cache)
-    engine.compile_ahead([sampling], wait=False)
+    engine.compile_ahead([sampling], wait=wait)
     return Session(engine, model.tokenizer, sampling, model.config.context)
 
 
