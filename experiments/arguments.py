@@ -74,7 +74,7 @@ def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
             found[given] = given
             continue
         known = {**PRESETS, **found}.get(scheme.name)
-        if isinstance(known, Scheme) and known.rules != scheme.rules:
+        if isinstance(known, Scheme) and (known.rules, known.rotate) != (scheme.rules, scheme.rotate):
             raise ConfigError(f"{given}: another scheme is called {scheme.name!r}: give this one another `name`")
         found[scheme.name] = scheme
     return found

@@ -16,6 +16,7 @@ from jllm.fit import tree_bytes
 from jllm.memory import Memory
 from jllm.parallel.mesh import free_of, make_mesh, spread
 from jllm.params import Params
+from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 from jllm.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -66,11 +67,12 @@ def load(
 
     dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
     16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
-    name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read. The preset "bf16" is a
-    dtype. A directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over
-    devices, a jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no
-    device holds more than its share and one weight. activation_parts quantizes activations on one device as a mesh
-    of so many does. Raises ConfigError for a mesh that does not fit the model.
+    name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read, unless it rotates them
+    (`w4a16-g64+rotate-all`): then all are read first, which takes twice their room. The preset "bf16" is a dtype. A
+    directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over devices, a
+    jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no device
+    holds more than its share and one weight. activation_parts quantizes activations on one device as a mesh of so many
+    does. Raises ConfigError for a mesh that does not fit the model.
 
     Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
     the device is asked by default.
@@ -87,14 +89,16 @@ def load(
     if mesh is not None:
         config = spread(config, make_mesh(mesh) if isinstance(mesh, int) else mesh)
     free = memory() if memory else free_of(config.mesh)
-    params = load_params(folder, config, wanted, scheme, free)
+    rotated = scheme is not None and scheme.rotate is not None
+    params = load_params(folder, config, wanted, None if rotated else scheme, free)
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:
         if any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
             raise
         tokenizer = None
-    return Model(config, params, tokenizer)
+    model = Model(config, params, tokenizer)
+    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:

@@ -40,10 +40,11 @@ def of_model(model: str | Path) -> dict[str, str]:
 
 
 def of_scheme(scheme: "str | Path | Scheme") -> str:
-    """By its rules, whatever it is called. Raises QuantizationError."""
+    """By its rules and rotation, whatever it is called. Raises QuantizationError."""
     from jllm.quant.schemes import find_scheme
 
-    return digest([json.dumps(find_scheme(scheme).rules).encode()])
+    found = find_scheme(scheme)
+    return digest([json.dumps(found.rules).encode(), *([] if found.rotate is None else [found.rotate.encode()])])
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ Part "scheme": a scheme and a KV format, against the model as loaded. Part "laye
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.params import Params, linears
 from jllm.pretrained import Model
-from jllm.quant.quantize import quantize
+from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels import kv_pages, quantized_weights
 from pallas_kernels.kv_pages import KVFormat
@@ -64,7 +63,7 @@ def scheme_row(
     *,
     backend: str | None = None,
 ) -> Iterator[Row]:
-    quantized = replace(model, params=quantize(model.params, scheme))
+    quantized = quantize_model(model, scheme)
     name = kv_name(kv, model.params.dtype)
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, backend=backend)
     yield {
@@ -114,7 +113,8 @@ def layer_rows(
 ) -> Iterator[Row]:
     """A row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized, and
     the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
-    quantized = replace(model, params=quantize(model.params, scheme))
+    quantized, which = quantize_model(model, scheme), find_scheme(scheme).rotate
+    reference = reference if which is None else rotate(reference, which)  # whose stream is turned likewise
     alone = [divergence_by_layer(quantized, reference, window, backend=backend) for window in windows]
     errors = [compare_layers(quantized, reference, window, backend=backend)[1:] for window in windows]
     for i, kl in enumerate(np.mean(alone, axis=0).tolist()):

@@ -11,7 +11,7 @@ from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
 from jllm.pretrained import Model
-from jllm.quant.quantize import quantize
+from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import Scheme
 from pallas_kernels.backends import on_hopper
 
@@ -32,7 +32,7 @@ def check_all_run(
     named = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
     formats = dict.fromkeys(kv for _, kv in pairs)
     dtype = model.params.dtype
-    report("scheme", named, lambda name: quantize(_shapes(model).params, schemes[name]))
+    report("scheme", named, lambda name: quantize_model(_shapes(model), schemes[name]))
     report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
     if backend is not None:  # None chooses, and XLA takes everything
         names = {f"{scheme} with KV {kv}": (schemes[scheme], kv) for scheme, kv in pairs}
@@ -55,9 +55,8 @@ def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) ->
 
 def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
-    first = _shapes(model, layers=1)
+    first = quantize_model(_shapes(model, layers=1), scheme)
     c, dtype = first.config, model.params.dtype
-    params = quantize(first.params, scheme)
     formats = parse_kv_cache(kv_name(kv, dtype), c, dtype)
     cache = jax.eval_shape(lambda: make_cache(c, TOKENS // PAGE, PAGE, formats))
 
@@ -66,7 +65,7 @@ def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
 
     rows = [ints(TOKENS)] * 4
     batch = Paged(*rows, ints(0, TOKENS // PAGE), ints(0), ints(1, TOKENS // PAGE), ints(2), ints(1))  # type: ignore[call-arg,arg-type]
-    jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), params, batch, cache)
+    jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), first.params, batch, cache)
 
 
 def _shapes(model: Model, layers: int | None = None) -> Model:

@@ -25,7 +25,7 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
     QuantizationError for a scheme that does not fit these weights, before anything is done, and for weights that hold
     NaN or infinity.
     """
-    formats = find_scheme(scheme).formats(matrix_modules(params))
+    formats = formats_by_weight(params, scheme)
     check_shapes(params, formats)
     count = sum(bool(wanted) for wanted in formats.values())
     with tqdm(total=count, desc="quantizing", unit="weight", delay=DELAY, leave=False, disable=None) as bar:
@@ -38,6 +38,18 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
             return quantized
 
         return map_weights(convert, params, formats, release=_delete if donate else lambda leaf: None)
+
+
+def formats_by_weight(params: Params, scheme: str | Scheme) -> dict[str, Formats]:
+    """Scheme.formats of these params. Raises QuantizationError for a scheme that rotates: params alone do not tell the
+    sizes of heads."""
+    scheme = find_scheme(scheme)
+    if scheme.rotate is not None:
+        raise QuantizationError(
+            f"scheme {scheme.name!r} rotates the model first: use jllm.quant.rotation.quantize_model, or its "
+            "rotate and then the scheme without"
+        )
+    return scheme.formats(matrix_modules(params))
 
 
 def map_weights(

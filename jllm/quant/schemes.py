@@ -18,13 +18,16 @@ matches one with the format "bf16". A format is one of parse_weight_format's, or
 one format. Without a rule of its own, the head of a tied model is its embedding, whatever that becomes; a rule for
 lm_head gives it a head of its own. Every rule must decide something: one that matches no name, or only names that
 earlier ones have taken, is an error.
+
+A scheme may say that the model is rotated first (rotation.py): `rotate = "kv"` or "all" in a file, and after any name
+`+rotate-kv` or `+rotate-all`.
 """
 
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,6 +37,7 @@ from jllm.errors import QuantizationError
 from pallas_kernels.quantized_weights import WeightFormat, check_shape, parse_weight_format
 
 PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
+ROTATIONS = ("kv", "all")
 NEAR = 4  # names that an error suggests
 
 Formats = tuple[WeightFormat, ...]  # in order of preference; none: left as it is
@@ -63,8 +67,12 @@ class Scheme:
 
     name: str
     rules: tuple[tuple[str, str], ...]  # pattern, format
+    rotate: str | None = None  # one of ROTATIONS: what is rotated before rounding
 
     def __post_init__(self) -> None:
+        if self.rotate not in (None, *ROTATIONS):
+            known = ", ".join(ROTATIONS)
+            raise QuantizationError(f"scheme {self.name!r}: rotate must be one of {known}, not {self.rotate!r}")
         for pattern, name in self.rules:
             try:
                 parse_formats(name)
@@ -113,22 +121,25 @@ class Scheme:
         return found[parts[0]]
 
     def to_json(self) -> str:
-        return json.dumps({"name": self.name, "rules": self.rules}, indent=2) + "\n"
+        rotate = {} if self.rotate is None else {"rotate": self.rotate}
+        return json.dumps({"name": self.name, **rotate, "rules": self.rules}, indent=2) + "\n"
 
     def to_toml(self) -> str:
         rules = "".join(f"  [{_quoted(pattern)}, {_quoted(name)}],\n" for pattern, name in self.rules)
-        return f"name = {_quoted(self.name)}\nrules = [  # pattern, format; the first that matches wins\n{rules}]\n"
+        rotate = "" if self.rotate is None else f"rotate = {_quoted(self.rotate)}\n"
+        head = f"name = {_quoted(self.name)}\n{rotate}"
+        return f"{head}rules = [  # pattern, format; the first that matches wins\n{rules}]\n"
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], *, source: str = "scheme") -> "Scheme":
-        """Reads {"name": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
-        if unknown := sorted(set(raw) - {"name", "rules"}):
-            raise QuantizationError(f"{source}: unknown key {unknown[0]!r}; a scheme has name and rules")
+        """Reads {"name": ..., "rotate": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
+        if unknown := sorted(set(raw) - {"name", "rules", "rotate"}):
+            raise QuantizationError(f"{source}: unknown key {unknown[0]!r}; a scheme has name, rules and rotate")
         name, rules = raw.get("name", source), raw.get("rules")
         pairs = isinstance(rules, list | tuple) and all(isinstance(r, list | tuple) and len(r) == 2 for r in rules)
         if not isinstance(name, str) or not pairs or not all(isinstance(s, str) for r in rules or () for s in r):
             raise QuantizationError(f"{source}: a scheme needs rules = [[pattern, format], ...], all of them strings")
-        return Scheme(name, tuple((pattern, fmt) for pattern, fmt in rules or ()))
+        return Scheme(name, tuple((pattern, fmt) for pattern, fmt in rules or ()), raw.get("rotate"))
 
 
 def _quoted(text: str) -> str:
@@ -163,14 +174,17 @@ PRESETS: dict[str, Scheme] = {
 
 
 def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
-    """A scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), or one read from a .toml or .json
-    file. Raises QuantizationError."""
+    """A scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), one of these rotated
+    (`nf4-g128+rotate-all`), or one read from a .toml or .json file. Raises QuantizationError."""
     if isinstance(scheme, Scheme):
         return scheme
     if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.endswith((".toml", ".json"))):
         return read_scheme(Path(scheme))
     if not isinstance(scheme, str):
         raise QuantizationError(f"a quantization scheme is a name, a file or a Scheme, not {scheme!r}")
+    base, plus, which = scheme.partition("+rotate-")
+    if plus:
+        return replace(find_scheme(base), name=scheme, rotate=which)
     if scheme in PRESETS:
         return PRESETS[scheme]
     try:

@@ -13,10 +13,10 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.linear import embed
 from jllm.model import Packed, tapped_backbone
-from jllm.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries, matrix_modules
+from jllm.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries
 from jllm.pretrained import Model
-from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
-from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
+from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights, quantize_weight, weight_formats
+from jllm.quant.schemes import Formats, Scheme, choose_format
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
 
@@ -56,7 +56,7 @@ def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
     if quantized := weight_formats(model.params):
         name, fmt = next(iter(quantized.items()))
         raise QuantizationError(f"{name} is quantized already ({fmt.name}); calibrate the 16-bit weights instead")
-    formats = find_scheme(scheme).formats(matrix_modules(model.params))
+    formats = formats_by_weight(model.params, scheme)
     check_shapes(model.params, formats)
     return formats
 

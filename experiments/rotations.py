@@ -1,0 +1,152 @@
+"""What rotations (QuaRot, arXiv 2404.00456) gain where a model has outliers: of K and V, and of the residual stream.
+
+    python -m experiments.rotations
+    python -m experiments.rotations --strengths 1 8 --seeds 0
+
+Outliers are planted without changing the model's function (jllm.analysis.outliers), where a seed draws the channels; at
+strength 1 there are none. kl is the divergence from the unquantized model in nats a token, through the paged cache, and
+`kl_95` its interval by bootstrap over documents. Part "kv": K and V in 4 bits as they are, rotated (-h) and with zero
+points (-zp), with outliers in two channels of each head's K and V. Part "weights": a scheme by rounding or a method of
+jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. A
+run that was interrupted goes on where it stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tqdm import tqdm
+
+import jllm
+from experiments.arguments import positive
+from experiments.ptq_methods import read_tokens, rounded, run_of
+from experiments.result_file import ResumedFile
+from experiments.texts.read import BUNDLED_TEXT
+from jllm.analysis.evaluate import Recorded, evaluate, record
+from jllm.analysis.outliers import plant
+from jllm.analysis.own_tokens import own_tokens
+from jllm.errors import JllmError
+from jllm.params import Params
+from jllm.pretrained import BUNDLED, Model
+from jllm.quant import calibration as ptq
+from jllm.quant.quantize import quantize
+from jllm.quant.rotation import rotate
+from jllm.quant.schemes import ROTATIONS
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+Row = dict[str, Any]
+METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
+    "round": lambda model, scheme, tokens: quantize(model.params, scheme),
+    "awq": ptq.awq,
+    "gptq": ptq.gptq,
+}
+WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
+NONE = "none"  # in place of a rotation
+HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
+
+
+def kv_formats(head_dim: int) -> tuple[str, ...]:
+    base = f"int4-g{head_dim}"
+    return base, f"{base}-h", f"{base}-zp", f"{base}-zp-h", "int4-g32", "int4-g32-h"
+
+
+def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """Strength by strength and seed by seed; what is there before is not computed again."""
+    ids, protocol = read_tokens(model, args)
+    recorded = record(model, ids, protocol)
+    tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
+    done = {json.dumps(_key(row)): row for row in before}
+    for strength, seed in tqdm(list(product(args.strengths, args.seeds)), delay=2, disable=None):
+        if strength == 1 and seed != args.seeds[0]:  # which plants nothing
+            continue
+        of_kv = plant(model, channels=0, gated=0, kv=2, massive=False, strength=strength, seed=seed)
+        of_stream = plant(model, gated=0, massive=False, strength=strength, seed=seed)
+        turned = {NONE: of_stream} | {which: rotate(of_stream, which) for which in ROTATIONS}
+        for name in kv_formats(model.config.head_dim):
+            key: Row = {"part": "kv", "strength": strength, "seed": seed, "kv": name}
+            yield done.get(json.dumps(key)) or key | score(of_kv, ids, protocol, recorded, kv_cache=name)
+        for (scheme, method), which in product(WEIGHTS, turned):
+            key = {"part": "weights", "strength": strength, "seed": seed, "scheme": scheme, "method": method}
+            key |= {"rotate": which}
+            if (row := done.get(json.dumps(key))) is None:
+                subject = turned[which]
+                params = METHODS[method](subject, scheme, tokens)
+                row = key | score(replace(subject, params=params), ids, protocol, recorded)
+            yield row
+
+
+def _key(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("protocol", "tokens", "kl", "kl_95")}
+
+
+def score(subject: Model, ids: list[list[int]], protocol: str, recorded: Recorded, **options: Any) -> Row:
+    found = evaluate(subject, ids, protocol, reference=recorded, **options)
+    row: Row = {"protocol": protocol, "tokens": found.tokens, "kl": rounded(found.kl)}
+    return row | {"kl_95": [rounded(x) for x in found.interval("kl")]}
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    """At the greatest strength: what rotation leaves of each 4-bit format's divergence, seed by seed, the worst of
+    them; and its means over seeds for 8-bit activations, which must fall."""
+    greatest = max((row["strength"] for row in found), default=1)
+    found = [row for row in found if row["strength"] == greatest > 1]
+    kl = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
+    for name in dict.fromkeys(name for name, _ in kl if f"{name}-h" in {other for other, _ in kl}):
+        worst = max(kl[f"{name}-h", seed] / kl[name, seed] for other, seed in kl if other == name)
+        text = f"{name}-h over {name}, strength {greatest:g}, worst seed"
+        yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
+    for scheme, method in WEIGHTS[:2]:
+        plain, turned = (
+            [row["kl"] for row in found if (row.get("scheme"), row.get("rotate")) == (scheme, which)]
+            for which in (NONE, "all")
+        )
+        if plain and turned:
+            text = f"{scheme} ({method}) rotated all over as it is, strength {greatest:g}, mean of seeds"
+            ratio = fmean(turned) / fmean(plain)
+            yield {"name": text, "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
+    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the channels")
+    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
+    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
+    add_result_options(parser)
+    return parser.parse_args(argv)
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.rotations", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        model = jllm.load(args.model, dtype=args.dtype)
+        calibration = f"{args.rows} x {args.length} own tokens"
+        run = run_of(args)
+        with ResumedFile(args.results, "rotations", command, args.label, run=run, calibration=calibration) as result:
+            for row in rows(model, args, result.before):
+                result.add(row)
+                print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Rotations folded into weights (QuaRot, Ashkboos et al., arXiv 2404.00456): the model's function stays, and outlier
+channels of what is then quantized are spread over all channels.
+
+"kv" rotates the values of each head by a Hadamard matrix: the rows of the value projection, and back in the columns of
+the output projection. "all" does that, and rotates the residual stream, by random signs and a Hadamard matrix: weights
+of norms go into what reads them first, for norms to commute with it; a tied model gets a head of its own. What reads K
+after rotary embedding, and the down projection's input, take a rotation as the model runs: that of K is the KV formats'
+(`int4-g32-h`), the down projection has none.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.errors import QuantizationError
+from jllm.params import AttentionParams, LayerParams, MLPParams, Params
+from jllm.quant.quantize import quantize, weight_formats
+from jllm.quant.schemes import ROTATIONS, Scheme, find_scheme
+from pallas_kernels.hadamard import turn
+from pallas_kernels.numerics import compute_dtype
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
+
+
+def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":
+    """The model rotated as the scheme says, and then rounded as quantize does. Leaves may be jax.ShapeDtypeStruct."""
+    scheme = find_scheme(scheme)
+    turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
+    return replace(turned, params=quantize(turned.params, replace(scheme, rotate=None), donate=donate))
+
+
+def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
+    """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
+    Leaves may be jax.ShapeDtypeStruct. Raises QuantizationError for quantized models, those on a mesh, and layers of
+    other kinds."""
+    c, p = model.config, model.params
+    if which not in ROTATIONS:
+        raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
+    if quantized := weight_formats(p):
+        raise QuantizationError(f"{next(iter(quantized))} is quantized: only wide weights can be rotated")
+    if c.mesh is not None:
+        raise QuantizationError("a model on a mesh cannot be rotated: rotate and save it on one device first")
+    for part in (part for layer in p.layers for part in (layer.attention, layer.mlp)):
+        if not isinstance(part, AttentionParams | MLPParams):
+            raise QuantizationError(f"{type(part).__name__}: this kind of layer cannot be rotated")
+    abstract = isinstance(p.embed, jax.ShapeDtypeStruct)
+    one = partial(_rotate_layer, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), c.hidden_size) if which == "all" else None
+    run = jax.eval_shape if abstract else lambda function, *args: function(*args)
+    layers = tuple(run(one, layer, signs) for layer in p.layers)
+    if signs is None:
+        return replace(model, params=replace(p, layers=layers))
+    turned = run(_rotate_ends, replace(p, layers=()), signs)
+    return replace(model, params=replace(turned, layers=layers), config=replace(c, tie_embeddings=False))
+
+
+@partial(jax.jit, static_argnames=("kv_heads", "head_dim"))
+def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: int) -> LayerParams:
+    attention, mlp = layer.attention, layer.mlp
+    rows = kv_heads * head_dim
+
+    def values(w: jax.Array | None) -> jax.Array | None:
+        """The last rows, of values, turned head by head: [(H + 2K) D, ..]."""
+        if w is None:
+            return None
+        last = _wide(w[-rows:]).reshape(kv_heads, head_dim, -1)
+        turned = turn(last.swapaxes(1, 2)).swapaxes(1, 2).reshape(rows, *w.shape[1:])
+        return w.at[-rows:].set(turned.astype(w.dtype))
+
+    o = turn(_wide(attention.o).reshape(attention.o.shape[0], -1, head_dim)).reshape(attention.o.shape)
+    qkv, qkv_bias, o = values(attention.qkv), values(attention.qkv_bias), o.astype(attention.o.dtype)
+    attention = replace(attention, qkv=qkv, qkv_bias=qkv_bias, o=o)
+    if signs is None:
+        return LayerParams(attention, mlp)
+    attention = replace(
+        attention,
+        norm=jnp.ones_like(attention.norm),
+        qkv=_reads(attention.qkv, attention.norm, signs),
+        o=_writes(attention.o, signs),
+        o_bias=_writes(attention.o_bias, signs),
+    )
+    mlp = replace(
+        mlp,
+        norm=jnp.ones_like(mlp.norm),
+        gate_up=_reads(mlp.gate_up, mlp.norm, signs),
+        down=_writes(mlp.down, signs),
+        down_bias=_writes(mlp.down_bias, signs),
+    )
+    return LayerParams(attention, mlp)
+
+
+@jax.jit
+def _rotate_ends(p: Params, signs: Any) -> Params:
+    one = jnp.ones_like(p.norm)
+    head = p.embed if p.head is None else p.head
+    return replace(p, embed=_reads(p.embed, one, signs), head=_reads(head, p.norm, signs), norm=one)
+
+
+def _reads(w: Any, norm: jax.Array, signs: Any) -> jax.Array:
+    """w [N, E] that reads the stream after a norm, or an embedding's rows, which are the stream."""
+    wide = _wide(w)
+    return turn(wide * norm.astype(wide.dtype)[None, :] * signs.astype(wide.dtype)[None, :]).astype(w.dtype)
+
+
+def _writes(w: Any, signs: Any) -> Any:
+    """w [E, K], or a bias [E], that is added to the stream."""
+    if w is None:
+        return None
+    wide = _wide(w).T
+    return turn(wide * signs.astype(wide.dtype).reshape((1,) * (w.ndim - 1) + (-1,))).T.astype(w.dtype)
+
+
+def _wide(w: Any) -> jax.Array:
+    return w.astype(compute_dtype(w.dtype))
