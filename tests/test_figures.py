@@ -102,7 +102,14 @@ def unharmed(scheme: str, kv: str) -> tuple[str]:
     return ("nothing measurable" if low < 0 < high else "something",)
 
 
+def left_of_kv(suffix: str) -> float:
+    """What a 4-bit format with this suffix leaves of the divergence without it, beside outliers; the worst seed."""
+    found = {row["kv"] + f" {row['seed']}": row["kl"] for row in rows("rotations", "cpu", part="kv", strength=8.0)}
+    return max(found[f"int4-g64{suffix} {seed}"] / found[f"int4-g64 {seed}"] for seed in range(3))
+
+
 QUOTES: dict[str, Callable[[], Any]] = {
+    "leaves at most {:.2f} of `int4-g64`'s divergence, and `-zp` {:.2f}": lambda: [left_of_kv("-h"), left_of_kv("-zp")],
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
         accuracy("kl", scheme) for scheme in ("w8a8-talk", "fp8", "nf4", "w4a16-g128")

@@ -345,6 +345,17 @@ ACCURACY = (
         ),
     ),
     Section(
+        "rotations",
+        "What rotations gain beside outliers of K and V, and of what norms give on",
+        "Divergence from the unquantized model in nats a token, by how much larger planted outlier channels are than "
+        "others; a seed draws the channels.",
+        (
+            Table(("strength", "kv", "seed", "kl", "kl_95"), "K and V in 4 bits", _is(part="kv")),
+            Table(("strength", "scheme", "method", "seed"), "weights", _is(part="weights"), pivot=("rotate", "kl")),
+        ),
+        of_bars("{:.2g} to {:.2g} of the divergence left"),
+    ),
+    Section(
         "train_small", "Training of the bundled model", answer=last_values("validation loss {:.3f}", "valid_loss")
     ),
     Section("train_drafters.*", "Training of drafters", "How often drafts are what the target draws, by depth."),
