@@ -1,6 +1,7 @@
 """linear(x, w): the one place that knows what each kind of weight leaf is multiplied by, and who makes that.
 
-A plain weight takes rows in the model's dtype, and so does a weight-only format. A format with quantized activations
+A plain weight takes rows in the model's dtype, and so do a weight-only format and those of block_floats.py, whose rows
+are rounded here to what the format would hold of them. A format with quantized activations
 takes rows of eight bits: the RMSNorm or SiLU before it makes them in the same pass (`norm`, `silu_mul`); what comes
 from elsewhere, attention's output, is quantized here. Residuals are added in the product's epilogue: one pass over the
 sum less than adding them in the norm that follows.
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jllm.params import Weight
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.backends import DIFFERENTIABLE, where_faster
+from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
@@ -52,7 +54,7 @@ def linear(
     (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
     of that mesh axis, and their products are summed; `parts` quantizes the inputs as on so many devices, on one.
     Differentiable but for QuantizedRows."""
-    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.activations is not None:
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         assert not isinstance(x, QuantizedRows), "parts of what is not quantized yet"
         each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
         return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
@@ -113,7 +115,7 @@ def silu_linear(
     parts: int = 1,
 ) -> jax.Array:
     """linear of silu_mul of gate_up [T, 2F], in the residual's dtype; axis and parts as linear has them."""
-    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.activations is not None:
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
         cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
         options: dict[str, Any] = {"out_dtype": residual.dtype, "backend": backend}
@@ -144,9 +146,11 @@ def _linear(
     if isinstance(x, QuantizedRows):
         return _codes_product(x, w, **added, out_dtype=out_dtype, backend=backend)
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    if w.format.activations is not None:
-        rows = quantize_rows(x, w.format.activations, per_tensor=w.format.per_tensor, scale=w.input_scale)
+    if w.format.row_codes is not None:
+        rows = quantize_rows(x, w.format.row_codes, per_tensor=w.format.per_tensor, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
+    if w.format.activations in KINDS:
+        x = round_blocks(x, w.format.activations, w.input_scale)
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
 
@@ -203,8 +207,10 @@ def _straight(
     x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype
 ) -> jax.Array:
     """linear in plain jnp, of numbers instead of codes, with rounding of activations passing gradients."""
-    if w.format.activations is not None:
-        kind, shared = w.format.activations, w.format.per_tensor
+    if w.format.activations in KINDS:
+        x = x + jax.lax.stop_gradient(round_blocks(x, w.format.activations, w.input_scale) - x)
+    elif w.format.row_codes is not None:
+        kind, shared = w.format.row_codes, w.format.per_tensor
         codes = quantize_rows(jax.lax.stop_gradient(x), kind, per_tensor=shared, scale=w.input_scale)
         x = x + (dequantize_rows(codes, x.dtype) - jax.lax.stop_gradient(x))
     w = replace(w, values=jax.lax.stop_gradient(w.values))
@@ -222,7 +228,7 @@ def _rows_kind(reader: Weight) -> str | None:
     found as they come or ahead (input_scale)."""
     if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
-    return reader.format.activations
+    return reader.format.row_codes
 
 
 def _codes_product(

@@ -26,6 +26,7 @@ DTYPES = {
 }
 CODES = {  # what quantized checkpoints hold besides
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "I16": np.dtype(np.int16),

@@ -167,13 +167,19 @@ def check_weight(w: QuantizedWeight) -> None:
         raise NotImplementedError(f"no backend reads codes {fmt.codes!r}; codes: {', '.join(CODES)}")
     groups = None if fmt.group is None else columns * (2 if fmt.packed else 1) // fmt.group
     shape = (rows,) if groups is None else (groups, rows)
-    wide = not fmt.double_quant and str(getattr(w.scales, "dtype", None)) in ("float32", "float64")
+    wide = (
+        not fmt.double_quant
+        and fmt.scale_codes is None
+        and str(getattr(w.scales, "dtype", None)) in ("float32", "float64")
+    )
     scales = str(w.scales.dtype if wide else fmt.scale_dtype)
     expected: dict[str, tuple[jax.Array | None, str | None, tuple[int, ...]]] = {
         "values": (w.values, str(fmt.storage_dtype), w.values.shape),
         "scales": (w.scales, scales, shape),
         "zeros": (w.zeros, "int8" if fmt.zero_point else None, shape),
     }
+    if fmt.scale_codes is not None:
+        expected["scale_steps"] = (w.scale_steps, "float32" if fmt.scale_codes == "e4m3" else None, (rows,))
     for name, (array, dtype, wanted) in expected.items():
         found = None if array is None else (str(array.dtype), array.shape)
         if found != (None if dtype is None else (dtype, wanted)):

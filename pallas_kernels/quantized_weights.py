@@ -8,9 +8,12 @@ A weight [N, K] (out, in) becomes codes with one scale a row, or one for every `
 | fp8 | float8_e4m3fn [N, K] | code * scale |
 | int4 | uint8 [N, K/2], two signed codes a byte, in the order of pack4 | (code - zero) * scale |
 | nf4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale |
+| e2m1 | uint8 [N, K/2], likewise two codes of block_floats.py | E2M1[code] * scale |
+| e5m2 | float8_e5m2 [N, K] | code * scale |
 
-Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous. N and
-K are padded to multiples of 32 once, here; `shape` keeps the logical sizes. Unsigned codes with a zero point (the
+Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous; those
+of block_floats.py are E8M0 (uint8) or E4M3 [K/group, N], these in units of a float32 a row, equal in all of a tensor.
+N and K are padded to multiples of 32 once, here; `shape` keeps the logical sizes. Unsigned codes with a zero point (the
 textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
 """
 
@@ -23,6 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.block_floats import (
+    KINDS,
+    decode_e8m0,
+    element_values,
+    encode_e8m0,
+    mx_scales,
+    round_elements,
+    split_scales,
+    wanted_scales,
+)
 from pallas_kernels.numerics import compute_dtype
 
 # NormalFloat4: quantiles of a normal distribution, one exact zero, in [-1, 1] (QLoRA, arXiv 2305.14314, appendix E).
@@ -32,7 +45,9 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 MULTIPLE = 32  # of N and K as stored
-STORED = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8", "nf4": "uint8"}  # dtypes of values, by codes
+STORED = {  # dtypes of values, by codes
+    "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "e2m1": "uint8",
+}  # fmt: skip
 _BLOCK = 256  # scales that share a step when they are quantized themselves
 _FP8_MAX = 448.0
 
@@ -41,17 +56,40 @@ _FP8_MAX = 448.0
 class WeightFormat:
     """How a weight is stored, and what its inputs are quantized to when they meet it."""
 
-    codes: str  # "int8", "fp8", "int4" or "nf4"
+    codes: str  # "int8", "fp8", "int4", "nf4", "e2m1" or "e5m2"
     group: int | None = None  # values along K that share a scale; None: a row's
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
-    activations: str | None = None  # "int8" or "fp8", one scale a token as it comes, or input_scale; None: 16 bits
+    activations: str | None = None  # "int8" or "fp8", one scale a token as it comes, or input_scale; None: 16 bits.
+    # Or a kind of block_floats.py: rounded to it, and multiplied as numbers
     per_tensor: bool = False  # one activation scale for all tokens, for experiments: not batch-invariant
+    scale_codes: str | None = None  # "e8m0" or "e4m3", as block_floats.py has them
+
+    @property
+    def block_kind(self) -> str | None:
+        """The name in block_floats.KINDS of what is stored so."""
+        own = self.codes, self.group, self.scale_codes
+        return next((name for name, k in KINDS.items() if (k.codes, k.block, k.scale) == own), None)
+
+    @property
+    def row_codes(self) -> str | None:
+        """What inputs are quantized to with a scale a row, if they are: the product then takes them as codes."""
+        return None if self.activations in KINDS else self.activations
+
+    @property
+    def scales_together(self) -> bool:
+        """Whether what a scale is stored as depends on the others."""
+        return self.double_quant or self.scale_codes == "e4m3"
+
+    @property
+    def code_dtype(self) -> str:
+        """The dtype of codes before two of them are packed."""
+        return "int8" if self.packed else STORED[self.codes]
 
     @property
     def packed(self) -> bool:
         """Whether two codes share a byte."""
-        return self.codes in ("int4", "nf4")
+        return self.codes in ("int4", "nf4", "e2m1")
 
     @property
     def storage_dtype(self) -> jnp.dtype:
@@ -61,11 +99,15 @@ class WeightFormat:
     @property
     def scale_dtype(self) -> jnp.dtype:
         """The dtype of the scales array as stored."""
+        if self.scale_codes is not None:
+            return jnp.dtype("uint8" if self.scale_codes == "e8m0" else "float8_e4m3fn")
         return jnp.dtype("int8" if self.double_quant else "float32" if self.group is None else "float16")
 
     @property
     def name(self) -> str:
         """What parse_weight_format reads."""
+        if self.scale_codes is not None:
+            return f"{self.block_kind}{'' if self.activations else '-weight'}"
         group = "" if self.group is None else f"-g{self.group}"
         if self.codes == "nf4":
             return "nf4" + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
@@ -83,9 +125,10 @@ class QuantizedWeight:
     """A weight [N, K] in a format; N' and K' are the padded sizes."""
 
     values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte
-    scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8)
+    scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8; e8m0: uint8; e4m3: itself)
     zeros: jax.Array | None  # int8, shaped as scales are
-    scale_steps: jax.Array | None  # double_quant: float32 [1 + blocks of 256 scales]: their mean, each block's step
+    # double_quant: float32 [1 + blocks of 256 scales]: their mean, each block's step; e4m3: float32 [N'], scales' unit
+    scale_steps: jax.Array | None
     columns: jax.Array | None  # int32 [K]: stored column i multiplies input columns[i]; None: in order
     shape: tuple[int, int] = field(metadata={"static": True})  # (N, K)
     format: WeightFormat = field(metadata={"static": True})
@@ -93,8 +136,8 @@ class QuantizedWeight:
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp8, fp8-weight or
-    uint8-zp, N a multiple of 8. Raises ValueError for any other."""
+    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp8, fp8-weight,
+    uint8-zp, or a kind of block_floats.py[-weight], N a multiple of 8. Raises ValueError for any other."""
     fixed = {
         "w8a8": WeightFormat("int8", activations="int8"),
         "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
@@ -104,6 +147,8 @@ def parse_weight_format(name: str) -> WeightFormat:
         "nf4": WeightFormat("nf4", 64),
         "nf4-dq": WeightFormat("nf4", 64, double_quant=True),
         "w8a16": WeightFormat("int8"),
+        **{name: WeightFormat(k.codes, k.block, activations=name, scale_codes=k.scale) for name, k in KINDS.items()},
+        **{f"{name}-weight": WeightFormat(k.codes, k.block, scale_codes=k.scale) for name, k in KINDS.items()},
     }
     if name in fixed:
         return fixed[name]
@@ -140,7 +185,8 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
     Symmetric int8 steps are absmax / 127 and symmetric int4 ones absmax / 7.5 (all 16 codes: -absmax and absmax are
     half a step away); with a zero point, the range of w and 0 is cut into 255 or 15 steps. fp8: absmax / 448. Scales of
     groups are rounded up to float16 within its normal range, so that nothing is clipped by more than half a step, and
-    values are divided by the rounded scale. Raises ValueError where the shape does not fit.
+    values are divided by the rounded scale. What block_floats.py defines is as it says there. Raises ValueError where
+    the shape does not fit.
     """
     return encode_with(w, *fit_scales(grouped(w, fmt), fmt), fmt)
 
@@ -230,7 +276,13 @@ def _decode_rows(
 
 
 def group_scales(w: QuantizedWeight) -> jax.Array:
-    """Scales as the kernels take them: float32 [N'] or float16 [K'/group, N'], decoded where they are quantized."""
+    """Scales as the kernels take them: float32 [N'] or float16 [K'/group, N'], decoded where they are quantized (those
+    of block_floats.py to float32)."""
+    if w.format.scale_codes == "e8m0":
+        return decode_e8m0(w.scales)
+    if w.format.scale_codes == "e4m3":
+        assert w.scale_steps is not None
+        return w.scales.astype(jnp.float32) * w.scale_steps[None, :]
     if w.scale_steps is None:
         return w.scales
     return decode_scales(w.scales.T, w.scale_steps).T
@@ -265,6 +317,8 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
     """The scales that encode gives x [N', groups, group], as they will be stored, and zeros: [N', groups]."""
     low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
     absmax = jnp.maximum(high, -low)
+    if fmt.scale_codes is not None:
+        return mx_scales(absmax, fmt.codes) if fmt.scale_codes == "e8m0" else wanted_scales(absmax), None
     if fmt.zero_point:
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
         scales = storable((high - low) / (15 if fmt.packed else 255), fmt)
@@ -285,8 +339,10 @@ def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
-    """Codes of x in units of scales, clipped: int8 in range, indices of NF4, or e4m3. zeros is shaped as x is, or
-    broadcasts to it."""
+    """Codes of x in units of scales, clipped: int8 in range, indices of NF4 or E2M1, or floats of 8 bits. zeros is
+    shaped as x is, or broadcasts to it."""
+    if fmt.codes in ("e2m1", "e5m2"):
+        return round_elements(x, fmt.codes)
     if fmt.codes == "fp8":
         return jnp.clip(x, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn)
     if fmt.codes == "nf4":
@@ -303,6 +359,8 @@ def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax
 
 def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dtype: DTypeLike) -> jax.Array:
     """What codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
+    if fmt.codes in ("e2m1", "e5m2"):
+        return element_values(codes, fmt.codes, dtype)
     x = jnp.asarray(NF4, dtype)[codes] if fmt.codes == "nf4" else codes.astype(dtype)
     return x if zeros is None else x - zeros
 
@@ -310,6 +368,12 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
 def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """What becomes of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps
     of scales that are quantized themselves."""
+    if fmt.scale_codes == "e8m0":
+        return scales, encode_e8m0(scales), None
+    if fmt.scale_codes == "e4m3":
+        stored, tensor = split_scales(scales, jnp.max(scales))
+        decoded = stored.astype(jnp.float32) * tensor
+        return decoded.astype(scales.dtype), stored, jnp.broadcast_to(tensor, scales.shape[:1])
     if not fmt.double_quant:
         return scales, scales.astype(jnp.float32 if fmt.group is None else jnp.float16), None
     stored, steps = _quantize_scales(scales)

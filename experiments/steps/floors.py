@@ -103,7 +103,7 @@ def make_floor(
 
 
 def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
-    activations = weight.format.activations if isinstance(weight, QuantizedWeight) else None
+    activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
     return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, peaks[activations])
 
 

@@ -78,6 +78,8 @@ def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str
 
 
 def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
+    if w.format.scale_codes is not None:
+        raise QuantizationError(f"{name}: {w.format.name} cannot be shared by devices yet: load it without a mesh")
     N, K = len(rows), w.shape[1] if columns is None else columns[1]
     stored = np.pad(rows, (0, padded(N) - N), mode="edge")
     values, scales, zeros = w.values[stored], group_scales(w)[..., stored], w.zeros

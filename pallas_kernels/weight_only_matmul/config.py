@@ -140,7 +140,8 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
     if str(x_dtype) not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the mosaic kernel has no {jnp.dtype(x_dtype)} inputs; supported: bfloat16, float16")
     check_listed(
-        ("codes", fmt.codes, tuple(GROUPS)), (f"{fmt.codes} in groups of", fmt.group or ROW, GROUPS[fmt.codes])
+        ("codes", fmt.codes, tuple(GROUPS)),
+        (f"{fmt.codes} in groups of", fmt.group or ROW, GROUPS.get(fmt.codes, ())),
     )
     if fmt.zero_point:
         check_listed(("a zero point for", fmt.codes, WITH_ZEROS))

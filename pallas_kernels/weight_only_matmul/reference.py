@@ -11,19 +11,25 @@ _NORMAL_FLOAT = np.array([
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])  # fmt: skip
+# OCP Microscaling Formats (MX) v1.0, section 5.3.3: a sign, two bits of exponent with bias 1, one of mantissa.
+_E2M1 = np.array([
+    (-1.0) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
+    for sign in (0, 1) for exponent in range(4) for mantissa in (0, 1)
+])  # fmt: skip
 
 
 def decoded(w: QuantizedWeight) -> np.ndarray:
     """float64 [N, K'], columns as stored."""
     rows = w.shape[0]
     values = np.asarray(w.values)[:rows]
-    if w.format.codes in ("int4", "nf4"):
+    if w.format.codes in ("int4", "nf4", "e2m1"):
         words = np.ascontiguousarray(values).view("<u4")  # each 32 columns 8p + 2c + i: nibble 4i + p of word c
         column = np.arange(2 * values.shape[1])
         p, c, i = column % 32 // 8, column % 8 // 2, column % 2
         codes = (words[:, column // 32 * 4 + c] >> (4 * (4 * i + p)).astype(np.uint32)) & 15
         signed = np.where(codes > 7, codes.astype(np.int64) - 16, codes)
-        numbers = _NORMAL_FLOAT[codes] if w.format.codes == "nf4" else signed.astype(np.float64)
+        tables = {"nf4": _NORMAL_FLOAT, "e2m1": _E2M1}
+        numbers = tables[w.format.codes][codes] if w.format.codes in tables else signed.astype(np.float64)
     else:
         numbers = values.astype(np.float64)
 
@@ -37,8 +43,13 @@ def decoded(w: QuantizedWeight) -> np.ndarray:
 
 
 def _scales(w: QuantizedWeight) -> np.ndarray:
-    """As the kernel takes them: of a doubly quantized weight mean + code * step, rounded to float16."""
+    """As the kernel takes them: of a doubly quantized weight mean + code * step, rounded to float16; powers of two of
+    E8M0's exponents; E4M3's, in units of a float32 a row, rounded to float32."""
     stored = np.asarray(w.scales)
+    if w.format.scale_codes == "e8m0":
+        return 2.0 ** (stored.astype(np.float64) - 127)
+    if w.format.scale_codes == "e4m3":
+        return stored.astype(np.float32) * np.asarray(w.scale_steps)[None, :]
     if w.scale_steps is None:
         return stored
     mean, *steps = np.asarray(w.scale_steps, np.float32)

@@ -65,6 +65,9 @@ def learned(
     if steps < 0 or batch < 1 or rate < 0:
         raise QuantizationError(f"steps and rate must be at least 0 and batch 1, not {steps}, {rate} and {batch}")
     formats = plan(model, scheme)
+    for name, wanted_formats in formats.items():
+        if blocks := [fmt.name for fmt in wanted_formats if fmt.scale_codes is not None]:
+            raise QuantizationError(f"{name}: scales of {blocks[0]} cannot be learned: they are not any number")
     ids = check_tokens(model, tokens)
     x = wanted = embed_tokens(model, ids)
     rng, layers = np.random.default_rng(seed), []
@@ -203,7 +206,7 @@ def _tune(
 
 
 def _tunable(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight) and not leaf.format.double_quant
+    return isinstance(leaf, QuantizedWeight) and leaf.format.scale_codes is None and not leaf.format.double_quant
 
 
 def _scaled(leaf: Any, theta: jax.Array | None, *, store: bool = False) -> Any:

@@ -93,7 +93,7 @@ def solve(
     order = jnp.argsort(-jnp.diagonal(gram)).astype(jnp.int32) if act_order else jnp.arange(K, dtype=jnp.int32)
     factor = _inverse_factor(gram, order, damping)
     rows = jnp.take(x.reshape(x.shape[0], -1), order, axis=1)
-    if static_groups or fmt.group is None or fmt.double_quant:
+    if static_groups or fmt.group is None or fmt.scales_together:
         scales, zeros = fit_scales(x, fmt)
         scales, stored, steps = store_scales(scales, fmt)
         group = order // (fmt.group or K)
@@ -147,7 +147,7 @@ def _round_columns(
         w = w - jnp.matmul(errors, rows, precision="highest")
         return w, jax.lax.dynamic_update_slice(codes, new, (0, start)), scales, zeros
 
-    codes = jnp.zeros((N, K), jnp.float8_e4m3fn if fmt.codes == "fp8" else jnp.int8)
+    codes = jnp.zeros((N, K), fmt.code_dtype)
     if each is None:
         blank = jnp.ones((N, K // size), w.dtype)
         each_or_group: tuple[jax.Array, jax.Array | None] = blank, jnp.zeros_like(blank) if fmt.zero_point else None
@@ -170,7 +170,7 @@ def _round_block(
         error = (x - code_values(code, z, fmt, x.dtype) * s) / factor[i, i]
         return w - error[:, None] * factor[i][None, :], codes.at[:, i].set(code), errors.at[:, i].set(error)
 
-    codes = jnp.zeros(w.shape, jnp.float8_e4m3fn if fmt.codes == "fp8" else jnp.int8)
+    codes = jnp.zeros(w.shape, fmt.code_dtype)
     _, codes, errors = jax.lax.fori_loop(0, w.shape[1], column, (w, codes, jnp.zeros_like(w)))
     return codes, errors
 
