@@ -94,7 +94,7 @@ class SharingLoop(Loop):
     def continue_from(self, seq: Sequence, common: int) -> Sequence:
         twin = Sequence(len(self.seqs), 1, seq.prompt, seq.params, 0, seq.max_length)
         twin.output = list(seq.output)[: max(0, common - len(seq.prompt))]
-        twin.origin, twin.common, twin.snapshot = seq, common, seq.snapshot
+        twin.origin, twin.common, twin.snapshot, twin.private = seq, common, seq.snapshot, seq.private
         self.scheduler.add(twin)
         self.seqs.append(twin)
         return twin
@@ -133,6 +133,7 @@ class SharingMachine(Machine):
     def add_snapshot(self, data):
         seq = self.one(data, self.loop.limits.num_pages * self.loop.limits.page_size + 1)
         seq.snapshot = Snap(data.draw(st.integers(1, len(seq.prompt)), "snapshot"))
+        seq.private = data.draw(st.booleans(), "private")
 
     @precondition(lambda self: any(not seq.finished for seq in self.loop.seqs))
     @rule(data=st.data())
@@ -170,7 +171,7 @@ class TrustsTokensInFlight(Sharing):
     """Keeps K and V of tokens that may never have been written."""
 
     def on_release(self, seq):
-        if self.cache is not None and seq.snapshot is None:
+        if self.cache is not None and not seq.private:
             self.cache.insert((*seq.tokens, *[0] * seq.in_flight)[: seq.computed], seq.pages, leaving=True)
 
 
@@ -218,7 +219,7 @@ def play_one(scheduler, rng: random.Random) -> None:
             prompt = [rng.choice([2, 2, 3]) for _ in range(rng.randint(1, 6))]
             seq = loop.add(prompt, rng.randint(1, 4), rng.random() < 0.5)
             if rng.random() < 0.3:
-                seq.snapshot = Snap(len(prompt))
+                seq.snapshot, seq.private = Snap(len(prompt)), True
             if rng.random() < 0.5:
                 loop.continue_from(seq, len(prompt))
         alive = [seq for seq in loop.seqs if not seq.finished]
