@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROPE_KINDS = ("default", "linear", "llama3")
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
-_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # and the method that they imply
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 MOST_LAYERS = 10_000
 MOST_SIZE = 1 << 24  # of each other size: more than any model has
 DTYPES = ("float64", "float32", "float16", "bfloat16")

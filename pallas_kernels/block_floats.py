@@ -95,10 +95,14 @@ def split_scales(scales: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.
     """Scales as E4M3 and the float32 that they are in units of, which is such that `largest` of them (broadcast to
     them) becomes 448."""
     f32 = jnp.finfo(jnp.float32)
-    tensor = jnp.clip(largest * jnp.asarray(1 / 448, largest.dtype), float(f32.tiny), float(f32.max)).astype(
-        jnp.float32
-    )
-    return jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448).astype(FLOATS["fp8"]), tensor
+    unit = jnp.asarray(1 / 448, largest.dtype)
+    tensor = jnp.clip(largest * unit, float(f32.tiny), float(f32.max)).astype(jnp.float32)
+    return to_e4m3(scales, tensor), tensor
+
+
+def to_e4m3(scales: jax.Array, tensor: jax.Array) -> jax.Array:
+    """Scales in units of that float32, which broadcasts to them."""
+    return jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448).astype(FLOATS["fp8"])
 
 
 def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None) -> jax.Array:
@@ -112,10 +116,11 @@ def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None) -> jax
         scales = mx_scales(absmax, fmt.codes)
     else:
         wanted = wanted_scales(absmax)
-        whole = jnp.max(wanted, axis=-1, keepdims=True)
-        if scale is not None:
-            whole = jnp.broadcast_to(scale.astype(whole.dtype) * 448, whole.shape)
-        stored, tensor = split_scales(wanted, whole)
+        if scale is None:
+            stored, tensor = split_scales(wanted, jnp.max(wanted, axis=-1, keepdims=True))
+        else:
+            tensor = jnp.broadcast_to(scale, (*wanted.shape[:-1], 1))
+            stored = to_e4m3(wanted, tensor)
         scales = (stored.astype(jnp.float32) * tensor).astype(blocks.dtype)
     codes = round_elements(blocks / scales[..., None], fmt.codes)
     return (element_values(codes, fmt.codes, blocks.dtype) * scales[..., None]).reshape(x.shape).astype(x.dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import CheckpointError
+from pallas_kernels.block_floats import nan_scales
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, check_shape, pack4, padded
 
 _SPLIT = (128, 64, 32)  # groups that one scale of a whole row is repeated for
@@ -101,6 +102,32 @@ def group_weight(
     return _assemble(values, half.T, zeros, (N, K), fmt, columns)
 
 
+def block_weight(
+    module: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    fmt: WeightFormat,
+    *,
+    tensor: np.ndarray | None = None,
+    input_scale: np.ndarray | None = None,
+) -> QuantizedWeight:
+    """Of block_floats.py: codes int8 (0 to 15) or float8_e4m3fn [N, K], scales uint8 or float8_e4m3fn [N, G], the
+    float32 [1] that scales are in units of, and that of inputs."""
+    N, K = codes.shape
+    try:
+        check_shape((N, K), fmt)
+    except ValueError as error:
+        raise CheckpointError(f"{module}: {error}") from None
+    if not is_finite(codes) or nan_scales(scales):
+        raise CheckpointError(f"{module}: its weight or weight_scale holds NaN")
+    rows = ((0, padded(N) - N), (0, 0))
+    values = np.pad(codes, rows)
+    if fmt.packed:
+        values = np.asarray(pack4(jnp.asarray(values)))
+    steps = None if tensor is None else np.full(padded(N), tensor[0])
+    return _assemble(values, np.pad(scales, rows).T, None, (N, K), fmt, input_scale=input_scale, steps=steps)
+
+
 def row_weight(
     module: str,
     codes: np.ndarray,
@@ -160,7 +187,8 @@ def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     values, scales = stack([w.values for w in parts], 0), stack([w.scales for w in parts], -1)
     of_inputs = [w.input_scale for w in parts if w.input_scale is not None]
     largest = np.max(of_inputs, axis=0) if of_inputs else None
-    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns, largest)
+    steps = None if first.scale_steps is None else stack([w.scale_steps for w in parts], 0)
+    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns, largest, steps)
 
 
 def _assemble(
@@ -171,9 +199,10 @@ def _assemble(
     fmt: WeightFormat,
     columns: Any = None,
     input_scale: Any = None,
+    steps: Any = None,
 ) -> QuantizedWeight:
     """A QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
-    return QuantizedWeight(values, scales, zeros, None, columns, shape, fmt, input_scale)
+    return QuantizedWeight(values, scales, zeros, steps, columns, shape, fmt, input_scale)
 
 
 def _finite(module: str, scales: np.ndarray, dtype: type) -> np.ndarray:

@@ -3,7 +3,8 @@
 It shares nothing with the readers in jllm/quant: quantization, packing and dequantization are here in plain numpy, and
 each function returns the weights that its layout's definition says are stored. Sources: GPTQModel 7.7
 (nn_modules/qlinear/__init__.py, utils/model.py), AutoAWQ 0.2.9 (modules/linear/gemm.py, gemv.py), compressed-tensors
-0.20 (compressors/naive_quantized, pack_quantized), AutoFP8 (README, checkpoint structure), bitsandbytes 0.50
+0.20 (compressors/naive_quantized, pack_quantized; nvfp4, mxfp4, mxfp8 as of its main branch), ModelOpt (as vLLM's
+quantization/modelopt.py reads it), AutoFP8 (README, checkpoint structure), bitsandbytes 0.50
 (functional.py, nn/modules.py).
 """
 
@@ -297,6 +298,67 @@ def autofp8(weights: Mapping[str, np.ndarray], *, static: bool = False, **extra:
     scheme = "static" if static else "dynamic"
     written.config = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]} | extra
     written.tensors = {n: a.reshape(()) if n.endswith("_scale") else a for n, a in written.tensors.items()}
+    return written
+
+
+BLOCKS = {"nvfp4": (4, 16, "tensor_group", "nvfp4-pack-quantized"), "mxfp4": (4, 32, "group", "mxfp4-pack-quantized"),
+          "mxfp8": (8, 32, "group", "mxfp8-quantized")}  # fmt: skip
+
+
+def block_floats(
+    weights: Mapping[str, np.ndarray], *, kind: str, activations: bool = True, ignore: tuple[str, ...] = ("lm_head",)
+) -> Written:
+    """Of compressed-tensors: scales of weights and inputs are divided by their global ones."""
+    bits, size, strategy, form = BLOCKS[kind]
+    args = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": size, "symmetric": True}
+    inputs = args | {"dynamic": "local" if kind == "nvfp4" else True}
+    group = {"targets": ["Linear"], "weights": args | {"dynamic": False}, "format": form}
+    group |= {"input_activations": inputs if activations else None, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    out = Written(config | {"ignore": list(ignore), "kv_cache_scheme": None})
+    for module, w in weights.items():
+        if module in ignore:
+            continue
+        blocks = w.reshape(len(w), -1, size)
+        top = np.abs(blocks).max(axis=-1)
+        found: dict[str, np.ndarray] = {}
+        if kind == "nvfp4":
+            whole = np.float32(2.0 ** np.floor(np.log2(6 * 448 / top.max())))  # a power of two: its inverse is exact
+            stored = (top / 6 * whole).astype(ml_dtypes.float8_e4m3fn)
+            scales = stored.astype(np.float32) / whole
+            found["weight_global_scale"] = np.array([whole])
+            if activations:
+                found["input_global_scale"] = np.array([1 / INPUT_SCALES[module.rpartition(".")[2]]], np.float32)
+        else:
+            exponents = np.floor(np.log2(top)).astype(int) - {4: 2, 8: 8}[bits]
+            stored, scales = (exponents + 127).astype(np.uint8), np.float32(2.0) ** exponents
+        element, largest = (ml_dtypes.float4_e2m1fn, 6) if bits == 4 else (ml_dtypes.float8_e4m3fn, 448)
+        values = np.clip(blocks / scales[..., None], -largest, largest).astype(element)
+        out.weights[module] = (values.astype(np.float32) * scales[..., None].astype(np.float32)).reshape(w.shape)
+        codes = values.reshape(w.shape)
+        if bits == 4:
+            pairs = codes.view(np.uint8).reshape(len(w), -1, 2) & 15
+            found["weight_packed"] = pairs[..., 0] | pairs[..., 1] << 4
+        else:
+            found["weight"] = codes
+        out.tensors |= {f"{module}.{name}": array for name, array in (found | {"weight_scale": stored}).items()}
+    return out
+
+
+def modelopt(weights: Mapping[str, np.ndarray], *, older: bool = False) -> Written:
+    """NVFP4 of ModelOpt: the same codes, and factors of no dimension in place of divisors; `older` as in
+    hf_quant_config.json."""
+    written = block_floats(weights, kind="nvfp4")
+    names = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
+
+    def renamed(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+        module, _, end = name.rpartition(".")
+        return f"{module}.{names.get(end, end)}", (1 / array).reshape(()) if "global" in end else array
+
+    written.tensors = dict(renamed(*item) for item in written.tensors.items())
+    said = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    newer = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.41.0"}}
+    written.config = {"quant_method": "modelopt"} | ({"quantization": said} if older else newer)
     return written
 
 

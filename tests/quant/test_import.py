@@ -4,6 +4,7 @@ Bit for bit, where scales are stored in no more than float16 holds; float32 scal
 moves a weight by at most 2^-11 of itself.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 import jllm
 from jllm.params import matrices
 from jllm.quant import codes
+from jllm.quant.importers import block_floats
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.quant import layouts
@@ -85,6 +87,12 @@ CASES = {
     "nf4-double": (partial(nf4, double=True), None, HALF),
     "nf4-storage": (partial(nf4, storage="bfloat16", block=32), "nf4-g32", HALF),
     "nf4-mixed": (partial(nf4, skip=("down_proj",)), None, HALF),
+    "nvfp4": (partial(layouts.block_floats, kind="nvfp4"), "nvfp4", 0),
+    "nvfp4-weight": (partial(layouts.block_floats, kind="nvfp4", activations=False), "nvfp4-weight", 0),
+    "mxfp4": (partial(layouts.block_floats, kind="mxfp4"), "mxfp4", 0),
+    "mxfp8-weight": (partial(layouts.block_floats, kind="mxfp8", activations=False), "mxfp8-weight", 0),
+    "modelopt": (layouts.modelopt, "nvfp4", 0),
+    "modelopt-older": (partial(layouts.modelopt, older=True), "nvfp4", 0),
     "llm_int8": (layouts.llm_int8, "w8a16", 2.0**-22),
 }  # fmt: skip
 
@@ -141,12 +149,19 @@ def inverted(*args):
     return np.argsort(codes.input_order(*args)).astype(np.int32)
 
 
+def merged_wrongly(parts):
+    """NVFP4's float32 of the first module for those that are merged with it."""
+    return codes.merge([replace(part, scale_steps=0 * part.scale_steps + parts[0].scale_steps[0]) for part in parts])
+
+
 FAULTS = {  # case, what is replaced, by what
     "zero points of version 1 as they are": ("gptq-desc_act-asymmetric", "gptq._ONES", {4: 0, 8: 0}),
     "words of gemm in order": ("awq", "awq._PLACE", np.arange(8)),
     "inputs' order inverted": ("gptq-desc_act", "gptq.input_order", inverted),
     "modules in another order": ("int8", "foreign.merge", lambda parts: codes.merge(parts[::-1])),
     "no offset": ("packed-4", "compressed_tensors.signed", lambda x, bits: x.view(np.int8)),
+    "divisors as factors": ("nvfp4", "block_floats.COMPRESSED", replace(block_floats.COMPRESSED, divides=False)),
+    "one float32 for all modules": ("modelopt", "foreign.merge", merged_wrongly),
     "low nibble first": ("nf4", "bitsandbytes.group_weight", swapped),
 }
 
@@ -158,7 +173,7 @@ def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
     assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
-FIXED = ("int8-static", "fp8-static", "fp8-autofp8-static")
+FIXED = ("int8-static", "fp8-static", "fp8-autofp8-static", "nvfp4", "modelopt", "modelopt-older")
 STATIC = {"qkv": 5, "o": 6, "gate_up": 5, "down": 4}
 REORDERED = (
     "gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "packed-4-actorder-true", "int8-actorder"

@@ -11,12 +11,14 @@ import pytest
 import jllm
 from jllm.errors import CheckpointError
 from tests.quant import layouts
-from tests.quant.layouts import autofp8, awq, compressed, gptq, llm_int8, nf4
+from tests.quant.layouts import autofp8, awq, block_floats, compressed, gptq, llm_int8, modelopt, nf4
 
 Q, K, O = (f"model.layers.0.self_attn.{x}_proj" for x in "qko")
 packed = partial(compressed, form="pack-quantized", activations=False, bits=4, strategy="group", group=32)
 static = partial(compressed, static=True)
 act = partial(gptq, desc_act=True)
+nvfp4, mxfp4 = (partial(block_floats, kind=kind) for kind in ("nvfp4", "mxfp4"))
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def fails(tmp_path, layout, change, message):
@@ -92,7 +94,13 @@ UNSUPPORTED = {
     "awq-8": (awq, config(bits=8), "bits = 8 .* supported: 4"),
     "awq-fast": (awq, config(version="gemv_fast"), 'version = "gemv_fast" .* supported: "gemm", "gemv"'),
     "awq-gemv": (awq, config(version="gemv", group_size=48), "group_size = 48 .* with version gemv"),
-    "ct-format": (compressed, config(format="nvfp4-pack-quantized"), 'format = "nvfp4-pack-quantized" .*"'),
+    "ct-format": (compressed, config(format="marlin-24"), 'format = "marlin-24" .*"mxfp8-quantized"'),
+    "ct-blocks": (nvfp4, weights(num_bits=8), "num_bits = 8 .* supported: 4"),
+    "ct-block-size": (nvfp4, weights(group_size=32), "group_size = 32 .* supported: 16"),
+    "ct-block-inputs": (nvfp4, inputs(dynamic=True), 'dynamic = true .* supported: "local"'),
+    "ct-mx-inputs": (mxfp4, inputs(strategy="token"), 'strategy = "token" .* supported: "group"'),
+    "modelopt-fp8": (modelopt, config(quant_algo="FP8"), 'quant_algo = "FP8" .* supported: "NVFP4"'),
+    "modelopt-kv": (modelopt, config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme = .* supported: null"),
     "ct-static": (compressed, inputs(dynamic=False), 'strategy = "token" .* supported: "tensor"'),
     "ct-local": (compressed, inputs(dynamic="local"), 'dynamic = "local" .* supported: true, false'),
     "ct-tensor": (compressed, inputs(strategy="tensor"), 'strategy = "tensor" .* supported: "token"'),
@@ -146,6 +154,12 @@ DISAGREE = {
     "ct-zero-point": (static, put(f"{O}.input_zero_point", np.ones(1, np.int8)), f"{O}.input_zero_point is not zero"),
     "ct-no-scale": (static, drop(f"{O}.input_scale"), f"missing, by its quantization_config, .* {O}.input_scale"),
     "ct-scales": (static, put(f"{O}.input_scale", np.ones(2, np.float32)), rf"{O}.input_scale has shape \[2\], but"),
+    "ct-block-nan": (nvfp4, edit(f"{O}.weight_scale", first(E4M3(np.nan))), f"{O}: its weight or weight_scale hold"),
+    "ct-mx-nan": (mxfp4, edit(f"{O}.weight_scale", first(255)), f"{O}: its weight or weight_scale hold"),
+    "ct-global": (nvfp4, edit(f"{O}.weight_global_scale", first(0)), f"{O}.weight_global_scale holds 0, expected"),
+    "ct-no-global": (nvfp4, drop(f"{O}.input_global_scale"), f"missing, .* {O}.input_global_scale"),
+    "modelopt-plain": (modelopt, drop(f"{O}.weight_scale_2"), f"tensor {O}.weight_scale_2 is missing"),
+    "modelopt-ignored": (modelopt, config(ignore=["lm_head", "*.o_proj"]), f"{O}.weight_scale_2 is stored, but"),
     "fp8-static": (autofp8, config(activation_scheme="static"), f"missing.* {Q}.input_scale"),
     "fp8-dynamic": (
         partial(autofp8, static=True), config(activation_scheme="dynamic"), "no use for, .*proj.input_scale"

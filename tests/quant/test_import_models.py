@@ -102,7 +102,14 @@ def test_heads_of_few_rows(tmp_path):
     assert np.array_equal(decode(head), written.weights["lm_head"])
 
 
-@pytest.mark.parametrize(("layout", "file"), [(gptq, "quantize_config.json"), (awq, "quant_config.json")])
+OF_FILES = [
+    (gptq, "quantize_config.json"),
+    (awq, "quant_config.json"),
+    (partial(layouts.modelopt, older=True), "hf_quant_config.json"),
+]
+
+
+@pytest.mark.parametrize(("layout", "file"), OF_FILES)
 def test_config_in_a_file_beside(layout, file, tmp_path):
     layouts.write(tmp_path / "in", layouts.small_model(), layout)
     layouts.write(tmp_path / "beside", layouts.small_model(), layout, config_file=file)

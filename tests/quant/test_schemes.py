@@ -117,7 +117,7 @@ def test_the_scheme_of_the_page(tmp_path):
     file.write_text(page.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
     found = names(find_scheme(file))
     assert found["model.layers.0.mlp.down_proj"] == found["model.layers.0.self_attn.o_proj"] == []
-    assert found[LAYER + "mlp.down_proj"] == ["w4a16-g128"]
+    assert found[LAYER + "mlp.down_proj"] == ["w4a16-g64"]
     assert found[LAYER + "self_attn.o_proj"] == ["w8a16"]
     assert found["lm_head"] == ["w8a8"]
     assert LAYER + "self_attn.qkv_proj" not in found

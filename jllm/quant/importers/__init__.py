@@ -13,6 +13,7 @@ from jllm.param_specs import LeafSpec
 from jllm.quant import files
 from jllm.quant.importers import bitsandbytes, foreign
 from jllm.quant.importers.awq import AWQ
+from jllm.quant.importers.block_floats import ModelOpt
 from jllm.quant.importers.compressed_tensors import FP8, CompressedTensors
 from jllm.quant.importers.gptq import GPTQ
 from jllm.quant.stored import StoredWeight
@@ -38,6 +39,7 @@ IMPORTERS: dict[str, Importer] = {
     "awq": _foreign(AWQ.from_config),
     "compressed-tensors": _foreign(CompressedTensors.from_config),
     "fp8": _foreign(FP8.from_config),
+    "modelopt": _foreign(ModelOpt.from_config),
     "bitsandbytes": _foreign(bitsandbytes.from_config),
 }
 

@@ -18,7 +18,8 @@ compressors/naive_quantized and pack_quantized, utils/match.py.
 Inputs are quantized as config_groups say, to what the weights are: not at all; with a scale for each token as it comes;
 or, where they are not dynamic, all with the one stored as input_scale [1]. Modules that are merged have the same
 inputs, and so the same scale; where theirs differ, the largest counts, as in vLLM. One scale for the tokens of a step,
-zero points of inputs, and quantized KV caches are refused by name.
+zero points of inputs, and quantized KV caches are refused by name. Formats of small floats in blocks are in
+block_floats.py.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ import numpy as np
 
 from jllm.errors import CheckpointError
 from jllm.quant.codes import groups_of, input_order, int_weight, row_weight, signed, unpack_words
+from jllm.quant.importers import block_floats
 from jllm.quant.importers.fields import match_pattern, read_choice, read_group, read_names, read_object, refuse
 from jllm.quant.importers.foreign import FLOATS, Wanted
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
@@ -49,6 +51,7 @@ class Scheme:
     reordered: bool  # weight_g_idx says in which group an input is
     activations: str | None
     static: bool  # input_scale is stored
+    block_kind: str | None = None  # one of block_floats.py, which has all of these but targets and activations
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,16 @@ def _rank(target: str, module: str) -> int:
 
 def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
     """One of config_groups."""
-    stored = read_choice({**raw, "format": raw.get("format") or default_format}, "format", None, _FORMATS)
+    known = (*_FORMATS, *block_floats.FORMATS)
+    stored = read_choice({**raw, "format": raw.get("format") or default_format}, "format", None, known)
     packed = stored == "pack-quantized"
     if raw.get("output_activations") is not None:
         raise refuse(raw, "output_activations", "null")
     if not (targets := read_names(raw, "targets")):
         raise refuse(raw, "targets", "names, patterns (re:...) or Linear")
+    if kind := block_floats.FORMATS.get(stored):
+        activations = kind if block_floats.read_activations(raw, kind) else None
+        return replace(_PLAIN_FP8, targets=targets, activations=activations, static=False, block_kind=kind)
     weights = read_object(raw, "weights")
     kinds = {"int-quantized": ("int",), "float-quantized": ("float",), "pack-quantized": ("int",)}
     kind = read_choice(weights, "type", "int", kinds.get(stored, ("int", "float")))
@@ -183,6 +190,8 @@ def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
 
 
 def _wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wanted]:
+    if scheme.block_kind is not None:
+        return block_floats.wanted(module, shape, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
     N, K = shape
     each = 8 if scheme.codes == "int4" else 4  # values of a packed word
     groups = groups_of(module, K, scheme.group) if scheme.group > 0 else 1
@@ -207,6 +216,8 @@ def _wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wa
 
 
 def _read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], scheme: Scheme) -> QuantizedWeight:
+    if scheme.block_kind is not None:
+        return block_floats.read(module, tensors, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
     (N, K), bits = shape, 4 if scheme.codes == "int4" else 8
     scales = tensors["weight_scale"]
     scales = np.broadcast_to(scales.reshape(-1, 1), (N, 1)) if scales.size == 1 else scales

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from jllm.errors import CheckpointError
@@ -48,6 +49,11 @@ def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(raw, key, "an object")
     return value
+
+
+def match_glob(pattern: str, text: str) -> bool:
+    """Tells whether a name with wildcards stands for this one, or for what it is a part of."""
+    return fnmatchcase(text, pattern) or text.startswith(f"{pattern}.")
 
 
 def match_pattern(pattern: str, text: str) -> bool:
