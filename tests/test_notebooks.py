@@ -1,6 +1,8 @@
 """Notebooks run from top to bottom, and show what they say."""
 
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,27 @@ NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 @pytest.mark.filterwarnings("ignore")  # those of Jupyter's own machinery
 def test_notebook_runs(path):
-    """Cells with the tag `exact` print the same on every machine: as committed, or the outputs are stale."""
+    """In its own folder, as Jupyter runs it, with the packages of the extra that the README names. Cells with the tag
+    `exact` print the same on every machine: as committed, or the outputs are stale."""
+    assert imported(path) <= {*packages("notebooks"), *sys.stdlib_module_names, "jllm", "pallas_kernels", "experiments"}
     notebook = nbformat.read(path, as_version=4)
     shown = exact(notebook)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
     assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     assert exact(notebook) == shown, "run it again"
+
+
+def imported(path: Path) -> set[str]:
+    code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    return set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE))
+
+
+def packages(extra: str) -> set[str]:
+    """What is installed with an extra, by the names of requirements."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {
+        needed.partition("==")[0] for needed in [*project["dependencies"], *project["optional-dependencies"][extra]]
+    }
 
 
 def exact(notebook) -> list[str]:
