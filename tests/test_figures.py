@@ -108,7 +108,16 @@ def left_of_kv(suffix: str) -> float:
     return max(found[f"int4-g64{suffix} {seed}"] / found[f"int4-g64 {seed}"] for seed in range(3))
 
 
+def in_blocks(end: str) -> list[float]:
+    names = (f"{kind}{end}" for kind in ("mxfp8", "nvfp4", "mxfp4"))
+    return [only("quant_accuracy-blocks", "cpu", part="scheme", scheme=name)["kl"] for name in names]
+
+
 QUOTES: dict[str, Callable[[], Any]] = {
+    "costs the bundled model {:.3f} nats a token, `nvfp4-weight` {:.3f} and `mxfp4-weight` {:.3f};": lambda: (
+        in_blocks("-weight")
+    ),
+    "with activations {:.3f}, {:.3f} and {:.3f}.": lambda: in_blocks(""),
     "leaves at most {:.2f} of `int4-g64`'s divergence, and `-zp` {:.2f}": lambda: [left_of_kv("-h"), left_of_kv("-zp")],
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
