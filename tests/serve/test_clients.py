@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -149,8 +150,11 @@ def test_headers_are_limited(address):
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as connection:
         connection.settimeout(60)
         connection.sendall(b"GET /health HTTP/1.1\r\n")
+        answered = False
         for _ in range(40):
-            connection.sendall(b"X-Long: " + b"a" * 1000 + b"\r\n")
+            if not answered:  # whatever is sent to a closed connection discards its answer
+                connection.sendall(b"X-Long: " + b"a" * 1000 + b"\r\n")
+                answered = bool(select.select([connection], [], [], 0.5)[0])
         assert connection.recv(20).startswith(b"HTTP/1.1 400")
 
 
