@@ -10,6 +10,7 @@ from jllm.config import LlamaConfig as LlamaConfig
 from jllm.engine.async_engine import AsyncEngine as AsyncEngine
 from jllm.engine.loop import Engine as Engine
 from jllm.engine.options import EngineOptions as EngineOptions
+from jllm.engine.replicas import Replicas as Replicas
 from jllm.engine.request import Completion as Completion
 from jllm.engine.request import Event as Event
 from jllm.engine.request import SamplingParams as SamplingParams

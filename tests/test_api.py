@@ -52,7 +52,8 @@ def test_steps_are_compiled_ahead_with_progress_and_kept(model, cache, bars, mon
     one, two = told(1), told(2)
     assert two == one * 2
     assert len(list(cache.iterdir())) == 4  # a prefill and a decode for each number of slots
-    assert len(bars) == 4 and all(bars)  # the first of each, then the rest
+    assert len(bars) == 4  # the first of each, then the rest
+    assert all(bars)
     jax.clear_caches()
     executables._read.cache_clear()  # as in another process
     monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it

@@ -125,7 +125,9 @@ def make_parser() -> Parser:
     add_sampling(sampling)
     _add_samples(sampling)
     add_numbers(parser.add_argument_group("numbers"))
-    add_engine(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add_engine(engine)
+    add_replicas(engine)
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")
     other.add_argument("--version", action="store_true", help="show the versions of jllm and JAX")
@@ -229,6 +231,12 @@ ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
     *("speculate", "drafts", "acceptance", "progress"),
 )
+
+
+def add_replicas(group: Group) -> None:
+    group.add_argument(
+        "--replicas", type=int, metavar="N", help="an engine on each of N devices, with requests spread over them"
+    )
 
 
 def add_engine(group: Group) -> None:

@@ -15,7 +15,7 @@ from jllm.cli.display import Speed, write_stdout
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
-from jllm.cli.process import compile_cache, compiled, drafted, note, open_streams, run_command
+from jllm.cli.process import compile_cache, compiled, drafted, make_engine, note, open_streams, run_command
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jllm.api import Prompt
     from jllm.cli.sinks import Sink
     from jllm.engine.loop import Engine
+    from jllm.engine.replicas import Replicas
     from jllm.engine.request import Event
     from jllm.tokenizer import Tokenizer
 
@@ -163,10 +164,9 @@ def _stdin_prompt() -> str:
     return text
 
 
-def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine, list[Prompt], int]":
+def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine | Replicas, list[Prompt], int]":
     """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
     cache = compile_cache(args)
-    from jllm.engine.loop import Engine
     from jllm.pretrained import load
 
     model = load(path, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
@@ -175,16 +175,16 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine,
         with _named(job):
             prompts.append(_prompt(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
-    engine = Engine(model, **options, executables=cache)
+    engine = make_engine(model, args.replicas, **options, executables=cache)
     for job, prompt in zip(jobs, prompts):
         with _named(job):
             engine.check(prompt, job.sampling)
     engine.compile_ahead(job.sampling for job in jobs)
-    return engine, prompts, options["max_slots"]
+    return engine, prompts, engine.slots
 
 
 def _serve(
-    engine: "Engine", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
+    engine: "Engine | Replicas", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
 ) -> "Iterator[tuple[Job, Event]]":
     """Runs everything, or up to the step in which Ctrl-C was pressed. The engine sees only `ahead` requests of a long
     queue: timings begin when it has them."""

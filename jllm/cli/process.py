@@ -7,7 +7,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jllm.cli.display import one_line
 from jllm.cli.interrupt import INTERRUPTED
@@ -15,6 +15,8 @@ from jllm.errors import ConfigError, JllmError
 
 if TYPE_CHECKING:
     from jllm.engine.loop import Engine
+    from jllm.engine.replicas import Replicas
+    from jllm.pretrained import Model
 
 BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
@@ -77,14 +79,22 @@ def compile_cache(args: Namespace) -> Path | None:
     return find_compile_cache(args.compile_cache)
 
 
-def compiled(engine: "Engine") -> str:
+def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
+    """An engine; or one on each of so many devices."""
+    from jllm.engine.loop import Engine
+    from jllm.engine.replicas import Replicas
+
+    return Engine(model, **options) if replicas is None else Replicas(model, replicas, **options)
+
+
+def compiled(engine: "Engine | Replicas") -> str:
     """What compiling ahead took."""
     m = engine.metrics()
     programs = f"{m['compile_programs']} programs compiled in {m['compile_seconds']:.1f} s"
     return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 
-def drafted(engine: "Engine") -> list[str]:
+def drafted(engine: "Engine | Replicas") -> list[str]:
     """What became of drafts; nothing without a drafter."""
     m = engine.metrics()
     if not m.get("draft_segments"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from jllm.engine.checks import Prompt
 from jllm.engine.loop import Engine
+from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import EngineClosed, JllmError, QueueFull, RequestError
 
@@ -91,7 +92,7 @@ class Stream:
 
 
 class AsyncEngine:
-    """Serves the requests of one event loop through an Engine, which is its own from here on and closes with it.
+    """Serves the requests of one event loop through an Engine or Replicas, its own from here on, which close with it.
 
     A thread steps while there is work. Between two steps it takes in what was submitted and aborted, and it hands the
     events of a step over in one call: the event loop never waits for a step, nor a step for it.
@@ -100,9 +101,9 @@ class AsyncEngine:
     thread; check() and metrics() may be called from any.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int = 256):
+    def __init__(self, engine: Engine | Replicas, *, max_waiting: int = 256):
         """max_waiting: samples that may wait beside those that run; with more, QueueFull."""
-        self.limit = engine.sizes.limits.max_slots + max_waiting
+        self.limit = engine.slots + max_waiting
         self.check, self.metrics = engine.check, engine.metrics
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._open: set[Stream] = set()  # whose requests have not ended

@@ -49,7 +49,8 @@ class Device:
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
-        self._memory = memory or partial(free_of, config.mesh)
+        self._home = None if config.mesh is not None else next(iter(params.norm.devices()))  # which has the weights
+        self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
         self._drafter, self._hooks = drafter_of(options), options.hooks
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
@@ -67,6 +68,10 @@ class Device:
         self.programs.forget_files()
         check_room(self._options, rank_config(self._config), self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet
+        with jax.default_device(self._home):
+            self._state = self._fresh()
+
+    def _fresh(self) -> State:
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
         state = place_state(State(cache, make_slots(limits.max_slots, self.sizes.max_pages)), self._config)
@@ -75,7 +80,7 @@ class Device:
             state = replace(state, drafts=init_drafts(self._drafter, state, *how))
         if self._hooks is not None:
             state = replace(state, user=self._hooks.start(limits.max_slots))
-        self._state = state
+        return state
 
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
@@ -205,9 +210,15 @@ class Device:
         if wanted == (state.counts is not None):
             return state
         S, V = self.sizes.limits.max_slots, self._config.vocab_size
-        neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
+        with jax.default_device(self._home):
+            neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
+            counts = make_counts(S, V) if wanted else None
         slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
-        return place_state(replace(state, slots=slots, counts=make_counts(S, V) if wanted else None), self._config)
+        return place_state(replace(state, slots=slots, counts=counts), self._config)
+
+
+def _on(device: jax.Device, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
 
 def _pools(state: State) -> Cache:

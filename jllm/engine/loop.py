@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as List
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -100,9 +101,19 @@ class Engine:
         return bool(self._live or self._in_flight or self._events or self._texts.waiting)
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no more work."""
+        return self._closed is not None
+
+    @property
     def sizes(self) -> EngineSizes:
         """The options made definite: limits, and the compiled sizes."""
         return self._device.sizes
+
+    @property
+    def slots(self) -> int:
+        """Samples that can run at once."""
+        return self.sizes.limits.max_slots
 
     @property
     def vocab_size(self) -> int:
@@ -272,12 +283,16 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    @in_turn
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
+        return self.measured().as_dict()
+
+    @in_turn
+    def measured(self) -> Metrics:
+        """What metrics() tells, as a record of its own: those of several engines can be joined."""
         waiting, programs = len(self._gate.waiting), self._device.programs
-        found = Metrics.of(self._scheduler, waiting, programs, self._counts, self._times).as_dict()
-        return found if self._drafting is None else found | self._drafting.counts.as_dict()
+        drafts = None if self._drafting is None else self._drafting.counts
+        return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._counts, self._times, drafts))
 
     @in_turn
     def reset_metrics(self) -> None:

@@ -2,11 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any, Self
 
 from jllm.engine.compiling import Compiled
+from jllm.engine.drafting import DraftCounts
 from jllm.engine.plan import ScheduleCounts
 from jllm.engine.prefix_cache import PrefixCounts
 from jllm.engine.programs import Programs
@@ -43,6 +46,12 @@ class Histogram:
         self.total += value * times
         self.least, self.largest = min(self.least, value), max(self.largest, value)
         self._buckets[math.floor(math.log(max(value, self.LEAST)) / self.WIDTH)] += times
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        """Of the values of both."""
+        least, largest = min(self.least, other.least), max(self.largest, other.largest)
+        both = self._buckets + other._buckets
+        return Histogram(self.count + other.count, self.total + other.total, least, largest, both)
 
     def percentile(self, p: float) -> float | None:
         """The value at the p-th percentile, 0 < p <= 100; None while there is none."""
@@ -109,9 +118,18 @@ class Metrics:
     scheduled: ScheduleCounts  # what the scheduler counted
     counts: RequestCounts
     times: Times
+    drafts: DraftCounts | None  # with a drafter
 
     @classmethod
-    def of(cls, scheduler: Scheduler, outside: int, programs: Programs, counts: RequestCounts, times: Times) -> Self:
+    def of(
+        cls,
+        scheduler: Scheduler,
+        outside: int,
+        programs: Programs,
+        counts: RequestCounts,
+        times: Times,
+        drafts: DraftCounts | None,
+    ) -> Self:
         """As things stand now. outside: sequences that wait for programs to be compiled."""
         pool, sharing = scheduler.pool, scheduler.sharing
         return cls(
@@ -130,7 +148,15 @@ class Metrics:
             scheduled=scheduler.counts,
             counts=counts,
             times=times,
+            drafts=drafts,
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Of several engines: counts and peaks are added up, times are those of all samples."""
+        free = sum(part.pages_free for part in parts)
+        scattered = sum(part.fragmentation * part.pages_free for part in parts) / max(1, free)
+        return replace(_added(parts), page_size=parts[0].page_size, fragmentation=scattered)
 
     @property
     def slack(self) -> float:
@@ -159,9 +185,18 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
-        parts = ("compiled", "scheduled", "sharing", "counts", "times")
+        parts = ("compiled", "scheduled", "sharing", "counts", "times", "drafts")
         gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
         shared = {f"prefix_{name}": count for name, count in vars(self.sharing).items()}
         ahead = {f"compile_{name}": value for name, value in vars(self.compiled).items()}
-        return {**gauges, **ahead, **self.memory(), **shared, **vars(self.counts), "slack": self.slack, **times}
+        found = {**gauges, **ahead, **self.memory(), **shared, **vars(self.counts), "slack": self.slack, **times}
+        return found if self.drafts is None else found | self.drafts.as_dict()
+
+
+def _added(values: Sequence[Any]) -> Any:
+    """The sum of numbers, Counters and Histograms, or of each field of records of them."""
+    first = values[0]
+    if not is_dataclass(first) or isinstance(first, Histogram):
+        return first if first is None else reduce(add, values)
+    return type(first)(**{f.name: _added([getattr(value, f.name) for value in values]) for f in fields(first)})  # type: ignore[misc]

@@ -75,11 +75,11 @@ def ranks_of(config: LlamaConfig) -> int:
     return 1 if config.mesh is None else config.mesh.size
 
 
-def free_of(mesh: Mesh | None) -> int | None:
-    """Bytes that are free on each device of a mesh, by default on the one that arrays go to; None where one of them
-    does not say. CPU devices share this machine's memory."""
+def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
+    """Bytes that are free on each device of a mesh, without one on this device, by default that which arrays go to;
+    None where one of them does not say. CPU devices share this machine's memory."""
     if mesh is None:
-        return free_memory()
+        return free_memory(device)
     found = [free_memory(device) for device in mesh.local_devices]
     shared = mesh.size if is_host(mesh.local_devices[0]) else 1
     return None if None in found else min(free for free in found if free is not None) // shared

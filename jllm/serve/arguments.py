@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jllm.cli.arguments import Parser, add_engine, add_numbers, check_drafts
+from jllm.cli.arguments import Parser, add_engine, add_numbers, add_replicas, check_drafts
 from jllm.errors import ConfigError
 
 KEY_VARIABLE = "JLLM_API_KEY"
@@ -56,7 +56,9 @@ def make_parser() -> Parser:
     what.add_argument("--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: bundled)")
     what.add_argument("--served-name", metavar="NAME", help="what requests call the model (default: as --model)")
     add_numbers(parser.add_argument_group("numbers"))
-    add_engine(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add_engine(engine)
+    add_replicas(engine)
     serving = parser.add_argument_group("serving")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serving.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")

@@ -15,6 +15,7 @@ from jllm.serve.arguments import api_key, parse_args
 
 if TYPE_CHECKING:
     from jllm.engine.loop import Engine
+    from jllm.engine.replicas import Replicas
     from jllm.pretrained import Model
 
 
@@ -51,7 +52,7 @@ def _is_local(listener: socket.socket) -> bool:
     return listener.getsockname()[0] in ("::1",) or listener.getsockname()[0].startswith("127.")
 
 
-def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
+def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -60,8 +61,7 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
         raise ConfigError(f"{error.name} is not installed: pip install 'jllm[serve]'") from None
     from jllm.checkpoint_files import find_model
     from jllm.cli.generation_config import warn_of_ignored
-    from jllm.cli.process import compile_cache, plain_warnings
-    from jllm.engine.loop import Engine
+    from jllm.cli.process import compile_cache, make_engine, plain_warnings
     from jllm.pretrained import BUNDLED, load
 
     folder = find_model(BUNDLED if args.model is None else args.model)
@@ -70,13 +70,13 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine]":
     model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
-    engine = Engine(model, **options, executables=cache)
+    engine = make_engine(model, args.replicas, **options, executables=cache)
     engine.compile_ahead(wait=False)
     return model, engine
 
 
 async def _serve(
-    args: argparse.Namespace, key: str | None, listener: socket.socket, model: "Model", engine: "Engine"
+    args: argparse.Namespace, key: str | None, listener: socket.socket, model: "Model", engine: "Engine | Replicas"
 ) -> None:
     from jllm.engine.async_engine import AsyncEngine
     from jllm.serve.app import make_app

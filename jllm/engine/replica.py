@@ -1,0 +1,171 @@
+"""One of several engines with the same weights, and the thread that calls it; and a request that may change engines."""
+
+import itertools
+import queue
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from jllm.engine.loop import Engine
+from jllm.engine.request import Completion, Event, SamplingParams, Timings
+from jllm.errors import RequestError
+from jllm.snapshot import Snapshot
+
+News = tuple["Replica", list[Event] | BaseException]  # what a step made, under the ids of Replicas, or how it failed
+
+
+@dataclass
+class Sent:
+    """What the caller has been given of a sample, so that it comes once however often the sample begins."""
+
+    tokens: int = 0
+    letters: int = 0
+    first: float | None = None  # when the first token came
+    again_tokens: int = 0  # that are to come a second time, and are dropped
+    again_letters: int = 0
+
+    def begin_again(self) -> None:
+        self.again_tokens, self.again_letters = self.tokens, self.letters
+
+    def rest(self, event: Event) -> Event:
+        """The part of an event that is new."""
+        tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
+        self.again_tokens -= tokens
+        self.again_letters -= letters
+        ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
+        self.tokens += len(ids)
+        self.letters += len(text)
+        if ids and self.first is None:
+            self.first = time.perf_counter()
+        return event._replace(token_ids=ids, text=text, logprobs=logprobs)
+
+
+@dataclass(eq=False)
+class Request:
+    """One that has not ended, with all that it takes to begin it again."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams  # with its seed
+    snapshot: Snapshot | None
+    share: bool  # whether other requests may have what is in it
+    submitted: float
+    left: set[int]  # samples that have not ended
+    tokens: int = 0  # that are still to be computed, at most
+    moved: bool = False  # whether it has begun again
+    sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
+
+    def take(self, event: Event) -> Event:
+        """An event as the caller gets it."""
+        event = self.sent[event.sample].rest(event)
+        if event.completion is None:
+            return event
+        self.left.discard(event.sample)
+        if not self.moved:
+            return event
+        first, total = self.sent[event.sample].first, time.perf_counter() - self.submitted
+        first = None if first is None else first - self.submitted
+        timings = replace(event.completion.timings, first_token=first, total=total)
+        return event._replace(completion=replace(event.completion, timings=timings))
+
+    def end(self, sample: int, reason: str, with_text: bool) -> Event:
+        """The end of a sample that no engine has."""
+        timings = Timings(None, time.perf_counter() - self.submitted, len(self.prompt), 0)
+        text, seed = "" if with_text else None, self.sampling.seed or 0
+        self.left.discard(sample)
+        return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
+
+
+class Replica:
+    """What its engine is asked for is done in one thread, between two steps. What these make goes to `news`."""
+
+    def __init__(self, device: jax.Device, engine: Engine, news: "queue.SimpleQueue[News]"):
+        self.device, self.engine, self.failed = device, engine, False
+        self.tokens = 0  # that its requests still have to compute, at most
+        self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
+        self._names: dict[int, int] = {}  # the other way
+        self._news, self._stepping = news, False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica-{device.id}")
+        limits = engine.sizes.limits
+        self._page, self._most = limits.page_size, limits.num_pages
+        self._prefixes: OrderedDict[int, None] = OrderedDict()  # of prompts that it was given lately, newest last
+
+    def submit(self, request: Request) -> Future[None]:
+        return self._thread.submit(self._submit, request)
+
+    def abort(self, request: Request) -> None:
+        def abort() -> None:
+            with suppress(RequestError):  # it has ended, and its last event is on its way
+                self.engine.abort(self._ids[request.id])
+
+        self._thread.submit(abort)
+
+    def call[T](self, function: Callable[[int, int], T], request: Request, sample: int) -> T:
+        """What a method of the engine gives for one of its requests."""
+        return self._thread.submit(lambda: function(self._ids.get(request.id, -1), sample)).result()
+
+    def forget(self, request: Request) -> None:
+        """Once it has ended."""
+        self._thread.submit(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
+
+    def named(self, events: Iterable[Event]) -> list[Event]:
+        """Events of the engine, under the ids of Replicas."""
+        return [event._replace(id=self._names[event.id]) for event in events]
+
+    def close(self, reason: str) -> None:
+        """Once all that it was asked for before has been done."""
+        self._thread.submit(self.engine.close, reason)
+        self._thread.shutdown()
+
+    def _submit(self, request: Request) -> None:
+        if request.snapshot is None:
+            local = self.engine.submit(request.prompt, request.sampling)
+        else:
+            local = self.engine.resume(request.snapshot, request.sampling, share=request.share)
+        self._ids[request.id], self._names[local] = local, request.id
+        if not self._stepping:
+            self._stepping = True
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        """One step; and the next one, after whatever it was asked for meanwhile."""
+        if self.engine.closed:
+            return
+        try:
+            if events := self.named(self.engine.step()):
+                self._news.put((self, events))
+            self._stepping = self.engine.has_work
+            if self._stepping:
+                self._thread.submit(self._step)
+        except BaseException as error:  # the engine has closed itself
+            self._news.put((self, error))
+
+    # Which prompts it has seen, as the others may read it at any time
+
+    def uncached(self, prompt: Sequence[int]) -> int:
+        """Tokens of a prompt that it was not lately given as the beginning of another, to a page."""
+        known = itertools.takewhile(self._prefixes.__contains__, self._pages(prompt))
+        return max(1, len(prompt) - self._page * sum(1 for _ in known))
+
+    def remember(self, prompt: Sequence[int]) -> None:
+        for page in self._pages(prompt):
+            self._prefixes[page] = None
+            self._prefixes.move_to_end(page)
+        while len(self._prefixes) > self._most:
+            self._prefixes.popitem(last=False)
+
+    def forget_prefixes(self) -> None:
+        self._prefixes.clear()
+        self.engine.reset_prefix_cache()
+
+    def _pages(self, prompt: Sequence[int]) -> Iterator[int]:
+        """For each full page a hash of its tokens and of all before them."""
+        above = 0
+        for end in range(self._page, len(prompt) + 1, self._page):
+            above = hash((above, tuple(prompt[end - self._page : end])))
+            yield above

@@ -1,0 +1,335 @@
+"""Engines with the same weights, one a device, behind the surface of one."""
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax
+
+from jllm.engine.checks import Prompt
+from jllm.engine.drafters import with_drafter
+from jllm.engine.loop import Engine
+from jllm.engine.metrics import Metrics
+from jllm.engine.options import EngineKeywords, EngineSizes
+from jllm.engine.replica import News, Replica, Request
+from jllm.engine.request import Event, SamplingParams
+from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
+
+VALUES = ("speculate", "hooks")  # options that may have arrays, which each device needs its own of
+
+
+class Replicas:
+    """Serves requests by one engine a device, each with all the weights, and is used as an Engine is.
+
+    A request goes where, with it, the fewest tokens are still to be computed: tokens of its prompt that the prefix
+    cache there should have don't count. Each engine steps in a thread of its own while it has work; step() waits until
+    one has news. When a step fails for good, that engine's requests begin again on the others, with the seeds that they
+    had: what step() had returned of them comes no second time, and but for near ties the tokens are the same. Samples
+    that fork() made end with "error" then. step() raises only when the last engine has failed.
+
+    Threads: as with an Engine.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        devices: int | Sequence[jax.Device] | None = None,
+        *,
+        make: Callable[..., Engine] = Engine,
+        **options: Unpack[EngineKeywords],
+    ):
+        """devices: these, or so many of those that there are; None for all. `make` makes an engine of the model on its
+        device and of the options, which are those of each. Raises ConfigError for more devices than there are, one that
+        is named twice, a model that is on several by itself, and a trace, which is of one engine."""
+        chosen = find_devices(devices)
+        if model.config.mesh is not None:
+            raise ConfigError("the model is on several devices itself: load it without a mesh to have it on each")
+        if options.get("trace") is not None:
+            raise ConfigError("a trace is of one engine: leave it out with replicas")
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._requests: dict[int, tuple[Request, Replica]] = {}
+        self._next_id = itertools.count()
+        self._closed: str | None = None
+        self._last: tuple[Event, ...] = ()
+        self._all: list[Replica] = []
+        self._shares_files, self._has_text = options.get("executables") is not None, model.tokenizer is not None
+        try:
+            given = with_drafter(options, model)
+            for device in chosen:
+                here = replace(model, params=jax.device_put(model.params, device))
+                given |= {name: jax.device_put(given[name], device) for name in VALUES if name in given}
+                self._all.append(Replica(device, make(here, **given), self._news))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() still has something to report."""
+        return bool(self._requests)
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """One engine's; all have the same options, and on like devices the same sizes."""
+        return self._all[0].engine.sizes
+
+    @property
+    def slots(self) -> int:
+        """Samples that can run at once, on all devices together."""
+        return sum(replica.engine.slots for replica in self._all)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._all[0].engine.vocab_size
+
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """What step() had not returned at the close, as an Engine has it."""
+        return self._last
+
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
+        """As Engine.compile_ahead, on all devices at once. With files of compiled steps the first makes them."""
+        samplings, alive, done = list(samplings), self._alive(), []
+
+        def compile_one(replica: Replica) -> None:
+            done.append(replica.engine.compile_ahead(samplings, wait=wait))
+
+        if self._shares_files:
+            compile_one(alive.pop(0))
+        threads = [threading.Thread(target=compile_one, args=(replica,)) for replica in alive]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return max(done)
+
+    def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """The prompt's token ids, if submit would take it; else the error that submit would raise."""
+        while True:
+            one, *_ = self._alive()
+            with suppress(EngineClosed):  # it fails just now, and another one knows as well
+                return one.engine.check(prompt, sampling)
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> int:
+        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry."""
+        return self._begin(self.check(prompt, sampling), sampling)[0]
+
+    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams(), *, share: bool = False) -> int:
+        """As Engine.resume."""
+        name, done = self._begin([int(token) for token in snapshot.tokens], sampling, snapshot, share)
+        try:
+            done.result()
+        except BaseException:
+            with self._lock:
+                self._drop(*self._requests.pop(name))
+            raise
+        return name
+
+    def fork(self, request_id: int, sample: int = 0) -> int:
+        """As Engine.fork."""
+        index = self._call("fork", request_id, sample)
+        self._requests[request_id][0].left.add(index)
+        return index
+
+    def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
+        """As Engine.snapshot; any of the engines resumes it."""
+        return self._call("snapshot", request_id, sample)
+
+    def _call(self, method: str, request_id: int, sample: int) -> Any:
+        request, replica = self._find(request_id)
+        try:
+            return replica.call(getattr(replica.engine, method), request, sample)
+        except EngineClosed:
+            self._alive()
+            why = "its device failed, and the next step() begins it again on another"
+            raise RequestError(f"request {request_id} is not running now: {why}") from None
+
+    def abort(self, request_id: int) -> None:
+        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        request, replica = self._find(request_id)
+        replica.abort(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what runs goes on."""
+        for replica in self._alive():
+            replica.forget_prefixes()
+
+    def step(self) -> list[Event]:
+        """Waits until an engine has something new, and returns what all have. After an exception all are closed, and
+        last_events has the ends of all requests."""
+        self._check_open()
+        try:
+            events: list[Event] = []
+            while self.has_work and not events:
+                for replica, news in itertools.chain([self._news.get()], self._waiting()):
+                    events += (
+                        self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
+                    )
+            return events
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what = "was interrupted" if interrupted else f"failed ({_line(error)})"
+            self._close(f"a step {what} half-way", "abort" if interrupted else "error")
+            raise
+
+    def run(self) -> Iterator[Event]:
+        """Steps until nothing is left; yields events as they come."""
+        while self.has_work:
+            yield from self.step()
+
+    def metrics(self) -> dict[str, Any]:
+        """As Engine.metrics, of all together: means over steps are those of one engine. Besides `replicas`, how many
+        there are, and `replicas_failed`."""
+        found = Metrics.joined([replica.engine.measured() for replica in self._all]).as_dict()
+        return found | {"replicas": len(self._all), "replicas_failed": sum(replica.failed for replica in self._all)}
+
+    def reset_metrics(self) -> None:
+        """As Engine.reset_metrics, on all."""
+        for replica in self._alive():
+            replica.engine.reset_metrics()
+
+    def close(self, reason: str = "it was closed") -> None:
+        """Closes all engines, and ends all requests (see last_events). To close again is no mistake."""
+        self._close(reason, "abort")
+
+    def _close(self, reason: str, ended: str) -> None:
+        if self._closed is not None:
+            return
+        self._closed = reason
+        for replica in self._all:
+            replica.close(reason)
+        events: list[Event] = []
+        for replica, news in self._waiting():
+            events += [] if isinstance(news, BaseException) else self._take(replica, news)
+        for replica in self._all:
+            events += self._take(replica, replica.named(replica.engine.last_events))
+        for request, _ in self._requests.values():
+            events += [request.end(sample, ended, self._has_text) for sample in sorted(request.left)]
+        self._requests.clear()
+        self._last = tuple(events)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosed(f"these engines take no more work: {self._closed}")
+
+    def _alive(self) -> list[Replica]:
+        """The engines that take work. EngineClosed if there are none."""
+        self._check_open()
+        alive = [replica for replica in self._all if not replica.engine.closed]
+        if not alive:
+            raise EngineClosed("these engines take no more work: all have failed, and step() says how")
+        return alive
+
+    def _find(self, request_id: int) -> tuple[Request, Replica]:
+        self._check_open()
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise RequestError(f"request {request_id} is not running: it has ended or was never submitted") from None
+
+    def _waiting(self) -> Iterator[News]:
+        while not self._news.empty():  # there is one reader
+            yield self._news.get()
+
+    # Where requests run
+
+    def _begin(
+        self, ids: Sequence[int], sampling: SamplingParams, snapshot: Snapshot | None = None, share: bool = False
+    ) -> tuple[int, Future]:
+        self._check_open()
+        if sampling.seed is None:  # drawn here, so that it is the same wherever the request runs
+            sampling = replace(sampling, seed=secrets.randbits(32))
+        with self._lock:
+            name, left = next(self._next_id), set(range(sampling.n))
+            return name, self._place(Request(name, tuple(ids), sampling, snapshot, share, time.perf_counter(), left))
+
+    def _place(self, request: Request) -> Future:
+        """Gives a request to the engine with the fewest tokens to compute."""
+
+        def tokens(replica: Replica) -> int:
+            new = replica.uncached(request.prompt) if request.snapshot is None else 1
+            return new + request.sampling.n * request.sampling.max_new_tokens
+
+        best = min(self._alive(), key=lambda replica: replica.tokens + tokens(replica))
+        request.tokens = tokens(best)
+        best.tokens += request.tokens
+        if request.snapshot is None:
+            best.remember(request.prompt)
+        self._requests[request.id] = request, best
+        return best.submit(request)
+
+    def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
+        """Events of an engine, as step() returns them."""
+        found = []
+        with self._lock:
+            for event in events:
+                request, where = self._requests.get(event.id, (None, None))
+                if request is None or where is not replica or event.sample not in request.left:
+                    continue  # it goes on elsewhere, or had ended before it began again
+                event = request.take(event)
+                done = min(len(event.token_ids), request.tokens)
+                request.tokens -= done
+                replica.tokens -= done
+                if not request.left:
+                    del self._requests[request.id]
+                    self._drop(request, replica)
+                if event.token_ids or event.text or event.completion is not None:
+                    found.append(event)
+        return found
+
+    def _drop(self, request: Request, replica: Replica) -> None:
+        replica.tokens -= request.tokens
+        if self._closed is None:
+            replica.forget(request)
+
+    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+        """Begins the requests of an engine that failed again on the others, and returns the ends of those that cannot.
+        Raises the error if there are no others."""
+        with self._lock:
+            replica.failed = True
+            mine = [request for request, where in self._requests.values() if where is replica]
+            if all(one.engine.closed for one in self._all):
+                raise error
+            last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
+            forked = [last[r.id, s] for r in mine for s in sorted(r.left) if s >= r.sampling.n and (r.id, s) in last]
+            ends = self._take(replica, forked)
+            mine = [request for request in mine if request.left]
+            what = f"what ran there, {len(mine)} requests, begins again elsewhere"
+            warnings.warn(f"{replica.device} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
+            for request in mine:
+                request.moved = True
+                for sent in request.sent.values():
+                    sent.begin_again()
+                self._place(request)
+            return ends
+
+
+def find_devices(devices: int | Sequence[jax.Device] | None) -> list[jax.Device]:
+    """These, or so many of those that there are; None for all. Raises ConfigError for more, and for one twice."""
+    there = jax.local_devices()
+    if devices is None:
+        return there
+    if isinstance(devices, int):
+        if not 1 <= devices <= len(there):
+            raise ConfigError(f"{devices} replicas need as many devices: give 1 to {len(there)}, which there are")
+        return there[:devices]
+    if not devices or len(set(devices)) < len(devices):
+        raise ConfigError("replicas need at least one device, and each but once")
+    return list(devices)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,350 @@
+"""Replicas: each request's tokens are those of one engine alone, wherever it runs and whatever fails meanwhile."""
+
+import asyncio
+import json
+import time
+import warnings
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+
+from jllm.batch import Bucket
+from jllm.cli.main import main
+from jllm.engine.async_engine import AsyncEngine
+from jllm.engine.loop import Engine
+from jllm.engine.replicas import Replicas
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.pretrained import load
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.tree import chain
+from tests.parallel.meshes import on_mesh
+from tests.tiny import serve, tiny_model
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+jax.config.update("jax_enable_x64", True)
+SIZES = {"max_slots": 3, "page_size": 8, "num_pages": 60, "max_step_tokens": 16, "buckets": (Bucket(3, 13, 3),)}
+PREFIX = tuple(range(3, 27))
+JOBS = [
+    ((5, 6, 7, 8, 9, 10), SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)),
+    ((3, 1, 4, 1, 5), SamplingParams(temperature=1.0, max_new_tokens=9, seed=3, logprobs=2, ignore_eos=True)),
+    ((*PREFIX, 7), SamplingParams(temperature=0.9, top_p=0.8, max_new_tokens=14, seed=4, n=2, ignore_eos=True)),
+    ((*PREFIX, 9), SamplingParams(temperature=1.1, max_new_tokens=7, seed=5, repetition_penalty=1.3)),
+    ((40,), SamplingParams(temperature=1.2, max_new_tokens=16, seed=6, prompt_logprobs=True, ignore_eos=True)),
+    ((41, 42), SamplingParams(temperature=1.2, max_new_tokens=1, seed=7)),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("float64")
+
+
+def alone(model):
+    """What one engine says to all jobs, by job and sample."""
+    engine = Engine(model, **SIZES)
+    for prompt, params in JOBS:
+        engine.submit(prompt, params)
+    ends = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
+    return [ends[key] for key in sorted(ends)]
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    return alone(model)
+
+
+class Slow(Engine):
+    """One that can be met while it runs."""
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+class Failing(Slow):
+    """One whose steps fail from a given one on: by device."""
+
+    def __init__(self, model, fails, **options):
+        super().__init__(model, **options)
+        self.left = fails.get(next(iter(model.params.norm.devices())).id)
+
+    def _advance(self):
+        if self.left == 0:
+            raise RuntimeError("this device is gone")
+        if self.left is not None:
+            self.left -= 1
+        super()._advance()
+
+
+def finish(engine):
+    """What was streamed, and the completions, by (id, sample)."""
+    streamed, texts, ends = defaultdict(tuple), defaultdict(str), {}
+    for event in engine.run():
+        key = event.id, event.sample
+        assert key not in ends
+        streamed[key] += event.token_ids
+        texts[key] += event.text
+        if event.completion is not None:
+            ends[key] = event.completion
+    for key, completion in ends.items():
+        assert streamed[key][: len(completion.token_ids)] == completion.token_ids
+        assert completion.text is None or texts[key] == completion.text
+        times = completion.timings
+        assert times.first_token is None or 0 < times.first_token <= times.total
+    return ends
+
+
+def completions(ends):
+    return [replace(ends[key], timings=None) for key in sorted(ends)]
+
+
+def same(found, wanted):
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert (mine.finish_reason, mine.seed) == (theirs.finish_reason, theirs.seed)
+        for name in ("logprobs", "prompt_logprobs"):
+            assert (getattr(mine, name) is None) == (getattr(theirs, name) is None)
+        for a, b in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, rel=1e-10)
+        if theirs.prompt_logprobs is not None:
+            assert mine.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, rel=1e-10)
+
+
+def test_tokens_are_those_of_one_engine(model, wanted):
+    engine = Replicas(model, 4, **SIZES)
+    assert engine.slots == 12
+    assert engine.sizes.limits.max_slots == 3
+    assert engine.vocab_size == 97
+    assert engine.compile_ahead([params for _, params in JOBS]) == 1
+    for prompt, params in JOBS:
+        engine.submit(prompt, params)
+    assert engine.has_work
+    ends = finish(engine)
+    assert not engine.has_work
+    greedy = replace(ends[0, 0], seed=wanted[0].seed)  # its seed is drawn
+    same([greedy, *(ends[key] for key in sorted(ends)[1:])], wanted)
+    for place, replica in enumerate(engine._all):
+        there = {
+            array.device for array in jax.tree.leaves((replica.engine._device._state, replica.engine._device._params))
+        }
+        assert there == {jax.devices()[place]}
+        assert replica.tokens == 0
+        assert replica.engine.metrics()["pages_used"] == 0
+        assert replica.engine.metrics()["requests"] > 0
+    found = engine.metrics()
+    assert found["requests"] == found["requests_finished"] == len(JOBS)
+    assert found["output_tokens"] == found["inter_token_s"]["count"] + found["first_token_s"]["count"]
+    assert found["replicas"] == 4
+    assert found["replicas_failed"] == 0
+    engine.reset_metrics()
+    assert engine.metrics()["requests"] == 0
+    engine.close()
+
+
+def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_known(model):
+    engine = Replicas(model, 3, **SIZES)
+    where = lambda name: engine._requests[name][1].device.id  # noqa: E731
+    short, long = (SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True) for n in (2, 60))
+    first = [engine.submit((7, 8, 9), long) for _ in range(3)]
+    assert {where(name) for name in first} == {0, 1, 2}
+    assert where(engine.submit(PREFIX, short)) == 0
+    assert where(engine.submit((50,), short)) == 1
+    assert where(engine.submit((*PREFIX, 77), short)) in (0, 2)
+    list(engine.run())
+    hits = engine.metrics()["prefix_hit_tokens"]
+    one = engine.submit((*PREFIX, 30), short)
+    place = where(one)
+    list(engine.run())
+    assert engine.metrics()["prefix_hit_tokens"] == hits + len(PREFIX)
+    engine.reset_prefix_cache()
+    again = engine.submit((*PREFIX, 31), short)
+    assert where(again) == 0
+    assert place in (0, 2)
+    list(engine.run())
+    assert engine.metrics()["prefix_hit_tokens"] == hits + len(PREFIX), "nothing is cached after a reset"
+    engine.close()
+
+
+@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.given(
+    fails=st.dictionaries(st.integers(0, 2), st.integers(0, 14), min_size=1, max_size=2),
+    order=st.permutations(range(len(JOBS))),
+)
+def test_what_ran_on_a_device_that_failed_begins_again(fails, order):
+    model = tiny_model("float64")
+    wanted = alone(model)
+    index = [i for i, (_, params) in enumerate(JOBS) for _ in range(params.n)]
+    engine = Replicas(model, 3, make=partial(Failing, fails=fails), **SIZES)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        names = {engine.submit(*JOBS[i]): i for i in order}
+        ends = finish(engine)
+    by_job = {(names[name], sample): completion for (name, sample), completion in ends.items()}
+    found = [by_job[key] for key in sorted(by_job)]
+    assert [job for job, _ in sorted(by_job)] == index
+    same([replace(found[0], seed=wanted[0].seed), *found[1:]], wanted)
+    failed = engine.metrics()["replicas_failed"]
+    assert sum("begins again elsewhere" in str(each.message) for each in told) == failed <= len(fails)
+    assert all(replica.tokens == 0 for replica in engine._all if not replica.failed)
+    if 0 in fails.values():
+        assert failed >= 1
+    engine.close()
+
+
+def test_text_that_was_streamed_comes_no_second_time():
+    jax.config.update("jax_enable_x64", False)
+    try:
+        model = load()
+        params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, stop=("zzz",))
+        wanted = serve(model, ["Once upon a time"], [params], max_slots=2)[0]
+        engine = Replicas(model, 2, make=partial(Failing, fails={0: 9}), max_slots=2)
+        name = engine.submit("Once upon a time", params)
+        with pytest.warns(RuntimeWarning, match="this device is gone"):
+            ends = finish(engine)
+        assert ends[name, 0].text == wanted.text
+        assert engine.metrics()["replicas_failed"] == 1
+        engine.close()
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def test_when_all_have_failed_all_that_ran_has_ended(model):
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 3, 1: 6}), **SIZES)
+    names = [engine.submit(*job) for job in JOBS]
+    events = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="this device is gone"):
+            events.extend(engine.run())
+    ended = sorted((event.id, event.sample) for event in [*events, *engine.last_events] if event.completion)
+    assert ended == [(name, sample) for name, (_, params) in zip(names, JOBS) for sample in range(params.n)]
+    assert {event.completion.finish_reason for event in engine.last_events if event.completion} <= {"error", "abort"}
+    with pytest.raises(EngineClosed, match="this device is gone"):
+        engine.submit((1,))
+    with pytest.raises(EngineClosed):
+        engine.step()
+
+
+def test_forks_snapshots_and_aborts(model):
+    greedy = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    want = serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
+    engine = Replicas(model, 2, make=Slow, **SIZES)
+    name, other = engine.submit((5, 6, 7), greedy), engine.submit((8, 9), greedy)
+    while not any(event.id == name and event.token_ids for event in engine.step()):
+        pass
+    engine.abort(other)
+    sample = engine.fork(name)
+    taken = engine.snapshot(name)
+    assert taken.length >= 3
+    known = len(taken.tokens)
+    again = engine.resume(taken, replace(greedy, max_new_tokens=33 - known))
+    ends = {}
+    for event in engine.run():
+        if event.completion is not None:
+            ends[event.id, event.sample] = event.completion
+    assert ends[name, 0].token_ids == ends[name, sample].token_ids == want
+    assert (*(int(token) for token in taken.tokens[3:]), *ends[again, 0].token_ids) == want
+    assert ends[other, 0].finish_reason == "abort"
+    for ended in (lambda: engine.abort(name), lambda: engine.fork(other), lambda: engine.snapshot(99)):
+        with pytest.raises(RequestError, match="is not running"):
+            ended()
+    with pytest.raises(RequestError, match="penalties"):
+        engine.resume(taken, replace(greedy, repetition_penalty=1.2))
+    assert not engine.has_work
+    assert [replica.tokens for replica in engine._all] == [0, 0]
+    engine.close()
+
+
+def test_forks_of_a_device_that_failed_end_with_an_error(model):
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 12}), **SIZES)
+    name = engine.submit((5, 6, 7), greedy)
+    while not any(event.token_ids for event in engine.step()):
+        pass
+    sample = engine.fork(name)
+    with pytest.warns(RuntimeWarning):
+        ends = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
+    assert ends[name, sample].finish_reason == "error"
+    assert ends[name, 0].token_ids == serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
+    engine.close()
+
+
+def test_what_is_left_at_a_close_has_its_end(model):
+    engine = Replicas(model, 2, **SIZES)
+    names = [engine.submit(*job) for job in JOBS]
+    engine.step()
+    engine.close("that was all")
+    engine.close()
+    ended = [(event.id, event.sample) for event in engine.last_events if event.completion is not None]
+    assert len(ended) == len(set(ended)) >= len(names)
+    assert not engine.has_work
+    with pytest.raises(EngineClosed, match="that was all"):
+        engine.check((1, 2))
+
+
+def test_an_asynchronous_engine_over_replicas(model, wanted):
+    async def run():
+        host = AsyncEngine(Replicas(model, 4, **SIZES))
+        streams = [await host.submit(*job) for job in JOBS]
+        ends = [[event.completion async for event in stream if event.completion] for stream in streams]
+        await host.close()
+        return [end for some in ends for end in some]
+
+    found = asyncio.run(run())
+    assert sorted(end.token_ids for end in found) == sorted(end.token_ids for end in wanted)
+
+
+def test_drafters_have_their_weights_on_each_device(model, wanted):
+    drafter = DraftModel(model.params, model.config, chain(2))
+    engine = Replicas(model, 2, speculate=drafter, **(SIZES | {"buckets": (Bucket(3, 13, 3), Bucket(3, 0, 0, 3))}))
+    for prompt, params in JOBS:
+        engine.submit(prompt, params)
+    same([replace(end, seed=want.seed) for (_, end), want in zip(sorted(finish(engine).items()), wanted)], wanted)
+    for place, replica in enumerate(engine._all):
+        assert {array.device for array in jax.tree.leaves(replica.engine._device._drafter)} == {jax.devices()[place]}
+    assert engine.metrics()["draft_segments"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "why"),
+    [
+        (9, {}, "9 replicas need as many devices: give 1 to 8"),
+        (0, {}, "0 replicas need as many devices"),
+        ([], {}, "at least one device, and each but once"),
+        (jax.devices()[:1] * 2, {}, "at least one device, and each but once"),
+        (2, {"trace": []}, "a trace is of one engine"),
+        (2, {"max_slots": 0}, "max_slots"),
+    ],
+)
+def test_bad_input(model, devices, options, why):
+    with pytest.raises(ConfigError, match=why):
+        Replicas(model, devices, **options)
+
+
+def test_a_model_on_a_mesh_is_refused():
+    with pytest.raises(ConfigError, match="on several devices itself"):
+        Replicas(on_mesh(tiny_model("float64"), 2), 2)
+
+
+def test_the_command_spreads_its_prompts(tmp_path, capsys):
+    """And its options that ask for the impossible are an error in one line."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "Once upon a {word}"}}\n' for word in ("time", "day", "night", "king")))
+    run = ["--input", str(file), "--max-new-tokens", "5", "--temperature", "0", "--json", "--no-compile-cache"]
+
+    def told(*more: str) -> dict[int, str]:
+        assert main([*run, *more]) == 0
+        return {line["index"]: line["text"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
+
+    assert told("--replicas", "2") == told()
+    assert main([*run, "--replicas", "9"]) == 2
+    assert "9 replicas need as many devices" in capsys.readouterr().err
+    assert main([*run, "--replicas", "2", "--devices", "2"]) == 2
+    assert "on several devices itself" in capsys.readouterr().err
