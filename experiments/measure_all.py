@@ -125,13 +125,10 @@ COMMANDS = (
     Command("sample", "-m pallas_kernels.sample.bench --results {results}", 90),
     Command("speculation", "-m experiments.speculation acceptance --results {results}", 300),
     Command("speculation_claims", "-m experiments.speculation claims --results {results}", 300),
-    # By name, since what a device has not yet run is not chosen by default.
-    Command(
-        "speculation_7b", "-m experiments.speculation steps --backend mosaic --threads 14 --results {results}", 300
-    ),
+    Command("speculation_7b", "-m experiments.speculation steps --threads 14 --results {results}", 300),
     Command(
         "speculation_8b",
-        "-m experiments.speculation steps --config configs/llama-3-8b.json --backend mosaic --results {results}",
+        "-m experiments.speculation steps --config configs/llama-3-8b.json --results {results}",
         300,
     ),
     Command("move_tokens", "-m pallas_kernels.move_tokens.bench --results {results}", 120),

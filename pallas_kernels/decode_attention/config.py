@@ -83,8 +83,6 @@ def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int 
     """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
     arguments get it when it is named, not by default."""
     check_supported(q, pages, rows)
-    if rows > 1:
-        raise NotImplementedError(f"the mosaic kernel was not yet run with segments of {rows} rows, only of one")
     group = q.shape[1] // pages.k.values.shape[1]
     if group > 16 and q.shape[-1] <= 128:
         raise NotImplementedError(
