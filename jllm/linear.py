@@ -80,6 +80,9 @@ def norm_linear(
     """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable: norm
     and then linear are not where codes lie between them."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
+    if not isinstance(w, QuantizedWeight):
+        options: dict[str, Any] = {"out_dtype": out_dtype, "backend": where_faster(backend)}
+        return matmul(x, w, norm=weight, eps=eps, bias=bias, **options)
 
     def run(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
         rows = norm(x, weight, eps, w, backend=backend)
@@ -89,7 +92,7 @@ def norm_linear(
         rows = norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
         return _straight(rows, w, bias, None, out_dtype=out_dtype)
 
-    return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(x, weight, w, bias)
+    return _with_gradient(run, straight)(x, weight, w, bias)
 
 
 def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
@@ -101,7 +104,7 @@ def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
 def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
     """swiglu of norm of x [T, E] with w [2F, E], which is plain: [T, F]."""
     assert not isinstance(w, QuantizedWeight), "see fuses_swiglu"
-    return swiglu(norm_quant(x, weight, eps=eps, backend=backend)[0], w, backend=where_faster(backend))
+    return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
 
 
 def silu_linear(
@@ -139,7 +142,7 @@ def silu_linear(
 def _linear(
     x: Rows, w: Weight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype, backend: str | None
 ) -> jax.Array:
-    added = {"bias": bias, "residual": residual}
+    added: dict[str, Any] = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
         assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
         return matmul(x, w, **added, out_dtype=out_dtype, backend=where_faster(backend))

@@ -75,8 +75,16 @@ class Part:
     def sum(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
         """The sum of the whole row, from float32 pieces of all parts, by scratch f32[E / 8]."""
         self.store(scratch, [jnp.sum(value, axis=1) for value in values])
-        _everyone(barrier)
+        everyone(barrier)
         return _take(scratch, jnp.sum, jnp.add)
+
+    def norm(
+        self, row: Sequence[jax.Array], gains: Sequence[jax.Array], eps: float, scratch: Any, barrier: Any
+    ) -> list[jax.Array]:
+        """RMSNorm of the whole row, by its pieces in 16 bits, and those of the gains: over the root mean square,
+        rounded, times the gains, rounded. scratch is `sum`'s."""
+        total = self.sum([jnp.square(widen(y)) for y in row], scratch, barrier)
+        return _normed(row, gains, total * float(np.float32(1 / (scratch.shape[0] * VECTOR))), eps)
 
     def peak(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
         """The largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Any full piece may
@@ -85,7 +93,7 @@ class Part:
         for value in _fold_full([jnp.abs(value) for value in values]):
             scratch[pl.ds(start, len(value))] = jnp.max(value, axis=1).astype(jnp.float32)
             start += len(value)
-        _everyone(barrier)
+        everyone(barrier)
         return _take(scratch, jnp.max, jnp.maximum)
 
     def store_scale(self, ref: Any, peak: jax.Array, kind: str) -> jax.Array:
@@ -134,12 +142,17 @@ def codes(x: jax.Array, inverse: jax.Array, kind: str) -> jax.Array:
     return scaled.astype(KINDS[kind])
 
 
+def _normed(row: Sequence[jax.Array], gains: Sequence[jax.Array], mean: jax.Array, eps: float) -> list[jax.Array]:
+    rstd = jax.lax.rsqrt(mean + float(np.float32(eps)))
+    return [(widen(y) * rstd).astype(y.dtype) * gain for y, gain in zip(row, gains, strict=True)]
+
+
 def _scale(peak: jax.Array, kind: str) -> jax.Array:
     scaled = peak * float(np.float32(1 / LARGEST[kind]))
     return jnp.maximum(scaled, float(np.finfo(np.float32).smallest_normal))
 
 
-def _everyone(barrier: Any) -> None:
+def everyone(barrier: Any) -> None:
     """Waits until all warpgroups of the block came here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)

@@ -44,17 +44,17 @@ def traced(scheme: str, bucket: Bucket, backend: str | None = "hopper") -> Any:
     return step.jaxpr.jaxpr
 
 
-# Of a layer, beside what each has. XLA's own product is the faster one for many rows, and at one row for gate and up.
+# Of a layer, beside what each has. XLA's own product is the faster one for many rows; that of one row norms it, too.
 PRODUCTS = {
     "bf16": {
-        ONE: {"gemm_skinny": 3},
+        ONE: {"gemv": 3, "gemv_gated": 1, "norm_quant": -2},
         SOME: {"gemm_skinny": 3, "gemm_skinny_gated": 1},
         MANY: {"gemm_skinny": 2, "gemm_skinny_gated": 1},
         MIXED: {"gemm_skinny": 2, "gemm_skinny_gated": 1},
         LARGE: {},
     },
     "w8a8": {
-        ONE: {"gemm_skinny": 4, "silu_mul_quant": 1},
+        ONE: {"gemm_skinny": 3, "gemv": 1, "silu_mul_quant": 1},
         SOME: {"gemm_skinny": 4, "silu_mul_quant": 1},
         MANY: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},
         MIXED: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},

@@ -1,4 +1,4 @@
-"""matmul: x @ w.T + bias + residual."""
+"""matmul: x @ w.T + bias + residual, of x or of its norm."""
 
 import jax
 from jax.typing import DTypeLike
@@ -7,12 +7,15 @@ from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import check_floats, check_out_dtype
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import check_faster, check_supported
+from pallas_kernels.norm_quant import norm_quant
 
 
 def matmul(
     x: jax.Array,
     w: jax.Array,
     *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
@@ -20,6 +23,8 @@ def matmul(
 ) -> jax.Array:
     """x [..., K] times w [N, K] transposed, plus bias [N] and residual [..., N] -> [..., N].
 
+    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
+    of one row takes that along, to the same bits; before others it is an operation of its own.
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision; bias and residual are
     added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
     takes up to 512 rows in 16 bits, N and K in multiples of 16 and a residual of `out_dtype`; unnamed, it runs where
@@ -29,6 +34,8 @@ def matmul(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [N, K]")
     check_floats(x=x, w=w)
+    if norm is not None and (norm.shape, norm.dtype) != (w.shape[1:], x.dtype):
+        raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{w.shape[1]}]")
     for name, term, shape in (("bias", bias, w.shape[:1]), ("residual", residual, (*x.shape[:-1], w.shape[0]))):
         if term is not None:
             check_floats(**{name: term})
@@ -36,16 +43,22 @@ def matmul(
                 raise ValueError(f"{name} has shape {term.shape}, expected {shape}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     chosen = choose(BACKENDS, backend, x, w, residual, out_dtype)
-    return chosen.run(x, w, bias, residual, out_dtype)
+    return chosen.run(x, w, bias, residual, out_dtype, norm, eps, backend)
 
 
-def _mosaic(*args):
+def _mosaic(x, w, bias, residual, out_dtype, norm, eps, _):
     from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.matmul(*args)
+    return mosaic_sm90.matmul(x, w, bias, residual, out_dtype, norm=norm, eps=eps)
+
+
+def _xla(x, w, bias, residual, out_dtype, norm, eps, backend):
+    if norm is not None:
+        x = norm_quant(x.reshape(-1, x.shape[-1]), norm, eps=eps, backend=backend)[0].reshape(x.shape)
+    return xla.matmul(x, w, bias, residual, out_dtype)
 
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_faster),
-    "xla": Backend(xla.matmul),
+    "xla": Backend(_xla),
 }

@@ -1,4 +1,4 @@
-"""matmul for few rows on Hopper: the product of gemm_sm90/skinny.py, with gradients through the xla backend."""
+"""matmul for few rows on Hopper: gemm_sm90's products, gemv.py of one row and skinny.py, with gradients through xla."""
 
 from functools import partial
 
@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.gemm_sm90 import skinny
+from pallas_kernels.gemm_sm90 import gemv_config, skinny
+from pallas_kernels.gemm_sm90.gemv import gemv
 from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla
+from pallas_kernels.norm_quant import xla as norm_xla
+from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant
 
 
 def matmul(
@@ -18,32 +21,44 @@ def matmul(
     bias: jax.Array | None,
     residual: jax.Array | None,
     out_dtype: DTypeLike,
-    config: Config | None = None,
+    config: Config | gemv_config.Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
 ) -> jax.Array:
     """x [..., K], w [N, K], bias [N], residual [..., N] of out_dtype -> [..., N]; see api.py."""
-    if config is None:
-        (n, k), out_itemsize = w.shape, jnp.dtype(out_dtype).itemsize
-        config = choose_config(x.size // k, n, k, x.dtype.itemsize, out_itemsize)
+    (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
+    if config is None and len(rows) == 1 and gemv_config.fits(gemv_config.PLAIN, n, k):
+        config = gemv_config.PLAIN
+    elif config is None:
+        config = choose_config(len(rows), n, k, x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    if norm is not None and isinstance(config, Config):
+        rows, norm = norm_quant(rows, norm, eps=eps, interpret=interpret)[0], None
     if bias is not None and bias.dtype == jnp.float64:
         bias = bias.astype(jnp.float32)  # as it is added
-    rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, w.shape[0])
-    out = _product(rows, w, bias, added, jnp.dtype(out_dtype), config, interpret)
+    out = _product(rows, w, norm, bias, added, eps, jnp.dtype(out_dtype), config, interpret)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _product(x, w, bias, residual, out_dtype, config, interpret):
-    return skinny.gemm(x, w, bias=bias, residual=residual, out_dtype=out_dtype, config=config, interpret=interpret)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _product(x, w, norm, bias, residual, eps, out_dtype, config, interpret):
+    options = {"bias": bias, "residual": residual, "out_dtype": out_dtype, "interpret": interpret}
+    if isinstance(config, gemv_config.Config):
+        return gemv(x, w, norm=norm, eps=eps, config=config, **options)
+    return skinny.gemm(x, w, config=config, **options)
 
 
-def _forward(x, w, bias, residual, out_dtype, config, interpret):
-    return _product(x, w, bias, residual, out_dtype, config, interpret), (x, w, bias, residual)
+def _forward(x, w, norm, bias, residual, eps, out_dtype, config, interpret):
+    return _product(x, w, norm, bias, residual, eps, out_dtype, config, interpret), (x, w, norm, bias, residual)
 
 
-def _backward(out_dtype, config, interpret, saved, gradient):
-    return jax.vjp(lambda *arguments: xla.matmul(*arguments, out_dtype), *saved)[1](gradient)
+def _backward(eps, out_dtype, config, interpret, saved, gradient):
+    def plain(x, w, norm, bias, residual):
+        rows = x if norm is None else norm_xla.norm_quant(x, norm, eps=eps)[0]
+        return xla.matmul(rows, w, bias, residual, out_dtype)
+
+    return jax.vjp(plain, *saved)[1](gradient)
 
 
 _product.defvjp(_forward, _backward)

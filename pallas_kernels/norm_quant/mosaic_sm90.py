@@ -3,13 +3,11 @@
 Bound by memory, or by the launch when rows are few. One block of four warps to a row.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_pieces_sm90 as row_pieces
@@ -101,16 +99,9 @@ def _body(weight: Any, x: Any, *refs: Any, eps: float, kind: str | None, add: bo
     weights = part.load(weight)
     if summed is not None:
         part.store(summed.at[row], sums)
-    total = part.sum([jnp.square(row_pieces.widen(y)) for y in sums], squares, barrier)
-    normed = _norm(sums, weights, total * float(np.float32(1 / (vectors * VECTOR))), eps)
+    normed = part.norm(sums, weights, eps, squares, barrier)
     if kind is None or scales is None:
         part.store(values.at[row], normed)
         return
     inverse = part.store_scale(scales.at[row], part.peak(normed, *peaks), kind)
     part.store(values.at[row], [row_pieces.codes(row_pieces.widen(y), inverse, kind) for y in normed])
-
-
-def _norm(row: Sequence[jax.Array], weights: Sequence[jax.Array], mean: jax.Array, eps: float) -> list[jax.Array]:
-    """A row's pieces over their root mean square, rounded, times the weights, rounded."""
-    rstd = jax.lax.rsqrt(mean + float(np.float32(eps)))
-    return [(row_pieces.widen(y) * rstd).astype(y.dtype) * w for y, w in zip(row, weights)]

@@ -1,4 +1,4 @@
-"""swiglu: SiLU(x @ gate.T) * (x @ up.T)."""
+"""swiglu: SiLU(x @ gate.T) * (x @ up.T), of x or of its norm."""
 
 import jax
 
@@ -9,10 +9,13 @@ from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu.config import check_faster, check_supported
 
 
-def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Array:
+def swiglu(
+    x: jax.Array, w: jax.Array, *, norm: jax.Array | None = None, eps: float = 0.0, backend: str | None = None
+) -> jax.Array:
     """SiLU(x gate^T) * (x up^T) (Shazeer, arXiv:2002.05202) of x [..., K] and w [2F, K], gate's rows first -> [..., F]
     in x's dtype.
 
+    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as matmul has it.
     Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded;
     xla, which makes the product and the rest one after the other, rounds products to x's dtype in between. The kernel
     takes up to 512 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the faster
@@ -22,17 +25,19 @@ def swiglu(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")
     check_floats(x=x, w=w)
-    return choose(BACKENDS, backend, x, w).run(x, w, backend)
+    if norm is not None and (norm.shape, norm.dtype) != (w.shape[1:], x.dtype):
+        raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{w.shape[1]}]")
+    return choose(BACKENDS, backend, x, w).run(x, w, norm, eps, backend)
 
 
-def _mosaic(x: jax.Array, w: jax.Array, _: str | None) -> jax.Array:
+def _mosaic(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, _: str | None) -> jax.Array:
     from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.swiglu(x, w)
+    return mosaic_sm90.swiglu(x, w, norm=norm, eps=eps)
 
 
-def _two_operations(x: jax.Array, w: jax.Array, backend: str | None) -> jax.Array:
-    rows = matmul(x.reshape(-1, x.shape[-1]), w, backend=backend)
+def _two_operations(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, backend: str | None) -> jax.Array:
+    rows = matmul(x.reshape(-1, x.shape[-1]), w, norm=norm, eps=eps, backend=backend)
     return silu_mul_quant(rows, backend=backend).reshape(*x.shape[:-1], w.shape[0] // 2)
 
 

@@ -70,7 +70,7 @@ def test_gradients_are_those_of_xla():
 @pytest.mark.parametrize(
     ("module", "name", "change"),
     [
-        (mosaic_sm90, "_norm", lambda real: lambda row, weights, mean, eps: real(row, weights, mean * 1.02, eps)),
+        (row_pieces_sm90, "_normed", lambda real: lambda row, weights, mean, eps: real(row, weights, mean * 1.02, eps)),
         (row_pieces_sm90, "_scale", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
         (row_pieces_sm90, "pieces", lambda real: lambda vectors: real(vectors)[:-1] or real(vectors)),
     ],

@@ -1,0 +1,27 @@
+"""How the Hopper product of one row cuts its work, and which it takes. Light to import."""
+
+from dataclasses import dataclass
+
+WARPS, VECTOR = 4, 8
+CHUNK = 32  # vectors of 8 columns of w that a warp loads at once: one to a lane
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: of w, of each half where the product is gated, that a block of four warps has; a multiple of 4. ahead:
+    chunks of these rows that are on their way at once."""
+
+    rows: int = 8
+    ahead: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rows < WARPS or self.rows % WARPS or self.ahead < 1:
+            raise ValueError(f"rows={self.rows} and ahead={self.ahead}, expected a multiple of {WARPS}, and at least 1")
+
+
+PLAIN, GATED = Config(), Config(rows=4)  # the best of those tried on an H200 (experiments/LOG.md, 2026-11-23)
+
+
+def fits(config: Config, n: int, k: int) -> bool:
+    """Whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
+    return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
