@@ -276,6 +276,8 @@ def eager_step(
     state, outputs = sample(state, logits, draw=draw, **options)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
+    elif state.drafts is not None:  # what was drafted is behind the sequences now
+        state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
     return state, outputs
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jllm.drafter_files import KINDS, load_drafter
+from jllm.engine.options import check_drafts
 from jllm.errors import ConfigError
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.ngram import NGram
@@ -30,11 +31,13 @@ def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
 def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafter:
     """The drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE"; without a path
     those that are shipped with the bundled model. drafts: how many it makes in a chain; None leaves that to it. Raises
-    ConfigError for a name or a file that is none, or does not fit the model."""
-    kind, _, path = name.partition(":")
+    ConfigError for a name, a number or a file that is none, or does not fit the model."""
+    kind, colon, path = name.partition(":")
+    if drafts is not None:
+        check_drafts(drafts, name)
     tree = None if drafts is None else chain(drafts)
     if make := WITHOUT_WEIGHTS.get(name):
         return make() if drafts is None else make(drafts=drafts)
-    if kind not in KINDS:
+    if kind not in KINDS or (colon and not path):
         raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")
     return load_drafter(kind, path or SHIPPED / FILES[kind], model, tree)

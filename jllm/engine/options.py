@@ -91,12 +91,14 @@ class EngineOptions:
         if self.hooks is not None and self.hooks.observe is not None and self.speculate is not None:
             raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
         if self.drafts is not None:
-            _check_drafts(self.drafts, self.speculate)
+            check_drafts(self.drafts, self.speculate)
         if self.acceptance not in ACCEPTANCES:
             raise ConfigError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, not {self.acceptance!r}")
         if self.acceptance != "equal" and self.speculate is None:
             raise ConfigError(f"acceptance={self.acceptance!r} has no meaning without speculate: leave it out")
         if isinstance(self.speculate, Drafter):
+            if self.speculate.tree.size == 1:
+                raise ConfigError(f"{type(self.speculate).__name__} makes no drafts: its tree is the root alone")
             check_acceptance(self.speculate, self.acceptance)
 
     @property
@@ -113,7 +115,7 @@ class EngineOptions:
         return policy_of(self)
 
 
-def _check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
+def check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
     """ConfigError for a number of drafts that has no meaning."""
     if speculate is None:
         raise ConfigError("drafts has no meaning without speculate: leave it out")

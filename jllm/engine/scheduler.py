@@ -129,7 +129,8 @@ class Scheduler(PageTables):
             return None
         decodes, short, prefills = room
         limits = self.limits
-        rows = self._most_rows(len(decodes), bool(prefills or (self.waiting and self.free_slots)))
+        prompts = bool(prefills or (self.waiting and self.free_slots))
+        rows = self._most_rows(len(decodes), True) if prompts else 1  # without any it is asked once, below
         budget = min(limits.max_step_tokens - len(decodes) * rows, limits.max_prompt_tokens)
         parts = PlanParts()
         self._map(short, parts)

@@ -33,6 +33,8 @@ class NGram:
     def __post_init__(self):
         if not 1 <= self.shortest <= self.longest:
             raise ConfigError(f"matches of {self.shortest} to {self.longest} tokens: expected 1 <= shortest <= longest")
+        if self.drafts < 1 or self.context < 1:
+            raise ConfigError(f"drafts={self.drafts} and context={self.context}: expected at least 1 of each")
 
     @property
     def tree(self) -> Tree:

@@ -132,15 +132,29 @@ def test_drafts_are_chosen_where_they_pay():
     assert Drafting(chain(4), 8, always=True).rows(4, False) == 5
 
 
+def test_the_choice_is_made_once_a_step(monkeypatch):
+    """It counts the steps between trials, and those of one."""
+    asked = []
+    monkeypatch.setattr(Drafting, "_pays", lambda self, decodes: bool(asked.append(decodes)))
+    engine = Engine(tiny_model(), speculate="ngram", **SMALL)
+    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    list(engine.run())
+    assert len(asked) == engine.metrics()["steps"] - 1, "of a prompt's step it is not asked"
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"speculate": "lookup"}, "speculate='lookup' is not known: give one of ngram, "),
         ({"drafts": 3}, "drafts has no meaning without speculate"),
         ({"speculate": "ngram", "drafts": 0}, "drafts must be an integer from 1 to 32, not 0"),
+        ({"speculate": "draft", "drafts": 100}, "drafts must be an integer from 1 to 32, not 100"),
+        ({"speculate": "ngram", "drafts": 2.5}, "drafts must be an integer from 1 to 32, not 2.5"),
+        ({"speculate": "eagle:"}, "speculate='eagle:' is not known"),
         ({"speculate": "ngram", "drafts": 30}, "30 drafts and a token are more rows than the 24 of a step"),
         ({"speculate": 7}, "speculate must be the name of a drafter, or a drafter, not 7"),
         ({"speculate": NGram(4), "drafts": 3}, "drafts=3, but the drafter makes 4"),
+        ({"speculate": init_medusa(CONFIG, KEY, chain(0), "float32")}, "Medusa makes no drafts"),
         ({"speculate": "ngram", "buckets": (Bucket(2, 16, 2), Bucket(2, 0, 0, 3))}, "a bucket's rows must be 1, or 5"),
         ({"speculate": DraftModel(tiny_model(vocab_size=64).params, tiny_model(vocab_size=64).config)}, "vocabulary"),
     ],

@@ -116,3 +116,9 @@ def test_a_sequence_that_has_ended_gets_no_drafts():
 def test_lengths_of_matches(sizes):
     with pytest.raises(ConfigError, match="shortest <= longest"):
         NGram(4, shortest=sizes[0], longest=sizes[1])
+
+
+@pytest.mark.parametrize("sizes", [{"drafts": 0}, {"drafts": -1}, {"context": 0}])
+def test_no_drafts_or_no_context(sizes):
+    with pytest.raises(ConfigError, match="expected at least 1 of each"):
+        NGram(**sizes)

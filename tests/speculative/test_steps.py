@@ -105,7 +105,7 @@ def test_between_steps_the_state_is_that_of_plain_decoding(model, jobs, wants, s
 
 @pytest.mark.parametrize("shape", TREES)
 def test_the_old_state_stays_usable_and_plain_steps_may_come_between(model, jobs, wants, shape):
-    """Also those that are given no drafter: what it drafted before is stale then, and refused where it is wrong."""
+    """Also those that are given no drafter."""
     tree = TREES[shape]
     drafter = DraftModel(model.params, model.config, tree)
     state, made = begin(model, drafter)
@@ -124,6 +124,18 @@ def test_the_old_state_stays_usable_and_plain_steps_may_come_between(model, jobs
                 assert tuple(mine) == want.token_ids[: len(mine)]
         made = tokens
     assert min(map(len, made)) > 9
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_drafts_are_forgotten_by_a_step_without_the_drafter(model, jobs, wants, rows):
+    """The sequence has gone on: none of them is verified in another place, nor counted as refused there."""
+    drafter = scripted(chain(3), jobs, wants, right=1.0)
+    state, made = begin(model, drafter)
+    assert state.drafts.count[:2].tolist() == [3, 3]
+    state, _ = go_on(model, state, made, None, rows)
+    assert not state.drafts.count.any()
+    state, counts = go_on(model, state, made, drafter, 4)
+    assert counts == [1, 1]
 
 
 @pytest.mark.parametrize("shape", TREES)
