@@ -384,7 +384,7 @@ class Engine:
         if self._trace:
             self._trace.dispatched(plan, bucket, pool.num_used)
         counts.steps += 1
-        counts.tokens += sum(plan.rows) + tokens
+        counts.tokens += tokens + (sum(plan.rows) if bucket.rows > 1 else len(plan.rows))
         counts.rows += bucket.size
         counts.prefill_tokens += tokens
         counts.pages_peak = max(counts.pages_peak, pool.num_used)

@@ -84,7 +84,7 @@ class RequestCounts:
     prefill_tokens: int = 0  # prompt tokens computed: recomputed ones again, and for each sample
     output_tokens: int = 0
     steps: int = 0
-    tokens: int = 0  # that steps were asked for: decodes and prompt tokens
+    tokens: int = 0  # that steps were asked for: decodes, with rows for drafts, and prompt tokens
     rows: int = 0  # that steps computed: the sizes of their buckets
     device_errors: int = 0
     pages_peak: int = 0  # most pages in use at once

@@ -49,7 +49,7 @@ class EngineOptions:
     extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
     # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
-    speculate: str | Drafter | None = None  # "ngram", or a drafter; default: none
+    speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
     drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
     hooks: Hooks | None = None  # functions of the caller's own inside the steps
     acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)

@@ -7,6 +7,7 @@ from jllm.batch import Bucket
 from jllm.engine.drafters import find_drafter
 from jllm.engine.drafting import Drafting
 from jllm.engine.loop import Engine
+from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.speculative.draft_model import DraftModel
@@ -130,6 +131,15 @@ def test_drafts_are_chosen_where_they_pay():
     run(gain=3, steps=2000)  # as cheap as before: two trials tell
     assert run(gain=3, steps=600) > 0.9
     assert Drafting(chain(4), 8, always=True).rows(4, False) == 5
+
+
+def test_rows_for_drafts_are_not_counted_while_their_program_is_not_there(monkeypatch):
+    monkeypatch.setattr(Programs, "_is_there", lambda self, key: key[0].rows == 1)
+    engine = Engine(tiny_model(), speculate="ngram", drafts=7, **SMALL)
+    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    list(engine.run())
+    seen = engine.metrics()
+    assert (seen["tokens"], seen["draft_segments"]) == (3 + 11, 0)
 
 
 def test_the_choice_is_made_once_a_step(monkeypatch):
