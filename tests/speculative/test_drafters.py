@@ -54,6 +54,16 @@ def test_drafts_are_those_of_the_formula(target, kind, shape):
     run(Simulation(target, make(kind, target, tree), tree.depth + 1, sequences(np.random.default_rng(0))), 1)
 
 
+@pytest.mark.parametrize("kind", ["draft", "eagle"])
+def test_slots_that_had_other_sequences(target, kind):
+    """What is remembered of these is no part of what begins there."""
+    drafter = make(kind, target, chain(3))
+    simulation = Simulation(target, drafter, 4, sequences(np.random.default_rng(2)))
+    memory = jax.tree.map(lambda x: jnp.full_like(x, 3), simulation.drafts.memory)
+    simulation.drafts = replace(simulation.drafts, memory=memory)
+    run(simulation, 2)
+
+
 @pytest.mark.parametrize("kind", ["own", "reduced"])
 def test_drafts_of_a_head_and_a_vocabulary_of_their_own(target, kind):
     drafter = make(kind, target, TREES["levels"])

@@ -89,6 +89,7 @@ def test_right_drafts_take_fewer_steps(model64, shape):
     assert seen["draft_tokens_mean"] > 0.7 * (1 + depth)
 
 
+@pytest.mark.usefixtures("compiled_in_turn")
 @pytest.mark.parametrize("shape", ["3", "tree"])
 def test_penalties_and_logprobs_count_accepted_tokens(model64, shape):
     prompts = [(5, 6, 7, 5, 6), (9,), tuple(range(50, 60)), (3, 3, 4), (70, 71, 72)]

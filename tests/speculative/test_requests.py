@@ -130,6 +130,7 @@ def test_the_last_token_that_was_asked_for_inside_a_draft(model, most):
         same_logprobs(got, want)
 
 
+@pytest.mark.usefixtures("compiled_in_turn")
 @pytest.mark.parametrize("shape", TREES)
 def test_logprobs_beside_requests_that_ask_for_none(model, shape):
     """Also of samples that preemption has computed again."""
@@ -138,7 +139,6 @@ def test_logprobs_beside_requests_that_ask_for_none(model, shape):
     jobs = [Job(prompt, p, 2 * i, None) for i, (prompt, p) in enumerate(zip(REPEATING, params, strict=True))]
     seen: dict = {}
     options = COMPANY[POOL] | drafted(fallible(model, TREES[shape]))
-    play(model, jobs, options)  # steps with drafts take some time to compile, and until then there are plain ones
     got = play(model, jobs, options, seen)
     for completion, want in zip(got, alone(model, jobs), strict=True):
         assert_same(completion, want, False)
