@@ -63,6 +63,19 @@ def test_penalties_are_those_of_the_formulas(x64, dtype):
     assert np.isinf(expected[1:]).sum() == 4
 
 
+def test_drafts_count_as_tokens_of_the_output():
+    """As often as they come, and beside a bias."""
+    rng = np.random.default_rng(11)
+    with jax.enable_x64(True):
+        logits = jnp.asarray(rng.normal(size=(3, 40)))
+        penalties, counts = penalties_of(rng, 3, 40, np.float64)
+        drafts = jnp.asarray([[5, 5, 9], [7, -1, -1], [-1, -1, -1]], jnp.int32).at[2, 0].set(penalties.bias_ids[2, 1])
+        slot = jnp.where(drafts < 0, 3, jnp.arange(3, dtype=jnp.int32)[:, None])
+        entered = count_tokens(counts, slot.reshape(-1), drafts.reshape(-1), jnp.ones(9, bool))
+        got, want = penalize(logits, penalties, counts, drafts), penalize(logits, penalties, entered)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_banned_token_is_never_drawn():
     rows, vocabulary, ban = 64, 300, 77
     zeros, none = jnp.zeros(rows), jnp.zeros((rows, vocabulary), jnp.int32)

@@ -222,6 +222,19 @@ def test_greedy_tokens_are_those_of_plain_decoding(kind):
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
 
 
+def test_a_drafter_has_noise_of_its_own():
+    """A target that drafts for itself is always accepted; with the target's noise tokens would be those of plain
+    decoding, and what is drawn in the place of a refused draft would depend on it."""
+    with jax.enable_x64(True):
+        model = tiny_model("float64")
+        params = [SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True, seed=3)]
+        drafter = DraftModel(model.params, model.config, chain(2))
+        (plain,) = serve(model, [[5, 6, 7]], params)
+        (drafted,) = serve(model, [[5, 6, 7]], params, speculate=drafter, drafts=2, acceptance="rejection")
+    assert drafted.token_ids[0] == plain.token_ids[0], "before any draft"
+    assert drafted.token_ids != plain.token_ids
+
+
 def test_bad_input():
     model = tiny_model()
     with pytest.raises(ConfigError, match="acceptance must be one of equal, rejection, not 'maybe'"):
