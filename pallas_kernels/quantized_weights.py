@@ -7,7 +7,7 @@ A weight [N, K] (out, in) becomes codes with one scale a row, or one for every `
 | int8 | int8 [N, K] | (code - zero) * scale |
 | fp8 | float8_e4m3fn [N, K] | code * scale |
 | int4 | uint8 [N, K/2], two signed codes a byte, in the order of pack4 | (code - zero) * scale |
-| nf4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale |
+| nf4, fp4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale, FP4[code] * scale |
 | e2m1 | uint8 [N, K/2], likewise two codes of block_floats.py | E2M1[code] * scale |
 | e5m2 | float8_e5m2 [N, K] | code * scale |
 
@@ -44,9 +44,14 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# FP4 of bitsandbytes (functional.py, get_4bit_type): floats of a sign, two bits of exponent and one of mantissa, which
+# are no E2M1: code 1 is a ninety-sixth of what E2M1 has there.
+FP4 = tuple(sign * x / 12 for sign in (1.0, -1.0) for x in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+TABLES = {"nf4": NF4, "fp4": FP4}  # what codes that are indices stand for, in [-1, 1]
 MULTIPLE = 32  # of N and K as stored
 STORED = {  # dtypes of values, by codes
-    "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "e2m1": "uint8",
+    "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "fp4": "uint8",
+    "e2m1": "uint8",
 }  # fmt: skip
 _BLOCK = 256  # scales that share a step when they are quantized themselves
 _FP8_MAX = 448.0
@@ -56,7 +61,7 @@ _FP8_MAX = 448.0
 class WeightFormat:
     """How a weight is stored, and what its inputs are quantized to when they meet it."""
 
-    codes: str  # "int8", "fp8", "int4", "nf4", "e2m1" or "e5m2"
+    codes: str  # "int8", "fp8", "int4", "nf4", "fp4", "e2m1" or "e5m2"
     group: int | None = None  # values along K that share a scale; None: a row's
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
@@ -89,7 +94,7 @@ class WeightFormat:
     @property
     def packed(self) -> bool:
         """Whether two codes share a byte."""
-        return self.codes in ("int4", "nf4", "e2m1")
+        return self.codes in ("int4", "nf4", "fp4", "e2m1")
 
     @property
     def storage_dtype(self) -> jnp.dtype:
@@ -109,8 +114,8 @@ class WeightFormat:
         if self.scale_codes is not None:
             return f"{self.block_kind}{'' if self.activations else '-weight'}"
         group = "" if self.group is None else f"-g{self.group}"
-        if self.codes == "nf4":
-            return "nf4" + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
+        if self.codes in TABLES:
+            return self.codes + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
         if self.codes == "fp8":
             return "fp8" if self.activations else "fp8-weight"
         if self.codes == "int8" and self.zero_point and not group:
@@ -136,30 +141,31 @@ class QuantizedWeight:
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp8, fp8-weight,
-    uint8-zp, or a kind of block_floats.py[-weight], N a multiple of 8. Raises ValueError for any other."""
+    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq],
+    fp8, fp8-weight, uint8-zp, or a kind of block_floats.py[-weight], N a multiple of 8. Raises ValueError for others.
+    """
     fixed = {
         "w8a8": WeightFormat("int8", activations="int8"),
         "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
         "fp8": WeightFormat("fp8", activations="fp8"),
         "fp8-weight": WeightFormat("fp8"),
         "uint8-zp": WeightFormat("int8", zero_point=True),
-        "nf4": WeightFormat("nf4", 64),
-        "nf4-dq": WeightFormat("nf4", 64, double_quant=True),
+        **{codes: WeightFormat(codes, 64) for codes in TABLES},
+        **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
         "w8a16": WeightFormat("int8"),
         **{name: WeightFormat(k.codes, k.block, activations=name, scale_codes=k.scale) for name, k in KINDS.items()},
         **{f"{name}-weight": WeightFormat(k.codes, k.block, scale_codes=k.scale) for name, k in KINDS.items()},
     }
     if name in fixed:
         return fixed[name]
-    match = re.fullmatch(r"(w8a16|w4a16|nf4)-g([1-9][0-9]*)(-zp|-dq)?", name)
-    suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq")}
+    match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4)-g([1-9][0-9]*)(-zp|-dq)?", name)
+    suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq"), "fp4": (None, "-dq")}
     if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
         raise ValueError(
-            f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq]"
-            " (N = 8, 16, ..)"
+            f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
+            "fp4-gN[-dq] (N = 8, 16, ..)"
         )
-    codes = {"w8a16": "int8", "w4a16": "int4", "nf4": "nf4"}[match[1]]
+    codes = {"w8a16": "int8", "w4a16": "int4"}.get(match[1], match[1])
     return WeightFormat(codes, int(match[2]), match[3] == "-zp", match[3] == "-dq")
 
 
@@ -323,7 +329,7 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
         scales = storable((high - low) / (15 if fmt.packed else 255), fmt)
         return scales, jnp.round(-low / scales) - (8 if fmt.packed else 128)
-    return storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
+    return storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
 
 
 def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
@@ -339,18 +345,17 @@ def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
-    """Codes of x in units of scales, clipped: int8 in range, indices of NF4 or E2M1, or floats of 8 bits. zeros is
+    """Codes of x in units of scales, clipped: int8 in range, indices of TABLES or E2M1, or floats of 8 bits. zeros is
     shaped as x is, or broadcasts to it."""
     if fmt.codes in ("e2m1", "e5m2"):
         return round_elements(x, fmt.codes)
     if fmt.codes == "fp8":
         return jnp.clip(x, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn)
-    if fmt.codes == "nf4":
-        table = np.asarray(NF4)
+    if fmt.codes in TABLES:
+        table, order = np.unique(TABLES[fmt.codes], return_index=True)
         middles = jnp.asarray((table[1:] + table[:-1]) / 2, x.dtype)
-        return jnp.sum(
-            (x[..., None] > middles.reshape((1,) * x.ndim + (-1,))).astype(jnp.int8), axis=-1, dtype=jnp.int8
-        )
+        above = x[..., None] > middles.reshape((1,) * x.ndim + (-1,))
+        return jnp.asarray(order, jnp.int8)[jnp.sum(above.astype(jnp.int8), axis=-1, dtype=jnp.int8)]
     low, high = (-8, 7) if fmt.packed else (-128, 127)
     if zeros is None:
         return jnp.clip(jnp.round(x), low if fmt.packed else -127, high).astype(jnp.int8)
@@ -361,7 +366,7 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
     """What codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
     if fmt.codes in ("e2m1", "e5m2"):
         return element_values(codes, fmt.codes, dtype)
-    x = jnp.asarray(NF4, dtype)[codes] if fmt.codes == "nf4" else codes.astype(dtype)
+    x = jnp.asarray(TABLES[fmt.codes], dtype)[codes] if fmt.codes in TABLES else codes.astype(dtype)
     return x if zeros is None else x - zeros
 
 

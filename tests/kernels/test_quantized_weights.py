@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.quantized_weights import (
-    NF4,
+    TABLES,
     check_shape,
     decode,
     encode,
@@ -23,10 +23,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
-    "nf4-g32", "nf4-dq", "fp8", "fp8-weight", "uint8-zp",
+    "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp",
 )  # fmt: skip
 ENCODED = (  # one of those whose codes and scales are made alike
-    "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp8",
+    "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp4", "fp8",
 )  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def steps(w):
     N, K = w.shape
     scales = np.asarray(group_scales(w), np.float64)
     scales = scales[:N, None] if scales.ndim == 1 else np.repeat(scales.T[:N], K // scales.shape[0], axis=1)
-    if w.format.codes == "nf4":
-        return scales * np.diff(NF4).max()
+    if w.format.codes in TABLES:
+        return scales * np.diff(np.unique(TABLES[w.format.codes])).max()
     if w.format.codes == "fp8":
         values = np.asarray(w.values.astype(jnp.float32), np.float64)[:N, :K]
         return scales * np.maximum(2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 3), 2.0**-9)
@@ -128,10 +128,11 @@ def test_float64_and_bfloat16(name):
     assert decode(encode(x.astype(jnp.bfloat16), fmt), jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_nf4_codes_are_the_nearest():
+@pytest.mark.parametrize("name", TABLES)
+def test_codes_of_tables_are_the_nearest(name):
     x = jnp.asarray(np.linspace(-1, 1, 2048, dtype=np.float32).reshape(32, 64)).at[:, 0].set(1.0)
-    got = np.asarray(decode(encode(x, parse_weight_format("nf4"))))
-    table = np.asarray(NF4)
+    got = np.asarray(decode(encode(x, parse_weight_format(name))))
+    table = np.asarray(TABLES[name])
     nearest = table[np.abs(np.asarray(x)[..., None] - table).argmin(-1)]
     assert np.abs(got - nearest).max() < 1e-6
 

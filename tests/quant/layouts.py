@@ -30,6 +30,9 @@ NF4_LEVELS = np.array(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
     np.float32,
 )  # fmt: skip
+FP4_LEVELS = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(
+    12
+)
 # Of a model that was calibrated: modules of the same inputs have the same. Powers of two, which every dtype holds.
 INPUT_SCALES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 2.0**-5)
 INPUT_SCALES |= {"o_proj": 2.0**-6, "down_proj": 2.0**-4}
@@ -365,13 +368,15 @@ def modelopt(weights: Mapping[str, np.ndarray], *, older: bool = False) -> Writt
 def nf4(
     weights: Mapping[str, np.ndarray],
     *,
+    kind: str = "nf4",
     block: int = 64,
     double: bool = False,
     storage: str = "uint8",
     skip: tuple[str, ...] = (),
 ) -> Written:
     """Blocks of the flattened weight, the even code in the high nibble; nested scales by a table, around their mean."""
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind}
+    levels = NF4_LEVELS if kind == "nf4" else FP4_LEVELS
     config |= {"bnb_4bit_use_double_quant": double, "bnb_4bit_quant_storage": storage}
     out = Written(config | {"bnb_4bit_compute_dtype": "bfloat16", "llm_int8_skip_modules": list(skip) or None})
     for module, w in weights.items():
@@ -379,9 +384,9 @@ def nf4(
             continue
         flat = np.pad(w.reshape(-1), (0, -w.size % block)).reshape(-1, block)
         absmax = np.abs(flat).max(1).astype(np.float32)
-        codes = np.abs((flat / absmax[:, None])[..., None] - NF4_LEVELS).argmin(-1).reshape(-1)[: w.size]
-        state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(w.shape)}
-        found = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": NF4_LEVELS}
+        codes = np.abs((flat / absmax[:, None])[..., None] - levels).argmin(-1).reshape(-1)[: w.size]
+        state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(w.shape)}
+        found = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": levels}
         if double:
             table = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
             offset = absmax.mean()
@@ -396,9 +401,9 @@ def nf4(
             found["weight.absmax"] = absmax
         if storage == "bfloat16":
             found["weight"] = found["weight"].reshape(-1).view(ml_dtypes.bfloat16)[:, None]
-        found["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        found[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
         out.tensors |= {f"{module}.{name}": array for name, array in found.items()}
-        out.weights[module] = (NF4_LEVELS[codes] * np.repeat(absmax, block)[: w.size]).reshape(w.shape)
+        out.weights[module] = (levels[codes] * np.repeat(absmax, block)[: w.size]).reshape(w.shape)
     return out
 
 

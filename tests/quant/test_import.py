@@ -86,6 +86,8 @@ CASES = {
     "nf4": (nf4, None, HALF),
     "nf4-double": (partial(nf4, double=True), None, HALF),
     "nf4-storage": (partial(nf4, storage="bfloat16", block=32), "nf4-g32", HALF),
+    "fp4": (partial(nf4, kind="fp4"), None, HALF),
+    "fp4-double": (partial(nf4, kind="fp4", double=True), None, HALF),
     "nf4-mixed": (partial(nf4, skip=("down_proj",)), None, HALF),
     "nvfp4": (partial(layouts.block_floats, kind="nvfp4"), "nvfp4", 0),
     "nvfp4-weight": (partial(layouts.block_floats, kind="nvfp4", activations=False), "nvfp4-weight", 0),

@@ -115,7 +115,8 @@ UNSUPPORTED = {
     "ct-groups": (compressed, config(config_groups={}), "config_groups"),
     "fp8-scheme": (autofp8, config(activation_scheme="token"), 'activation_scheme = "token" .*"dynamic", "static"'),
     "fp8-block": (autofp8, config(weight_block_size=[128, 128]), r"weight_block_size = \[128, 128\] .*null"),
-    "bnb-fp4": (nf4, config(bnb_4bit_quant_type="fp4"), 'bnb_4bit_quant_type = "fp4" .* supported: "nf4"'),
+    "bnb-af4": (nf4, config(bnb_4bit_quant_type="af4"), 'bnb_4bit_quant_type = "af4" .* supported: "nf4", "fp4"'),
+    "bnb-fp4": (nf4, config(bnb_4bit_quant_type="fp4"), "bitsandbytes__fp4 is missing"),
     "bnb-neither": (nf4, config(load_in_4bit=False), "one of load_in_4bit and load_in_8bit"),
 }  # fmt: skip
 DISAGREE = {

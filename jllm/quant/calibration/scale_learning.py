@@ -30,7 +30,6 @@ from jllm.quant.quantize import weight_formats
 from jllm.quant.schemes import Scheme
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import (
-    NF4,
     QuantizedWeight,
     WeightFormat,
     code_values,
@@ -42,7 +41,7 @@ from pallas_kernels.quantized_weights import (
 )
 
 Thetas = dict[str, jax.Array]  # field -> [N', groups], logarithm of what multiplies a scale
-RANGES = {"int8": (-127, 127), "int4": (-8, 7), "nf4": (NF4[0], NF4[-1]), "fp8": (-448, 448)}  # of code values
+RANGES = {"int8": (-127, 127), "int4": (-8, 7), "nf4": (-1, 1), "fp4": (-1, 1), "fp8": (-448, 448)}  # of code values
 
 
 def learned(

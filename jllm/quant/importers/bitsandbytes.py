@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes, as transformers writes them: NF4, with or without double quantization, and LLM.int8.
+"""Checkpoints of bitsandbytes, as transformers writes them: NF4 and FP4, doubly quantized or not, and LLM.int8.
 
 | load_in_4bit | | |
 |---|---|---|
@@ -9,7 +9,8 @@
 | weight.quant_state.bitsandbytes__nf4 | uint8 | JSON: shape, blocksize, quant_type, nested_blocksize, nested_offset |
 
 w = quant_map[code] * absmax, where absmax = nested_quant_map[absmax] * nested_absmax + nested_offset if it is uint8.
-Nested scales are decoded here. A block that crosses rows is cut where they end, and its scale repeated.
+Nested scales are decoded here. A block that crosses rows is cut where they end, and its scale repeated. The state of
+FP4's weights is named bitsandbytes__fp4.
 
 | load_in_8bit | | |
 |---|---|---|
@@ -32,20 +33,24 @@ from jllm.quant.codes import group_weight, row_weight
 from jllm.quant.importers.fields import match_pattern, read_choice, read_flag, read_names, refuse
 from jllm.quant.importers.foreign import Wanted
 from jllm.safetensors_io import STORED
-from pallas_kernels.quantized_weights import NF4, QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import TABLES, QuantizedWeight, WeightFormat
 
-_STATE = "weight.quant_state.bitsandbytes__nf4"
+_STATE = "weight.quant_state.bitsandbytes__"
 _STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # what the bytes pass for
 
 
 @dataclass(frozen=True)
-class NF4Layout:
+class FourBitLayout:
     """quantization_config with load_in_4bit."""
 
+    codes: str  # of quantized_weights.TABLES
     double_quant: bool
     storage: str
     skip: tuple[str, ...]
-    mark: str = _STATE
+
+    @property
+    def mark(self) -> str:
+        return _STATE + self.codes
 
     def exempt(self, module: str) -> bool:
         return _is_skipped(self.skip, module)
@@ -56,7 +61,7 @@ class NF4Layout:
             "weight": Wanted((octets // STORED[self.storage].itemsize, 1), (self.storage,)),
             "weight.absmax": Wanted((None,), ("U8",) if self.double_quant else ("F32",)),
             "weight.quant_map": Wanted((16,), ("F32",)),
-            _STATE: Wanted((None,), ("U8",)),
+            self.mark: Wanted((None,), ("U8",)),
         }
         if self.double_quant:
             wanted["weight.nested_absmax"] = Wanted((None,), ("F32",))
@@ -64,9 +69,9 @@ class NF4Layout:
         return wanted
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        state = _read_state(f"{module}.{_STATE}", tensors[_STATE], shape)
-        if not np.array_equal(tensors["weight.quant_map"], np.asarray(NF4, np.float32)):
-            raise CheckpointError(f"tensor {module}.weight.quant_map does not hold the values of NF4")
+        state = _read_state(f"{module}.{self.mark}", tensors[self.mark], shape, self.codes)
+        if not np.array_equal(tensors["weight.quant_map"], np.asarray(TABLES[self.codes], np.float32)):
+            raise CheckpointError(f"tensor {module}.weight.quant_map does not hold the values of {self.codes.upper()}")
         block, (N, K) = state["blocksize"], shape
         absmax = self._absmax(module, tensors, state)
         _check_length(f"{module}.weight.absmax", absmax, N * K, block)
@@ -74,7 +79,7 @@ class NF4Layout:
         scales = absmax[np.arange(N * K // group) * group // block].reshape(N, K // group)
         octets = tensors["weight"].view(np.uint8).reshape(-1)
         codes = np.stack([octets >> np.uint8(4), octets & np.uint8(15)], axis=-1).reshape(N, K)
-        return group_weight(module, codes, scales, WeightFormat("nf4", group))
+        return group_weight(module, codes, scales, WeightFormat(self.codes, group))
 
     def _absmax(self, module: str, tensors: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> np.ndarray:
         absmax = tensors["weight.absmax"]
@@ -112,7 +117,7 @@ class Int8Layout:
         return row_weight(module, tensors["weight"], tensors["SCB"] / np.float32(127), WeightFormat("int8"))
 
 
-def from_config(raw: Mapping[str, Any]) -> NF4Layout | Int8Layout:
+def from_config(raw: Mapping[str, Any]) -> FourBitLayout | Int8Layout:
     """Raises CheckpointError for what is not supported, by name."""
     raw = {"load_in_4bit": raw.get("_load_in_4bit", False), "load_in_8bit": raw.get("_load_in_8bit", False)} | dict(raw)
     four, eight = read_flag(raw, "load_in_4bit", False), read_flag(raw, "load_in_8bit", False)
@@ -121,9 +126,9 @@ def from_config(raw: Mapping[str, Any]) -> NF4Layout | Int8Layout:
     skip = read_names(raw, "llm_int8_skip_modules")
     if eight:
         return Int8Layout(skip)
-    read_choice(raw, "bnb_4bit_quant_type", "fp4", ("nf4",))
+    codes = read_choice(raw, "bnb_4bit_quant_type", "fp4", tuple(TABLES))
     storage = _STORAGE[read_choice(raw, "bnb_4bit_quant_storage", "uint8", tuple(_STORAGE))]
-    return NF4Layout(read_flag(raw, "bnb_4bit_use_double_quant", False), storage, skip)
+    return FourBitLayout(codes, read_flag(raw, "bnb_4bit_use_double_quant", False), storage, skip)
 
 
 def _check_length(name: str, scales: np.ndarray, values: int, block: int) -> None:
@@ -138,8 +143,9 @@ def _is_skipped(skip: tuple[str, ...], module: str) -> bool:
     return module == "lm_head" or any(match_pattern(name, module) or module.endswith(name) for name in skip)
 
 
-def _read_state(name: str, octets: np.ndarray, shape: tuple[int, int]) -> dict[str, Any]:
-    """The JSON object in a tensor of bytes. Raises CheckpointError unless it describes a weight of this shape."""
+def _read_state(name: str, octets: np.ndarray, shape: tuple[int, int], codes: str) -> dict[str, Any]:
+    """The JSON object in a tensor of bytes. Raises CheckpointError unless it describes a weight of this shape in these
+    codes."""
     try:
         state = json.loads(octets.tobytes())
         found, sizes = state["quant_type"], [state["blocksize"], state.get("nested_blocksize", 1)]
@@ -148,8 +154,9 @@ def _read_state(name: str, octets: np.ndarray, shape: tuple[int, int]) -> dict[s
         raise CheckpointError(f"tensor {name} is not a JSON object with quant_type, blocksize and shape") from None
     if any(type(size) is not int or size < 1 for size in sizes):
         raise CheckpointError(f"tensor {name} has blocksize {sizes[0]!r} and nested_blocksize {sizes[1]!r}")
-    if found != "nf4" or state.get("shape") != list(shape):
+    if found != codes or state.get("shape") != list(shape):
         raise CheckpointError(
-            f"tensor {name} describes {found} of shape {state.get('shape')}; the config implies nf4 of {list(shape)}"
+            f"tensor {name} describes {found} of shape {state.get('shape')}; "
+            f"the config implies {codes} of {list(shape)}"
         )
     return state
