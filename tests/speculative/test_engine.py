@@ -73,6 +73,27 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, compa
     assert set(seen["draft_acceptance"].values()) == {1.0}
 
 
+def test_lookup_knows_what_the_prefix_cache_had(model64):
+    """A prompt whose tokens are found in the cache goes into the history all the same: drafts are as many, and as
+    often right, as where it was computed."""
+    prompt = [(31 * i) % 97 for i in range(60)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+    with jax.enable_x64(True):
+        engine = Engine(model64, speculate=NGram(3, shortest=1), drafts=3, **SMALL)
+        found = []
+        for asked in (prompt, [9] * 60, prompt):  # the one between takes the slot, and its place in the history
+            engine.reset_metrics()
+            engine.submit(asked, params)
+            tokens = [event.token_ids for event in engine.run()]
+            metrics = engine.metrics()
+            found.append(
+                (tokens, [metrics[name] for name in ("draft_segments", "draft_tokens_mean", "draft_acceptance")])
+            )
+        assert metrics["prefix_hit_tokens"] == len(prompt) - 1
+    assert found[0] == found[2]
+    assert found[0][1][0] > 3
+
+
 def test_forks_and_snapshots(model64):
     """Pages of a drafter are copied with the target's; a snapshot has none of them, which costs acceptance alone."""
     prompt, params = list(range(3, 14)), SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True, seed=1)
