@@ -4,10 +4,12 @@ An operation has a registry, BACKENDS in its api.py: backends by name, each with
 all layers of a step share preparations, how these are planned. A new backend is a file beside the others and a line in
 that registry. The `backend` of an operation is one of
 
-- a name ("mosaic": Pallas kernels for Hopper; "xla": plain jnp, everywhere). A name never falls back: where the backend
+- a name ("mosaic": Pallas kernels for Hopper; "triton": kernels for Ampere, Ada and Hopper through jax_triton; "xla":
+  plain jnp, everywhere). A name never falls back: where the backend
   lacks the arguments, it raises NotImplementedError;
-- a kind of device ("hopper": a GPU of compute capability 9.0), on whatever machine it is said: the first of the
-  backends of such a device that supports the arguments and was not measured to be slower with them than the next;
+- a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
+  machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
+  slower with them than the next;
 - None: the kind of the device that computes.
 
 A model hands its `backend` to each of its operations. A Hopper GPU is meant to use XLA's own products of 16 bits for
@@ -25,9 +27,10 @@ from typing import Any
 
 import jax
 
-BACKEND_NAMES = ("xla", "mosaic")
+BACKEND_NAMES = ("xla", "mosaic", "triton")
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
-DEVICES = {"hopper": ("mosaic", "xla")}  # backends of a kind of device, the first choice first; of others: xla
+# Backends of a kind of device, the first choice first; of others: xla.
+DEVICES = {"hopper": ("mosaic", "xla"), "ampere": ("triton", "xla")}
 
 
 def check_nothing(*_: Any) -> None:
@@ -77,22 +80,27 @@ def _order(name: str | None) -> tuple[str, ...]:
     """The names of the backends that may run, the first choice first."""
     if name in BACKEND_NAMES:
         return (name,)
-    if name is None and not on_hopper():
-        return ("xla",)
-    return DEVICES[name or "hopper"]
+    if name is None:
+        name = "hopper" if on_hopper() else "ampere" if _capability().startswith("8.") else "xla"
+    return DEVICES.get(name, ("xla",))
 
 
 def where_faster(backend: str | None) -> str | None:
     """A model's `backend`, for an operation that XLA does well too: the kernel that "mosaic" names runs there where it
-    was measured to be the faster one."""
-    return "hopper" if backend == "mosaic" else backend
+    was measured to be the faster one. So for "triton"."""
+    return {"mosaic": "hopper", "triton": "ampere"}.get(backend or "", backend)
 
 
 def on_hopper() -> bool:
     """Whether computations run on a GPU of compute capability 9.0 unless told otherwise."""
+    return _capability() == "9.0"
+
+
+def _capability() -> str:
+    """The compute capability of the GPU that computes; an empty string where none does."""
     if jax.default_backend() != "gpu":
-        return False
-    return getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+        return ""
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def _ask_ptxas_once() -> None:

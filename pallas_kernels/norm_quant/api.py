@@ -7,8 +7,9 @@ import jax
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.norm_quant import xla
-from pallas_kernels.norm_quant.config import check_supported
+from pallas_kernels.norm_quant.config import check_supported, check_triton
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
+from pallas_kernels.triton_call import check_unproved
 
 
 @overload
@@ -64,7 +65,14 @@ def _mosaic(*args, **options):
     return mosaic_sm90.norm_quant(*args, **options)
 
 
+def _triton(*args, **options):
+    from pallas_kernels.norm_quant import triton  # imports Triton
+
+    return triton.norm_quant(*args, **options)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
+    "triton": Backend(_triton, check_triton, check_unproved),
     "xla": Backend(xla.norm_quant),
 }

@@ -8,7 +8,8 @@ from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import xla
-from pallas_kernels.silu_mul_quant.config import check_faster, check_supported
+from pallas_kernels.silu_mul_quant.config import check_faster, check_supported, check_triton
+from pallas_kernels.triton_call import check_unproved
 
 
 @overload
@@ -43,7 +44,14 @@ def _mosaic(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRow
     return mosaic_sm90.silu_mul_quant(gate_up, kind=kind)
 
 
+def _triton(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRows:
+    from pallas_kernels.silu_mul_quant import triton  # imports Triton
+
+    return triton.silu_mul_quant(gate_up, kind=kind)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, lambda _, *sizes: check_supported(*sizes), check_faster),
+    "triton": Backend(_triton, check_triton, check_unproved),
     "xla": Backend(xla.silu_mul_quant),
 }

@@ -1,6 +1,6 @@
 """How long silu_mul_quant takes on the device, next to what XLA makes of the same formula.
 
-    python -m pallas_kernels.silu_mul_quant.bench [--json] [--rows 1 128 8192] [--record]
+    python -m pallas_kernels.silu_mul_quant.bench [--json] [--rows 1 128 8192] [--peers mosaic xla triton] [--record]
 
 Bytes are those that must move: gate and up in; the rows and their scales out.
 """
@@ -32,9 +32,10 @@ def bars(rows: list[dict[str, Any]]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=PEERS)
     args = parser.parse_args(argv)
     cases = [case for rows in args.rows for case in BENCH_CASES if case.rows == rows]
-    return record("silu_mul_quant", args, argv, row_bench.table("silu_mul_quant", cases, PEERS, ready), bars)
+    return record("silu_mul_quant", args, argv, row_bench.table("silu_mul_quant", cases, args.peers, ready), bars)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the Mosaic GPU kernel supports, its tunables, and the values measured best. Light to import."""
+"""What the kernels support, the tunables of the Mosaic one, and the values measured best. Light to import."""
 
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_whole_rows
+from pallas_kernels.triton_call import check_rows
 
 # The kinds that a Hopper GPU gives the kernel unasked, whatever the number of rows, as that must not show in a row's
 # bits. It takes half to two thirds of XLA's time to quantize to int8 (H200, 1 to 8192 rows; only one row of 28672 takes
@@ -14,8 +15,13 @@ LARGEST_WIDTH = 32768
 
 
 def check_supported(dtype: str, rows: int, width: int) -> None:
-    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    """Raises NotImplementedError for what the Mosaic kernel does not do, naming what it does."""
     check_whole_rows("F", dtype, rows, width, LARGEST_WIDTH)
+
+
+def check_triton(kind: str | None, dtype: str, rows: int, width: int) -> None:
+    """The same for the Triton kernel, which does every kind."""
+    check_rows("F", dtype, rows, width, LARGEST_WIDTH)
 
 
 def check_faster(kind: str | None, dtype: str, rows: int, width: int) -> None:

@@ -82,7 +82,7 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, "bias has dtype int32", lambda: matmul(x, w, bias=bias.astype(jnp.int32))),
         (ValueError, "out_dtype is int32, expected one of bfloat16", lambda: matmul(x, w, out_dtype="int32")),
         (NotImplementedError, "a bfloat16 residual .* out_dtype, float32", lambda: mosaic(x, w, residual=residual)),
-        (ValueError, "unknown backend 'triton'", lambda: matmul(x, w, backend="triton")),
+        (ValueError, "unknown backend 'pallas'", lambda: matmul(x, w, backend="pallas")),
         (ValueError, r"residual has shape \(5, 63\), expected \(5, 64\)", lambda: matmul(x, w, residual=x[:, :63])),
         (NotImplementedError, "no float32 matmul; supported: bfloat16", lambda: matmul(*f32, backend="mosaic")),
         (NotImplementedError, "x has 513 rows; .* at most 512", lambda: matmul(many, w, backend="mosaic")),

@@ -129,7 +129,7 @@ def test_bad_arguments_say_what_is_wrong():
         ),
         (ValueError, r"w \(63, 64\), expected", lambda: swiglu(x, w[1:])),
         (ValueError, "w has dtype float32, expected bfloat16 as x has", lambda: swiglu(x, w.astype(jnp.float32))),
-        (ValueError, "unknown backend 'triton'", lambda: swiglu(x, w, backend="triton")),
+        (ValueError, "unknown backend 'pallas'", lambda: swiglu(x, w, backend="pallas")),
         (NotImplementedError, "x has 513 rows; .* at most 512", lambda: check_supported(shapes[0], shapes[3])),
         (NotImplementedError, "supports F in multiples of 16", lambda: check_supported(shapes[1], shapes[2])),
         (NotImplementedError, "no float32 swiglu", lambda: check_supported(*CASES[-1].inputs())),

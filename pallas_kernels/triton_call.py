@@ -1,0 +1,74 @@
+"""How every Triton kernel is launched: one description, which a device runs through jax_triton, tests in Triton's
+interpreter, and Triton's own compiler turns into PTX for GPUs that are not there.
+
+jax_triton and Triton come with the extras cuda12 and cuda13; nothing of them is imported before a kernel runs.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+# What no GPU has run yet is not chosen unasked (backends.py).
+UNPROVED = "the triton kernel was compiled and interpreted, but no GPU ran it yet: it runs where it is named"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel. Its arguments are the inputs, then the outputs in the order of `out`, then constants."""
+
+    kernel: Any  # a function under triton.jit
+    out: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, ...]  # at most three
+    constants: Mapping[str, Any]  # the kernel's tl.constexpr parameters
+    num_warps: int = 4
+    num_stages: int = 2
+    aliases: Mapping[int, int] = field(default_factory=dict)  # an input's position -> that of the output in its place
+
+
+def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
+    """The outputs of a launch on the device that computes."""
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=launch.kernel,
+        out_shape=list(launch.out),
+        grid=launch.grid,
+        name=launch.kernel.fn.__name__,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        input_output_aliases=dict(launch.aliases),
+        **launch.constants,
+    )
+
+
+def with_gradients(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose gradients are those of `plain`, which computes the same in jnp from the same arrays."""
+    found = jax.custom_vjp(run)
+    found.defvjp(lambda *arrays: (run(*arrays), arrays), lambda saved, cotangent: jax.vjp(plain, *saved)[1](cotangent))
+    return found
+
+
+def check_rows(letter: str, dtype: str, rows: int, width: int, largest: int) -> None:
+    """Raises NotImplementedError for what kernels over whole rows [T, `letter`] lack, naming what they do."""
+    check_installed()
+    if dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"dtype {dtype} is not supported by backend triton, which does bfloat16, float16")
+    if width > largest:
+        raise NotImplementedError(f"{letter}={width} is not supported by backend triton, which does up to {largest}")
+    if rows < 1:
+        raise NotImplementedError("T=0 is not supported by backend triton, which does at least one row")
+
+
+def check_installed() -> None:
+    """Raises NotImplementedError where there is no jax_triton."""
+    if importlib.util.find_spec("jax_triton") is None:
+        raise NotImplementedError("backend triton needs jax-triton, which the extras cuda12 and cuda13 install")
+
+
+def check_unproved(*_: Any) -> None:
+    """The check of a kernel that no GPU has run: raises NotImplementedError unless the backend is named."""
+    raise NotImplementedError(UNPROVED)

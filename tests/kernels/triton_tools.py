@@ -1,0 +1,109 @@
+"""Triton kernels without a GPU: launches run by Triton's interpreter, and compiled for GPUs that are not there."""
+
+import inspect
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.triton_call import Launch
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may take, by capability
+TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
+    "uint32": "u32", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
+}  # fmt: skip
+
+
+class Compiled(NamedTuple):
+    """What a GPU's compiler says of a kernel."""
+
+    ptx: str
+    shared: int  # bytes
+    registers: int  # of a thread
+    spilled: int  # bytes stored
+
+
+def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
+    """What triton_call.call does, in Triton's interpreter. Outputs are NaN, or -1, until they are written, and nothing
+    but outputs may change."""
+
+    def run(*inputs: np.ndarray) -> list[np.ndarray]:
+        from triton.runtime import interpreter
+        from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+        class OnHost(GridExecutor):
+            """Its arguments are where the interpreter reads and writes them."""
+
+            def _init_args_hst(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+                return args, kwargs
+
+            def _restore_args_dev(self, *_: Any) -> None:
+                pass
+
+        assert isinstance(launch.kernel, InterpretedFunction), "TRITON_INTERPRET=1 must be set from the start"
+        held = [np.array(array) for array in inputs]
+        outputs = [np.full(out.size * out.dtype.itemsize, 0xFF, np.uint8).view(out.dtype) for out in launch.out]
+        outputs = [flat.reshape(out.shape) for flat, out in zip(outputs, launch.out)]
+        for position, output in launch.aliases.items():
+            outputs[output] = held[position]
+        names = launch.kernel.arg_names
+        assert names == [*names[: len(held) + len(outputs)], *launch.constants], "arguments in the launch's order"
+        executor = OnHost(launch.kernel.rewrite(), names, launch.grid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
+            executor(*(_pointer(array) for array in (*held, *outputs)), **launch.constants)
+        for position, (before, after) in enumerate(zip(inputs, held)):
+            assert position in launch.aliases or np.asarray(before).tobytes() == after.tobytes(), "an input changed"
+        return outputs
+
+    return list(jax.pure_callback(run, list(launch.out), *arrays))
+
+
+def _nearest(convert: Any) -> Any:
+    """The interpreter's conversion of floats, which cuts float32 off for bfloat16 where GPUs round to nearest even."""
+
+    def run(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (str(source), str(target)) == ("fp32", "bf16"):
+            return x.astype(jnp.bfloat16).view(np.uint16)
+        return convert(x, source, target, rounding)
+
+    return run
+
+
+def _pointer(array: np.ndarray) -> Any:
+    return SimpleNamespace(data_ptr=lambda: array.ctypes.data, dtype=TYPES[str(array.dtype)])
+
+
+def compile_for(launch: Launch, inputs: list[Any], capability: int, folder: Path) -> Compiled:
+    """The launch as Triton and ptxas compile it for a compute capability (80: 8.0). `inputs`: their dtypes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    names = list(inspect.signature(launch.kernel.fn).parameters)
+    dtypes = [str(np.dtype(dtype)) for dtype in (*inputs, *(out.dtype for out in launch.out))]
+    assert names == [*names[: len(dtypes)], *launch.constants], "arguments in the launch's order"
+    signature = {name: f"*{TYPES[dtype]}" for name, dtype in zip(names, dtypes)}
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(dtypes))}
+    source = ASTSource(launch.kernel, signature, {(names.index(k),): v for k, v in launch.constants.items()}, aligned)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(made.asm["ptx"])
+    architecture = re.search(r"\.target (\w+)", made.asm["ptx"])
+    assert architecture is not None
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = (re.search(pattern, said) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
+    assert registers is not None, said
+    assert spilled is not None, said
+    return Compiled(made.asm["ptx"], made.metadata.shared, int(registers[1]), int(spilled[1]))
