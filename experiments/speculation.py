@@ -25,7 +25,7 @@ from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
 from experiments.result_file import record
 from jllm.pretrained import BUNDLED
-from pallas_kernels.backends import BACKEND_NAMES, on_hopper
+from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
@@ -89,7 +89,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=positive, nargs=2, default=[64, 192], metavar="N", help="of stories, and others"
     )
-    parser.add_argument("--backend", choices=BACKEND_NAMES, help="default: chosen for the device")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=positive, nargs="+", default=[136, 1024], help="tokens before each step")
     parser.add_argument("--rows", type=positive, nargs="+", default=[2, 4, 8], metavar="Q", help="of a sequence")
-    parser.add_argument("--backend", choices=BACKEND_NAMES, help="default: chosen for the device")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
 
@@ -126,7 +126,7 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", default="draft", help="of rejection and batches (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=40, help="timed together (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, help="of each time (default: %(default)s)")
-    parser.add_argument("--backend", choices=BACKEND_NAMES, help="default: chosen for the device")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
 
 
 PARTS = {

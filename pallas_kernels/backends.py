@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 BACKEND_NAMES = ("xla", "mosaic", "triton")
+OF_MODELS = ("xla", "mosaic")  # those with every operation of a step
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 # Backends of a kind of device, the first choice first; of others: xla.
 DEVICES = {"hopper": ("mosaic", "xla"), "ampere": ("triton", "xla")}

@@ -20,7 +20,7 @@ from jllm.kv_policies.options import check_policy, policy_of
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
-from pallas_kernels.backends import BACKEND_NAMES
+from pallas_kernels.backends import OF_MODELS
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
@@ -38,7 +38,7 @@ class EngineOptions:
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
     kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
     buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: at most 15 of them
-    backend: str | None = None  # of the kernels: one of BACKEND_NAMES; default: chosen for the device
+    backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
     # Who gets pages when: see jllm/kv_policies.
     kv_policy: str = "paged"  # one of KV_POLICIES
     length_predictor: str | Predictor | None = (
@@ -73,8 +73,8 @@ class EngineOptions:
             raise ConfigError(f"buckets must be a tuple of Bucket, not {self.buckets!r}")
         if self.kv_cache is not None and not isinstance(self.kv_cache, str):
             raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
-        if self.backend is not None and self.backend not in BACKEND_NAMES:
-            raise ConfigError(f"backend must be one of {', '.join(BACKEND_NAMES)}, not {self.backend!r}")
+        if self.backend is not None and self.backend not in OF_MODELS:
+            raise ConfigError(f"backend must be one of {', '.join(OF_MODELS)}, not {self.backend!r}")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if not isinstance(self.progress, bool | None):

@@ -86,7 +86,8 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"kv_cache": "int3"}, "int3"),
         ({"kv_cache": "int8-g32"}, "32"),  # a group over D = 16
         ({"kv_cache": 5}, "kv_cache must be the name of a format, not 5"),
-        ({"backend": "foo"}, "backend must be one of xla, mosaic, triton, not 'foo'"),
+        ({"backend": "foo"}, "backend must be one of xla, mosaic, not 'foo'"),
+        ({"backend": "triton"}, "backend must be one of xla, mosaic, not 'triton'"),  # it lacks attention
         ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
         ({"kv_policy": "pooled"}, "kv_policy must be one of paged, reserve, extent, not 'pooled'"),
         ({"length_predictor": "mean"}, "length_predictor must be .*none, longest, quantile"),
