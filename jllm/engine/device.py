@@ -49,7 +49,9 @@ class Device:
         self._config, self._params, self._backend = config, params, options.backend
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
-        self._home = None if config.mesh is not None else next(iter(params.norm.devices()))  # which has the weights
+        self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
+        if config.mesh is None and isinstance(params.norm, jax.Array):
+            self._home = next(iter(params.norm.devices()))
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
         self._drafter, self._hooks = drafter_of(options), options.hooks
