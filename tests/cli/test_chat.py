@@ -321,6 +321,13 @@ class Terminal:
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
 
+    def interrupt(self, pattern: str) -> str:
+        """Ctrl-C until the pattern comes. One that comes just before Python waits for a key is seen with the next."""
+        self.type("\x03")
+        while not select.select([self._ours], [], [], 10)[0]:
+            self.type("\x03")
+        return self.until(pattern)
+
     def rest(self) -> str:
         while self._more():
             pass
@@ -350,8 +357,9 @@ def test_a_terminal(folder):
     terminal.type("\x03\x03")  # the second one changes nothing
     terminal.until(r"\(stopped\)")
     terminal.until(prompt)
-    terminal.type("half a li\x03")
-    terminal.until(prompt)
+    terminal.type("half a li")
+    terminal.until("half a li")
+    terminal.interrupt(prompt)
     terminal.type("/edit\n")
     terminal.until(prompt)
     terminal.until("a king")  # to be edited
