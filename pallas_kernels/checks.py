@@ -58,6 +58,12 @@ def check_floats(**arrays: jax.Array) -> None:
             raise ValueError(f"{name} has dtype {array.dtype}, expected {leader.dtype} as {first} has")
 
 
+def check_norm(norm: jax.Array | None, x: jax.Array) -> None:
+    """Raises ValueError unless the weight of a norm of x [..., K] is [K] in its dtype, or there is none."""
+    if norm is not None and (norm.shape, norm.dtype) != (x.shape[-1:], x.dtype):
+        raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{x.shape[-1]}]")
+
+
 def check_out_dtype(dtype: DTypeLike) -> np.dtype:
     """`dtype` as one. Raises ValueError unless it is bf16, f16, f32 or f64."""
     dtype = np.dtype(dtype)

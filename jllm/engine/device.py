@@ -219,10 +219,6 @@ class Device:
         return place_state(replace(state, slots=slots, counts=counts), self._config)
 
 
-def _on(device: jax.Device, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
-
-
 def _pools(state: State) -> Cache:
     """All pools of pages: the model's, and those of a drafter, which share its page tables."""
     return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)

@@ -4,7 +4,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import Backend, choose
-from pallas_kernels.checks import check_floats, check_out_dtype
+from pallas_kernels.checks import check_floats, check_norm, check_out_dtype
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import check_faster, check_supported
 from pallas_kernels.norm_quant import norm_quant
@@ -34,8 +34,7 @@ def matmul(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [N, K]")
     check_floats(x=x, w=w)
-    if norm is not None and (norm.shape, norm.dtype) != (w.shape[1:], x.dtype):
-        raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{w.shape[1]}]")
+    check_norm(norm, x)
     for name, term, shape in (("bias", bias, w.shape[:1]), ("residual", residual, (*x.shape[:-1], w.shape[0]))):
         if term is not None:
             check_floats(**{name: term})

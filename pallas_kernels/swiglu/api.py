@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backends import Backend, choose
-from pallas_kernels.checks import check_floats
+from pallas_kernels.checks import check_floats, check_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu.config import check_faster, check_supported
@@ -25,8 +25,7 @@ def swiglu(
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")
     check_floats(x=x, w=w)
-    if norm is not None and (norm.shape, norm.dtype) != (w.shape[1:], x.dtype):
-        raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{w.shape[1]}]")
+    check_norm(norm, x)
     return choose(BACKENDS, backend, x, w).run(x, w, norm, eps, backend)
 
 
