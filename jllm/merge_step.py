@@ -222,6 +222,7 @@ def draft(
         chunk_slot=batch.chunk_slot,
         chunks=Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[rows.slot[R:]]),
         chunk_hidden=logits.chunk_hidden,
+        cache=state.cache,
     )
     options: dict[str, Any] = {"config": config, "backend": backend, "wanted": wanted}
     found = drafter.propose(drafts, advance, params, **options)
@@ -234,7 +235,8 @@ def draft(
         if drawn_from is None:
             drawn_from = certain(found.tokens, kept.shape[2], kept.dtype)
         drafts = replace(drafts, logits=kept.at[slot].set(drawn_from.astype(kept.dtype), mode="drop"))
-    return replace(state, drafts=drafts)
+    cache = state.cache if found.target_cache is None else found.target_cache
+    return replace(state, drafts=drafts, cache=cache)
 
 
 def _per_rank(

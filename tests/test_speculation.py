@@ -205,8 +205,10 @@ def test_the_target_itself_is_always_accepted(command, monkeypatch):
     """And a copy's distance from it is a distance: none, or of the right size."""
     monkeypatch.setattr(copies, "COPIES", ("bf16", "w8a16"))
     _, document = command("claims", "--claims", "copies", "--documents", "2", "--tokens", "10")
-    own, quantized, verdict = document["rows"]
+    own, own_shared, quantized, shared, verdict = document["rows"]
     assert (own["acceptance_0"], own["acceptance_1"], own["kl"], own["tv"]) == (1, 1, 0, 0)
+    assert (own_shared["acceptance_0"], own_shared["acceptance_1"]) == (1, 1)
+    assert (quantized["kv"], shared["kv"], shared["scheme"]) == ("own", "shared", "w8a16")
     assert 0 < quantized["kl"] < 0.1
     assert quantized["kl"] <= 2 * quantized["tv"]
     assert 0.5 < quantized["least_acceptance_1"] < 1

@@ -1,6 +1,7 @@
 """Claims about who drafts: a quantized copy of the target, and drafts that are accepted by rejection sampling."""
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from jllm.engine.request import SamplingParams
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import chain
 
 Row = dict[str, Any]
@@ -25,17 +27,18 @@ DRAFTS = 4
 
 
 def copies(args: argparse.Namespace) -> Iterator[Row]:
-    """Acceptance of quantized copies, beside their distance from the target on the same texts at temperature 1: mean
-    KL divergence in nats, total variation (tv), and the acceptance that this promises at least,
-    (1 - tv) / (1 + tv) (Daliri et al., arXiv 2408.07978)."""
+    """Acceptance of quantized copies, with K and V of their own and with the target's, beside their distance from the
+    target on the same texts at temperature 1: mean KL divergence in nats, total variation (tv), and the acceptance that
+    this promises at least, (1 - tv) / (1 + tv) (Daliri et al., arXiv 2408.07978)."""
     model = load(args.model)
     prompts = read_stories(model, args.documents)
     model = replace(model, tokenizer=None)
-    for scheme in COPIES:
+    for scheme, keys in itertools.product(COPIES, ("own", "shared")):
         copy = replace(model, params=quantize(model.params, scheme))
-        drafter = DraftModel(copy.params, copy.config, chain(DRAFTS))
+        own, shared = DraftModel(copy.params, copy.config, chain(DRAFTS)), QuantizedCopy(copy.params, chain(DRAFTS))
+        drafter = shared if keys == "shared" else own
         with_copy = one_slot(model, max(map(len, prompts)), args, speculate=drafter, drafts=DRAFTS)
-        row: Row = {"scheme": scheme, "drafts": DRAFTS, "documents": len(prompts)}
+        row: Row = {"scheme": scheme, "kv": keys, "drafts": DRAFTS, "documents": len(prompts)}
         for temperature in (0.0, 1.0):
             served = serve_documents(with_copy, prompts, temperature, args.tokens)
             row |= {
@@ -44,7 +47,10 @@ def copies(args: argparse.Namespace) -> Iterator[Row]:
                 f"tokens_a_step_{temperature:g}": round(tokens_a_step(served), 4),
             }
         with_copy.close()
-        yield row | distance(model, copy, [[*p, *s.tokens] for p, s in zip(prompts, served)], list(map(len, prompts)))
+        if keys == "own":
+            texts = [[*p, *s.tokens] for p, s in zip(prompts, served)]
+            row |= distance(model, copy, texts, list(map(len, prompts)))
+        yield row
 
 
 def one_slot(model: Model, prompt: int, args: argparse.Namespace, **options: Any) -> Engine:
@@ -88,16 +94,19 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def judge_copies(rows: list[Row]) -> tuple[str, str]:
-    """Whether what is promised holds, and acceptance falls as the distance grows."""
-    held = all(row["acceptance_1_95"][1] >= row["least_acceptance_1"] for row in rows)
-    ordered = [row["acceptance_1"] for row in sorted(rows, key=lambda row: row["kl"])]
+    """Whether what is promised holds, and acceptance falls as the distance grows; with K and V of their own, of which
+    both are said."""
+    own, shared = ([row for row in rows if row["kv"] == keys] for keys in ("own", "shared"))
+    held = all(row["acceptance_1_95"][1] >= row["least_acceptance_1"] for row in own)
+    ordered = [row["acceptance_1"] for row in sorted(own, key=lambda row: row["kl"])]
     falls = all(a + 0.02 >= b for a, b in zip(ordered, ordered[1:]))
-    quantized = [row for row in rows if row["scheme"] != "bf16"]
-    low, high = min(quantized, key=lambda r: r["acceptance_1"]), max(quantized, key=lambda r: r["acceptance_1"])
+    pairs = [(a, b) for a, b in zip(own, shared) if a["scheme"] != "bf16"]
+    ends = max(pairs, key=lambda pair: pair[0]["acceptance_1"]), min(pairs, key=lambda pair: pair[0]["acceptance_1"])
     said = "; ".join(
         f"{row['scheme']} (KL {row['kl']:.2g}) is accepted {row['acceptance_1']:.0%} at temperature 1, greedily "
-        f"{row['acceptance_0']:.0%}"
-        for row in (high, low)
+        f"{row['acceptance_0']:.0%}; {with_shared['acceptance_1']:.0%} and {with_shared['acceptance_0']:.0%} with the "
+        "target's K and V"
+        for row, with_shared in ends
     )
     return ("yes" if held and falls else "partly" if held else "no"), said
 

@@ -45,10 +45,11 @@ seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a
 speculation: a drafter guesses the next tokens of each sequence, and one step of the model checks them all. Only a token
   that the model draws itself is kept, so the text is that of a run without, only sooner where guesses are good; a file
   of results may be resumed with another drafter, or none. NAME is ngram (what followed before in the same text; needs
-  no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model);
-  plain draft, medusa and eagle are those of the bundled model. With --acceptance rejection, a seed's text depends on
-  the drafter, and a file of results is resumed with the same one only. The last line says how many tokens a step
-  made of each sequence that had drafts, and the share of drafts accepted at each depth.
+  no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model),
+  copy:SCHEME (the model itself, quantized as --quantize does); plain draft, medusa and eagle are those of the bundled
+  model. With --acceptance rejection, a seed's text depends on the drafter, and a file of results is resumed with the
+  same one only. The last line says how many tokens a step made of each sequence that had drafts, and the share of
+  drafts accepted at each depth.
 
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 

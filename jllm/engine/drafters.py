@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.drafter_files import KINDS, load_drafter
 from jllm.engine.options import check_drafts
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, DrafterError, QuantizationError
+from jllm.params import Params
+from jllm.quant.quantize import quantize
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.ngram import NGram
-from jllm.speculative.tree import chain
+from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.speculative.tree import Tree, chain
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}
 WITHOUT_WEIGHTS: Mapping[str, Callable[..., Drafter]] = {"ngram": NGram}  # take `drafts`, if it is given
-NAMES = (*WITHOUT_WEIGHTS, *KINDS, *(f"{kind}:PATH" for kind in KINDS))
+NAMES = (*WITHOUT_WEIGHTS, *KINDS, *(f"{kind}:PATH" for kind in KINDS), "copy:SCHEME")
+DRAFTS = 4  # of a copy, by default
 
 
 def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
@@ -29,15 +33,27 @@ def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
 
 
 def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafter:
-    """The drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE"; without a path
-    those that are shipped with the bundled model. drafts: how many it makes in a chain; None leaves that to it. Raises
-    ConfigError for a name, a number or a file that is none, or does not fit the model."""
+    """The drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE", without a path
+    those that are shipped with the bundled model; or "copy:SCHEME", the model itself as quantized by a scheme. drafts:
+    how many it makes in a chain; None leaves that to it. Raises ConfigError for a name, a number or a file that is
+    none, or does not fit the model."""
     kind, colon, path = name.partition(":")
     if drafts is not None:
         check_drafts(drafts, name)
     tree = None if drafts is None else chain(drafts)
     if make := WITHOUT_WEIGHTS.get(name):
         return make() if drafts is None else make(drafts=drafts)
+    if kind == "copy" and path:
+        return copy_of(model.params, path, chain(DRAFTS) if tree is None else tree)
     if kind not in KINDS or (colon and not path):
         raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")
     return load_drafter(kind, path or SHIPPED / FILES[kind], model, tree)
+
+
+def copy_of(params: Params, scheme: str, tree: Tree) -> QuantizedCopy:
+    """The drafter "copy:SCHEME" of a target. Raises DrafterError for a scheme that is not known or does not fit, or a
+    target that is quantized itself."""
+    try:
+        return QuantizedCopy(quantize(params, scheme), tree)
+    except QuantizationError as error:
+        raise DrafterError(f"copy:{scheme}: {error}") from None

@@ -31,7 +31,8 @@ from jllm.engine.program_key import (
     surroundings,
 )
 
-DRAFTERS = ("draft_model", "eagle", "medusa", "ngram")  # modules of jllm.speculative whose values a step may be given
+# Modules of jllm.speculative whose values a step may be given.
+DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
 KEPT_DAYS = 30  # without use
 DAY = 86400  # seconds
 UNKEPT = (  # what serializing raises: among others for programs that call back into Python

@@ -110,6 +110,9 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
 def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
     found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
     drafter = drafter_of(options)
+    if drafter is not None:  # its memory
+        sizes = {"num_pages": 1, "page_size": options.page_size, "max_tokens": max(1, max_pages) * options.page_size}
+        found += tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, slots=options.max_slots, **sizes)[1]))
     if drafter is not None and options.acceptance == "rejection":  # keeps what drafts were drawn from
         found += options.max_slots * (drafter.tree.size - 1) * config.vocab_size * compute_dtype(dtype).itemsize
     return found

@@ -14,7 +14,14 @@ from jllm.errors import DrafterError
 from jllm.model import backbone, head
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
-from jllm.speculative.levels import after_previous, draft_levels, newest_tokens
+from jllm.speculative.levels import (
+    after_previous,
+    draft_levels,
+    first_pass,
+    newest_tokens,
+    nothing_drafted,
+    step_segments,
+)
 from jllm.speculative.tree import Tree, chain
 
 
@@ -74,8 +81,10 @@ class DraftModel:
             return banned.at[:, self.target_ids].set(logits)
 
         tokens = after_previous(jnp.take(drafts.memory, advance.slot, mode="clip"), advance.tokens, advance)
-        options: dict[str, Any] = {"backend": backend, "wanted": wanted}
-        found = draft_levels(self.tree, advance, drafts.cache, tokens, None, forward, logits_of, **options)
+        newest, cache = first_pass(*step_segments(advance, tokens), advance.chunks, drafts.cache, None, forward)
+        found = nothing_drafted(self.tree, advance, cache)
+        if wanted:
+            found = draft_levels(self.tree, advance, cache, newest, forward, logits_of, backend=backend)
         return replace(found, memory=newest_tokens(drafts.memory, advance))
 
     def remember(

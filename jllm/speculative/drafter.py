@@ -56,6 +56,7 @@ class Advance:
     chunk_slot: jax.Array  # i32[B]
     chunks: Chunks  # of B sequences, the last B of the G
     chunk_hidden: jax.Array  # [C, E], the target's, of the chunks' tokens
+    cache: Cache = ()  # the target's, of all tokens but each sequence's newest one
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +71,9 @@ class Proposal:
     # f[G, Q - 1, V], of a chain: what each token was drawn from, with the Sampling of the Advance. None if no draft
     # was drawn: each follows from the tokens before it.
     logits: jax.Array | None = None
+    # The target's cache, of a drafter that wrote to it: from each sequence's newest token on, where the target writes
+    # before it reads. None: as it was.
+    target_cache: Cache | None = None
 
 
 @runtime_checkable

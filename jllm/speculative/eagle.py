@@ -24,7 +24,15 @@ from jllm.model import head, run_layers
 from jllm.param_specs import abstract_params, init_params
 from jllm.params import LayerParams, Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
-from jllm.speculative.levels import after_previous, draft_levels, last_valid, newest_tokens
+from jllm.speculative.levels import (
+    after_previous,
+    draft_levels,
+    first_pass,
+    last_valid,
+    newest_tokens,
+    nothing_drafted,
+    step_segments,
+)
 from jllm.speculative.tree import Tree, chain
 from jllm.speculative.weights import check_weights, random_weights
 from pallas_kernels.backends import DIFFERENTIABLE
@@ -91,8 +99,10 @@ class Eagle:
         tokens = after_previous(token, advance.tokens, advance)
         states = after_previous(hidden, advance.hidden, advance).reshape(-1, config.hidden_size)
         before = jnp.concatenate([states, _before_chunks(memory.hidden, advance)])
-        options: dict[str, Any] = {"backend": backend, "wanted": wanted}
-        found = draft_levels(self.tree, advance, drafts.cache, tokens, before, forward, logits_of, **options)
+        newest, cache = first_pass(*step_segments(advance, tokens), advance.chunks, drafts.cache, before, forward)
+        found = nothing_drafted(self.tree, advance, cache)
+        if wanted:
+            found = draft_levels(self.tree, advance, cache, newest, forward, logits_of, backend=backend)
         memory = EagleMemory(_newest_states(memory.hidden, advance), newest_tokens(memory.token, advance))
         return replace(found, memory=memory)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.batch import Paged, ShortSegments, no_chunks, paged_batch
+from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, paged_batch
 from jllm.cache import Cache
 from jllm.sampling import Sampling, perturbed, sample
 from jllm.speculative.drafter import Advance, Proposal
@@ -28,7 +28,7 @@ def last_valid(values: jax.Array, count: jax.Array) -> jax.Array:
 
 def after_previous(previous: jax.Array, values: jax.Array, advance: Advance) -> jax.Array:
     """Values of each sequence's `tokens` [G, W, ...] after that of the token before them [G, ...], for the rows of
-    draft_levels: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to spare."""
+    step_segments: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to spare."""
     wide = jnp.concatenate([previous[:, None], values], axis=1)
     R = wide.shape[0] - advance.chunk_slot.shape[0]
     return jnp.concatenate([wide[:R], jnp.roll(wide[R:], -1, axis=1)])
@@ -50,42 +50,73 @@ def best_tokens(
     return lax.top_k(perturbed(logits, sampling, position), most)[1].astype(jnp.int32)
 
 
+def step_segments(advance: Advance, tokens: jax.Array) -> tuple[ShortSegments, jax.Array]:
+    """Segments of what the step did, of tokens i32[G, W + 1] by after_previous, since the token before those that were
+    drawn had no place while it was the newest if its page was not there yet; and how many rows i32[G] each has up to
+    its newest token, with or without a place."""
+    G = tokens.shape[0]
+    more = (np.arange(G) < G - advance.chunk_slot.shape[0]).astype(np.int32)  # 1: the first row is the previous token's
+    start, count = advance.start - more, jnp.where(advance.count > 0, advance.count + more, 0)
+    return ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages), count
+
+
+def newest_segments(advance: Advance) -> tuple[ShortSegments, jax.Array]:
+    """The same of the newest tokens alone."""
+    start, count = newest_index(advance), jnp.minimum(advance.count, 1)
+    tokens = last_valid(advance.tokens, advance.count)[:, None]
+    return ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages), count
+
+
+def newest_index(advance: Advance) -> jax.Array:
+    """The token index i32[G] of each sequence's newest token."""
+    return advance.start + advance.count - 1
+
+
+def first_pass(
+    segments: ShortSegments,
+    count: jax.Array,
+    chunks: Chunks,
+    cache: Cache,
+    before: jax.Array | None,
+    forward: Forward,
+) -> tuple[jax.Array, Cache]:
+    """A pass over segments of `count` rows and chunks: the hidden states [G, E] of the segments' last rows, and the
+    cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
+    pool, (G, width) = cache[0].k, segments.tokens.shape
+    batch = paged_batch(segments, chunks, num_pages=pool.num_pages, page_size=pool.page_size)
+    hidden, cache = forward(batch, before, cache)
+    return last_valid(hidden[: G * width].reshape(G, width, -1), count), cache
+
+
+def nothing_drafted(tree: Tree, advance: Advance, cache: Cache) -> Proposal:
+    """Where no drafts are wanted."""
+    G = advance.slot.shape[0]
+    return Proposal(jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache, None)
+
+
 def draft_levels(
     tree: Tree,
     advance: Advance,
     cache: Cache,
-    tokens: jax.Array,
-    before: jax.Array | None,
+    newest_state: jax.Array,
     forward: Forward,
     logits_of: Callable[[jax.Array], jax.Array],
     *,
     backend: str | None,
-    wanted: bool = True,
 ) -> Proposal:
-    """What a drafter proposes but for its memory. In the cache are then the K and V of all tokens up to each sequence's
-    newest one.
+    """What a drafter proposes but for its memory, once the cache has the K and V of all tokens up to each sequence's
+    newest one, whose hidden states are newest_state [G, E].
 
-    The first pass is over what the step did: tokens i32[G, W + 1] by after_previous, since the token before those that
-    were drawn had no place while it was the newest if its page was not there yet; then the chunks. `before`
-    [G (W + 1) + C, E] has the hidden states of the tokens before these.
-    Then there is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far.
-    A node is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would
-    need one of those do not count. `logits_of` takes hidden states [rows, E]. Where no drafts are wanted the first pass
-    is all.
+    There is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far. A node
+    is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would need one
+    of those do not count. `logits_of` takes hidden states [rows, E].
     """
-    pool, (G, width) = cache[0].k, tokens.shape
+    pool, G = cache[0].k, advance.slot.shape[0]
     sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
-    more = (np.arange(G) < G - advance.chunk_slot.shape[0]).astype(np.int32)  # 1: the first row is the previous token's
-    start, count = advance.start - more, jnp.where(advance.count > 0, advance.count + more, 0)
-    segments = ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages)
-    hidden, cache = forward(paged_batch(segments, advance.chunks, **sizes), before, cache)
-    if not wanted:
-        return Proposal(jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache, None)
-    newest = start + count - 1
-    space = jnp.where(count > 0, advance.room - newest, 0)  # places from the newest token's on
+    newest = newest_index(advance)
+    space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from the newest token's on
 
-    states = jnp.zeros((G, tree.size, hidden.shape[1]), hidden.dtype)
-    states = states.at[:, 0].set(last_valid(hidden[: G * width].reshape(G, width, -1), count))
+    states = jnp.zeros((G, tree.size, newest_state.shape[1]), newest_state.dtype).at[:, 0].set(newest_state)
     drafts = jnp.zeros((G, tree.size - 1), jnp.int32)
     parents, seen = np.array((0, *tree.parents), np.int32), []
     for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):

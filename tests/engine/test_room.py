@@ -14,6 +14,7 @@ from jllm.batch import Bucket
 from jllm.checkpoint import abstract_params, init_params, save
 from jllm.config import load_config
 from jllm.engine import device as device_module
+from jllm.engine import room
 from jllm.engine.device import Device
 from jllm.engine.loop import Engine
 from jllm.engine.options import make_options
@@ -22,6 +23,8 @@ from jllm.errors import ConfigError, NoRoomError, RequestError
 from jllm.fit import check_weights, page_bytes, weight_bytes
 from jllm.memory import GIB, gib
 from jllm.quant.quantize import quantize
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.ngram import NGram
 from tests.tiny import greedy, serve, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -193,6 +196,19 @@ def test_the_operating_system_is_asked_where_the_device_is_a_cpu(monkeypatch):
     monkeypatch.setattr("jllm.memory.host_memory", lambda: 1000)
     with pytest.raises(NoRoomError, match="its weights in float32 need .* and the device has 0.00 MiB free"):
         jllm.load()
+
+
+def test_a_drafter_s_pools_and_memory_are_reckoned_with():
+    config, params = CONFIGS["qwen3-0.6b"], PARAMS["qwen3-0.6b"]
+
+    def need(**options):
+        asked = make_options({"max_slots": 8, "num_pages": 512, **options})
+        return room._reckon(asked, config, params.dtype, 100 * GIB)[1]
+
+    plain, model, words = need(), need(speculate=DraftModel(params, config)), need(speculate=NGram(4, context=1000))
+    assert (model.pool, words.pool) == (2 * plain.pool, plain.pool)
+    assert model.slots - plain.slots == 8 * 4, "the newest token of each slot"
+    assert words.slots - plain.slots == 8 * 1000 * 4
 
 
 def test_a_cpu_keeps_its_memory_for_others_too():

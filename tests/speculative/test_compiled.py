@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
+from jllm.engine.drafters import copy_of
 from jllm.engine.layout import Layout, packed_step
 from jllm.merge_step import eager_step
 from jllm.speculative.draft_model import DraftModel
@@ -24,11 +25,13 @@ def copies(compiled: jax.stages.Compiled) -> list[str]:
 
 
 @pytest.mark.parametrize("kv_cache", ["f32", "int8-g8"])
-@pytest.mark.parametrize("name", ["ngram", "draft", "tree"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "tree", "copy"])
 def test_no_pool_is_copied(name, kv_cache):
     model, draft = tiny_model(), tiny_model(seed=3, num_layers=1, hidden_size=16)
     tree = Tree((0, 0, 1, 1)) if name == "tree" else chain(3)
     drafter = NGram(3) if name == "ngram" else DraftModel(draft.params, draft.config, tree)
+    if name == "copy":
+        drafter = copy_of(model.params, "w8a16", tree)
     sizes = {"slots": 4, "num_pages": PAGES, "page_size": 8, "dtype": "float32", "kv_cache": kv_cache}
     state = init_state(model.config, **sizes, drafter=drafter)
     layout = Layout(Bucket(4, 0, 0, tree.size), 8)

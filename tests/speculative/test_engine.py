@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.drafters import find_drafter
+from jllm.engine.drafters import copy_of, find_drafter
 from jllm.engine.drafting import Drafting
 from jllm.engine.loop import Engine
 from jllm.engine.programs import Programs
@@ -14,6 +14,7 @@ from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.speculative.test_oracle import BUSHY, POOL, some_jobs
@@ -42,6 +43,8 @@ EVERY = {
     "medusa": lambda: init_medusa(CONFIG, KEY, chain(3), "float64"),
     "medusa tree": lambda: init_medusa(CONFIG, KEY, Tree((0, 0, 1, 1, 2)), "float64"),
     "ngram": lambda: NGram(3, shortest=1),
+    "copy": lambda: copy_of(tiny_model("float64").params, "w8a16", chain(3)),
+    "copy tree": lambda: copy_of(tiny_model("float64").params, "w8a8", BUSHY),
 }
 
 
@@ -55,15 +58,17 @@ def test_same_tokens_with_every_drafter(model64, name):
             assert_same(completion, want, False)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own K and V", "the target's"])
 @pytest.mark.parametrize("tree", [chain(3), BUSHY], ids=["chain", "tree"])
 @pytest.mark.parametrize("company", [POOL, "two slots, pages of 16"])
-def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, company):
+def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, company, shared):
     """So its K and V are right after preemption, in pages that the prefix cache has, where chunks are cut and where a
     page ends: what it draws with them is what the target draws."""
     seen: dict = {}
     jobs = some_jobs() + [Job(job.prompt, job.params, 80, None) for job in some_jobs(max_new_tokens=20)]
     with jax.enable_x64(True):
-        drafter = DraftModel(model64.params, model64.config, tree)
+        own, copy = DraftModel(model64.params, model64.config, tree), QuantizedCopy(model64.params, tree)
+        drafter = copy if shared else own
         options = COMPANY[company] | {"num_pages": 14, "speculate": drafter, "drafts": tree.size - 1}
         got = play(model64, jobs, options, seen)
         for completion, want in zip(got, alone(model64, jobs), strict=True):
@@ -94,12 +99,15 @@ def test_lookup_knows_what_the_prefix_cache_had(model64):
     assert found[0][1][0] > 3
 
 
-def test_forks_and_snapshots(model64):
+@pytest.mark.parametrize("kind", [DraftModel, QuantizedCopy])
+def test_forks_and_snapshots(model64, kind):
     """Pages of a drafter are copied with the target's; a snapshot has none of them, which costs acceptance alone."""
     prompt, params = list(range(3, 14)), SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True, seed=1)
     with jax.enable_x64(True):
         want = next(alone(model64, [Job(tuple(prompt), params, 0, None)])).token_ids
         drafter = DraftModel(model64.params, model64.config, chain(3))
+        if kind is QuantizedCopy:
+            drafter = QuantizedCopy(model64.params, chain(3))
         engine = Engine(model64, speculate=drafter, drafts=3, **SMALL, num_pages=20)
         request = engine.submit(prompt, params)
         for _ in range(5):
@@ -187,6 +195,11 @@ def test_the_choice_is_made_once_a_step(monkeypatch):
         ({"speculate": NGram(4), "drafts": 3}, "drafts=3, but the drafter makes 4"),
         ({"speculate": init_medusa(CONFIG, KEY, chain(0), "float32")}, "Medusa makes no drafts"),
         ({"speculate": "ngram", "buckets": (Bucket(2, 16, 2), Bucket(2, 0, 0, 3))}, "a bucket's rows must be 1, or 5"),
+        ({"speculate": "copy:"}, "speculate='copy:' is not known"),
+        ({"speculate": "copy"}, "speculate='copy' is not known.*copy:SCHEME"),
+        ({"speculate": "copy:w3"}, "copy:w3: "),
+        ({"speculate": "copy:w4a16-g32"}, "copy:w4a16-g32: model.layers.0.mlp.down_proj"),
+        ({"speculate": QuantizedCopy(tiny_model(num_layers=1).params)}, "the copy is of a model of 1 layers"),
         ({"speculate": DraftModel(tiny_model(vocab_size=64).params, tiny_model(vocab_size=64).config)}, "vocabulary"),
     ],
 )
@@ -198,6 +211,9 @@ def test_what_is_refused(options, why):
 def test_names_of_drafters(tmp_path):
     model = tiny_model()
     assert find_drafter("ngram", model, 6) == NGram(6)
+    copy = find_drafter("copy:w8a16", model, 2)
+    assert (type(copy), copy.tree) == (QuantizedCopy, chain(2))
+    assert copy.params.embed is model.params.embed, "what a scheme leaves alone is not there twice"
     for name in ("medusa", "eagle"):  # those of the bundled model fit no other
         with pytest.raises(ConfigError):
             find_drafter(name, model)
@@ -205,7 +221,7 @@ def test_names_of_drafters(tmp_path):
             find_drafter(f"{name}:{tmp_path / 'nothing'}", model)
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle tree", "ngram", "medusa"])
+@pytest.mark.parametrize("name", ["draft", "eagle tree", "ngram", "medusa", "copy"])
 def test_plain_steps_of_the_automatic_choice_compute_no_drafter_s_keys(model64, name, monkeypatch):
     """Drafts come and go; those with K and V then lack some, which changes no token."""
     choices = iter([0, 0, 1, 1, 1, 0] * 100)
