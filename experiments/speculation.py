@@ -55,6 +55,8 @@ Steps are timed as experiments.decode_step times them.
   break_even_acceptance  of each draft where those before it were accepted; none where all drafts would not do
   times                  tokens a second over plain decoding's, with so many imposed tokens a step
   times_here             what a published number of tokens a step gives by these times
+  drafting_over_plain    time of a step that also drafts, with a quantized copy of the model, over that of a plain step
+  times_at_0.9           what it gives where each of these drafts is accepted 9 times of 10
   tokens_needed          tokens a step by which these steps are as many times as fast as others were (their_times)"""
 
 
@@ -97,6 +99,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=positive, nargs="+", default=[136, 1024], help="tokens before each step")
     parser.add_argument("--rows", type=positive, nargs="+", default=[2, 4, 8], metavar="Q", help="of a sequence")
+    parser.add_argument("--copies", nargs="+", default=[], metavar="SCHEME", help="that draft as copy:SCHEME (none)")
     parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")

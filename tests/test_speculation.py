@@ -164,12 +164,13 @@ def test_steps_at_toy_size(command, tmp_path):
     config = tmp_path / "toy.json"
     config.write_text(json.dumps(TOY))
     options = ["--config", str(config), "--dtype", "float32", "--context", "20", "40", "--steps", "2", "--repeats", "1"]
-    status, document = command("steps", *options, "--batch", "2", "--rows", "2", "4")
+    status, document = command("steps", *options, "--batch", "2", "--rows", "2", "4", "--copies", "w8a16")
     assert (status, document["experiment"], document["bars"]) == (0, "speculation-steps-toy", [])
     timed = [row for row in document["rows"] if "published" not in row]
     assert all(row["simulated"] and "error" not in row for row in document["rows"])
-    assert [(row["context"], row["Q"]) for row in timed] == [(c, q) for c in (20, 40) for q in (1, 2, 4, 4)]
-    plain, _, checked, gained = timed[:4]
+    assert [(row["context"], row["Q"]) for row in timed] == [(c, q) for c in (20, 40) for q in (1, 2, 4, 4, 2, 4)]
+    plain, _, checked, gained, _, copy = timed[:6]
+    assert copy["drafting_over_plain"] == pytest.approx(copy["step_ms"] / plain["step_ms"], rel=1e-2)
     assert checked["over_plain"] == pytest.approx(checked["step_ms"] / plain["step_ms"], rel=1e-2)
     assert gained["times"] == pytest.approx(3 * plain["step_ms"] / gained["step_ms"], rel=1e-2)
     assert len(document["rows"]) - len(timed) == 3  # EAGLE-3's tokens need more rows

@@ -14,7 +14,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, packed_step
 from jllm.params import Params
 from jllm.sampling import Sampling, sample
-from jllm.speculative.drafter import Advance, Drafts, Proposal
+from jllm.speculative.drafter import Advance, Drafter, Drafts, Proposal
 from jllm.speculative.tree import Tree
 from jllm.state import State, init_drafts
 
@@ -80,7 +80,7 @@ class VerifyingTimer(StepTimer):
     tree."""
 
     def __init__(
-        self, params: Params, config: LlamaConfig, pool: Pool, backend: str | None = None, *, drafter: Imposed
+        self, params: Params, config: LlamaConfig, pool: Pool, backend: str | None = None, *, drafter: Drafter
     ):
         super().__init__(params, config, pool, backend)
         self.drafter = drafter

@@ -68,7 +68,7 @@ def draw_claims(figure: Any, rows: list[Row]) -> None:
     """Copies: acceptance by divergence; batches: times as fast."""
     copies, batches = ([r for r in rows if r["claim"] == n and "stated" not in r] for n in CLAIMS)
     left, right = figure.subplots(1, 2)
-    for row in copies:
+    for row in (row for row in copies if "kl" in row):
         left.plot(max(row["kl"], 1e-5), row["acceptance_1"], "o", label=row["scheme"])
     left.set_xscale("log")
     left.set_xlabel("KL from the target, nats")

@@ -12,10 +12,13 @@ from experiments.steps.timer import StepTimer, compile_ahead, model_config, pool
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.params import Params
+from jllm.quant.quantize import quantize
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import MOST_NODES, chain
 
 Row = dict[str, Any]
 BARS = {(1, 136): 1.10, (16, 136): 1.10, (64, 136): 1.45, (64, 1024): 1.20}  # (batch, context): of Q = 4, in bf16
+LIKELY = 0.9  # acceptance of each draft of a copy, for an example
 ACCEPTED, LEAST_TIMES = 3, 2.5  # tokens a step that are imposed, and what they are to give at batch 1
 
 # What others published, and where: tokens a step, or times as fast as without.
@@ -55,21 +58,29 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: argparse.Namespace) -> Iterator[Row]:
     """Steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that all see
-    the same lengths; and those that make ACCEPTED tokens."""
+    the same lengths; those that make ACCEPTED tokens; and those that draft with copies of the model as well."""
     pool = pool_for(batch, context + args.steps * (ACCEPTED + 1) + max(args.rows), args.page_size, args.kv_cache)
     plain = StepTimer(params, config, pool, args.backend)
     timers = {
         q: VerifyingTimer(params, config, pool, args.backend, drafter=imposed(chain(q - 1), 0)) for q in args.rows
     }
-    lower = {1: partial(plain.lower, step_of("decode", batch)[0])}
+    copies = {
+        (scheme, q): VerifyingTimer(params, config, pool, args.backend, drafter=QuantizedCopy(copy, chain(q - 1)))
+        for scheme in args.copies
+        for copy in [quantize(params, scheme)]
+        for q in args.rows
+    }
+    lower: dict[Any, Any] = {1: partial(plain.lower, step_of("decode", batch)[0])}
     lower |= {q: partial(timer.lower, verifying_step(batch, chain(q - 1))[0]) for q, timer in timers.items()}
+    lower |= {key: partial(timer.lower, verifying_step(batch, chain(key[1] - 1))[0]) for key, timer in copies.items()}
     steps = compile_ahead(lower, args.threads)
 
-    def milliseconds(timer: StepTimer, q: int, tokens: int) -> float:
+    def milliseconds(timer: StepTimer, q: int, tokens: int, scheme: str | None = None) -> float:
         _, buffer = step_of("decode", batch) if q == 1 else verifying_step(batch, chain(q - 1))
         timer.renew()
         timer.place(context)
-        seconds = timer.one(steps[q].result(), buffer, tokens * batch, args.steps, args.repeats)
+        step = steps[q if scheme is None else (scheme, q)].result()
+        seconds = timer.one(step, buffer, tokens * batch, args.steps, args.repeats)
         timer.state = None
         return 1e3 * seconds
 
@@ -91,6 +102,15 @@ def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: a
                 ms = milliseconds(timer, q, ACCEPTED)
                 rate = {"step_ms": round(ms, 4), "tokens_s": round(1e3 * ACCEPTED * batch / ms, 1)}
                 yield about | {"imposed_tokens_a_step": ACCEPTED} | rate | {"times": round(ACCEPTED * base / ms, 4)}
+        except Exception as error:
+            yield about | failure(error)
+    for (scheme, q), copy in copies.items():
+        about |= {"Q": q, "drafter": f"copy:{scheme}"}
+        try:
+            ms = milliseconds(copy, q, 1, scheme)
+            row = about | {"step_ms": round(ms, 4), "drafting_over_plain": round(ms / base, 4)}
+            likely = sum(LIKELY**i for i in range(q)) * base / ms
+            yield row | {"break_even_acceptance": break_even(ms / base, q - 1), f"times_at_{LIKELY}": round(likely, 4)}
         except Exception as error:
             yield about | failure(error)
 
