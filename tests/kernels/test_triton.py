@@ -24,7 +24,7 @@ from pallas_kernels.silu_mul_quant import reference as silu_reference
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
-from tests.kernels.test_norm_quant import STEP, exact, numbers, tolerance
+from tests.kernels.test_norm_quant import exact, numbers, tolerance
 from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
@@ -117,6 +117,11 @@ def test_what_is_refused(monkeypatch):
         silu_mul_quant(x, backend="triton")
 
 
+def on_host(rows, kind):
+    """Rows in eight bits as the definition has them: XLA divides on a GPU to within two units in the last place."""
+    return rows if kind is None else quantize_rows(jax.device_put(rows, jax.devices("cpu")[0]), kind)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*NORMS, *WIDEST_NORMS, norm_cases.Case(33, 4096, "bfloat16", "int8")], ids=str)
 def test_gpu_norm_quant_matches_the_definition(case):
@@ -128,7 +133,7 @@ def test_gpu_norm_quant_matches_the_definition(case):
     assert error(numbers(rows), exact(case, x, weight, residual)) < tolerance(case)
     assert same_bits((rows, summed), again)
     assert same_bits(summed, jnp.asarray(expected_sum))
-    assert same_bits(rows, plain if case.kind is None else quantize_rows(plain, case.kind))
+    assert same_bits(rows, on_host(plain, case.kind))
     other, _ = norm_xla.norm_quant(x, weight, residual=residual, eps=norm_cases.EPS)
     units = units_apart(plain, other)
     assert units.max() <= 1
@@ -144,9 +149,8 @@ def test_gpu_silu_mul_quant_matches_the_definition(case):
     gate_up = case.inputs()
     rows = silu_mul_quant(gate_up, kind=case.kind, backend="triton")
     plain = silu_mul_quant(gate_up, backend="triton")
-    wanted = silu_reference.silu_mul(gate_up)
-    assert error(numbers(rows), wanted) < 2 * TOLERANCE[case.dtype] + STEP[case.kind]
+    assert error(numbers(plain), silu_reference.silu_mul(gate_up)) < 2 * TOLERANCE[case.dtype]
     assert same_bits(rows, silu_mul_quant(gate_up, kind=case.kind, backend="triton"))
-    assert same_bits(rows, plain if case.kind is None else quantize_rows(plain, case.kind))
+    assert same_bits(rows, on_host(plain, case.kind))
     last = silu_mul_quant(gate_up[-1:], kind=case.kind, backend="triton")
     assert same_bits(last, jax.tree.map(lambda a: a[-1:], rows))
