@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from jllm.engine.checks import Prompt
+from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.loop import Engine
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
@@ -29,7 +29,6 @@ class Stream:
         self._events: deque[Event] = deque()
         self._error: JllmError | None = None
         self._news = asyncio.Event()
-        self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def ended(self) -> bool:
@@ -128,15 +127,21 @@ class AsyncEngine:
         return self._refused
 
     async def submit(
-        self, prompt: Prompt, sampling: SamplingParams = SamplingParams(), *, deadline: float | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Stream:
-        """Queues a prompt, checked in a thread of its own. RequestError for a bad one, QueueFull where too many wait,
-        EngineClosed after close(). After `deadline` seconds the request ends as by abort()."""
+        """Queues a prompt, checked in a thread of its own, as Engine.submit does. RequestError for a bad one, QueueFull
+        where too many wait, EngineClosed after close()."""
         ids = await asyncio.to_thread(self.check, prompt, sampling)
-        return self.submit_all([(ids, sampling)], deadline=deadline)
+        return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline)
 
-    def submit_all(self, requests: Iterable[Request], *, deadline: float | None = None) -> Stream:
+    def submit_all(self, requests: Iterable[Request], *, priority: int = 0, deadline: float | None = None) -> Stream:
         """Queues several requests that check() has taken, or none of them; they end together, where one has to."""
+        check_urgency(priority, deadline)
         requests = list(requests)
         samples = sum(sampling.n for _, sampling in requests)
         if self._refused is not None:
@@ -147,9 +152,7 @@ class AsyncEngine:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
         stream = Stream(self, samples)
         self._open.add(stream)
-        self._ask(lambda: self._submit(stream, requests))
-        if deadline is not None:
-            stream._deadline = self._loop.call_later(deadline, stream.abort)
+        self._ask(lambda: self._submit(stream, requests, priority, deadline))
         return stream
 
     def refuse(self, reason: str = "it is being closed") -> None:
@@ -190,12 +193,7 @@ class AsyncEngine:
             else:
                 stream._fail(one)
             if stream._left == 0 or not isinstance(one, Event):
-                self._forget(stream)
-
-    def _forget(self, stream: Stream) -> None:
-        self._open.discard(stream)
-        if stream._deadline is not None:
-            stream._deadline.cancel()
+                self._open.discard(stream)
 
     # The thread
 
@@ -223,10 +221,10 @@ class AsyncEngine:
             action()
         return not stop
 
-    def _submit(self, stream: Stream, requests: Sequence[Request]) -> None:
+    def _submit(self, stream: Stream, requests: Sequence[Request], priority: int, deadline: float | None) -> None:
         for place, (prompt, sampling) in enumerate(requests):
             try:
-                request = self._engine.submit(prompt, sampling)
+                request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
             except RequestError as error:
                 self._abort(stream)
                 self._hand_over([(stream, error)])
@@ -268,5 +266,5 @@ class AsyncEngine:
             error = EngineClosed(f"this engine takes no more work: {reason}")
             error.__cause__ = cause
             stream._fail(error)
-            self._forget(stream)
+            self._open.discard(stream)
         self._finished.set()

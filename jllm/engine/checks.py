@@ -1,7 +1,8 @@
 """What a prompt and its parameters must satisfy before they may wait for a slot."""
 
+import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import jax
@@ -56,3 +57,12 @@ def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfi
         raise RequestError(f"a prompt of {len(ids)} tokens is too long: {room}")
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+
+
+def check_urgency(priority: int, deadline: float | None) -> None:
+    """RequestError for what is no priority, or no deadline."""
+    if not isinstance(priority, Integral) or isinstance(priority, bool):
+        raise RequestError(f"priority must be an integer, not {priority!r}")
+    number = isinstance(deadline, Real) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and 0.0 <= deadline < math.inf):
+        raise RequestError(f"deadline must be seconds, a finite number >= 0, or None, not {deadline!r}")

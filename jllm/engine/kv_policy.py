@@ -43,7 +43,8 @@ class Policy(Protocol):
         """Why seq needs a page that it lacks: a word for the counts of preemptions."""
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
-        """Whom to preempt for `pages` pages, `running` in the order of arrival: never the first if there are others."""
+        """Whom to preempt for `pages` pages: one of `running`, never the first if there are others. It has the first of
+        all that run and then those of the highest priority value, in the order of arrival."""
 
     def observe(self, seq: Sequence) -> None:
         """seq has ended."""

@@ -4,6 +4,7 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 """
 
 import contextlib
+import heapq
 import secrets
 import time
 import warnings
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 
-from jllm.engine.checks import Prompt, check_request, token_ids
+from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
 from jllm.engine.device import Device
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts, drafting_of
@@ -41,6 +42,8 @@ from jllm.state import NOT_FINITE, Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
+
+CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on
 
 
 class Engine:
@@ -83,6 +86,7 @@ class Engine:
         self._live: dict[Sequence, Live] = {}  # the unfinished samples
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
         self._requests: dict[int, Samples] = {}  # the unfinished ones
+        self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
         self._in_flight: InFlight | None = None
         self._next_id = 0
         self._counts, self._times = RequestCounts(), Times()
@@ -141,14 +145,32 @@ class Engine:
         self._device.start_compiling(variant)
         return len(self.sizes.buckets)
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> int:
-        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry."""
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
+
+        Requests of lower priority values are served first, equal ones as they come, and what runs is not stopped for
+        what waits (scheduler.py says who starves). In the first step after `deadline` seconds all of its samples that
+        have not ended do, with finish_reason "deadline" and what they have."""
         ids = tuple(self.check(prompt, sampling))
+        check_urgency(priority, deadline)
         with self._turns.take():
-            return self._submit(ids, sampling)
+            return self._submit(ids, sampling, priority, deadline)
 
     def _submit(
-        self, ids: tuple[int, ...], sampling: SamplingParams, snapshot: Snapshot | None = None, private: bool = False
+        self,
+        ids: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int,
+        deadline: float | None,
+        snapshot: Snapshot | None = None,
+        private: bool = False,
     ) -> int:
         self._check_open()
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
@@ -157,8 +179,11 @@ class Engine:
         for sample in range(sampling.n):
             seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
             seq.origin, seq.common, seq.snapshot, seq.private = first, len(ids), snapshot, private
+            seq.priority = priority
             first = first or seq
             self._add(seq)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (time.perf_counter() + deadline, request_id))
         self._counts.requests += 1
         self._counts.prompt_tokens += len(ids)
         return request_id
@@ -185,6 +210,7 @@ class Engine:
         index = self._requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
+        twin.priority = seq.priority
         new = self._add(twin)
         for token in seq.output:
             new.output.push(token)
@@ -204,10 +230,18 @@ class Engine:
         return replace(value, weights=self._device.weights)
 
     @in_turn
-    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams(), *, share: bool = False) -> int:
-        """Queues a request whose prompt is the snapshot's tokens, and whose K and V, as far as they are in it, are
-        taken as they are: edited ones too, so they are never shared but with samples and forks of this request; unless
-        `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
+    def resume(
+        self,
+        snapshot: Snapshot,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        share: bool = False,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
+        are in it, are taken as they are: edited ones too, so they are never shared but with samples and forks of this
+        request; unless `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
         its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have.
         SnapshotError for one of other weights or another cache."""
         if not isinstance(snapshot, Snapshot):
@@ -216,9 +250,10 @@ class Engine:
         if sampling.prompt_logprobs or sampling.counts_tokens:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
+        check_urgency(priority, deadline)
         self._device.check_snapshot(snapshot)
         known = jax.device_get(snapshot) if snapshot.length else None
-        return self._submit(ids, sampling, known, private=known is not None and not share)
+        return self._submit(ids, sampling, priority, deadline, known, private=known is not None and not share)
 
     @in_turn
     def reset_prefix_cache(self) -> None:
@@ -232,8 +267,11 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
+        self._cut(request, "abort")
+
+    def _cut(self, request: Samples, reason: str) -> None:
         for live in list(request.unfinished.values()):
-            self._finish(live, "abort", time.perf_counter())
+            self._finish(live, reason, time.perf_counter())
 
     def step(self) -> list[Event]:
         """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
@@ -267,6 +305,9 @@ class Engine:
         """Plans and dispatches a step, then reads the one before it."""
         if self._trace:
             self._trace.planning()
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
+            if request := self._requests.get(heapq.heappop(self._deadlines)[1]):
+                self._cut(request, "deadline")
         for seq, error in self._gate.open():
             self._refuse(seq, error)
         plan = self._scheduler.schedule()
@@ -489,10 +530,10 @@ class Engine:
         del self._live[seq], self._requests[seq.request_id].unfinished[seq.sample]
         if not self._requests[seq.request_id].unfinished:
             del self._requests[seq.request_id]
-            self._counts.requests_aborted += reason == "abort"
-            self._counts.requests_finished += reason != "abort"
+            self._counts.requests_aborted += reason in CUT
+            self._counts.requests_finished += reason not in CUT
         total = now - live.submitted
-        if reason != "abort":
+        if reason not in CUT:
             self._times.end_to_end.add(total)
         self._events.append(PendingEvent(live, tokens if live.output.text_can_be_late else (), reason, total))
 

@@ -79,7 +79,7 @@ class RequestCounts:
 
     requests: int = 0  # submitted
     requests_finished: int = 0  # aborted ones left out
-    requests_aborted: int = 0  # by abort(), or since the engine closed before their end
+    requests_aborted: int = 0  # by abort(), by their deadline, or since the engine closed before their end
     prompt_tokens: int = 0  # of submitted requests, once a request however many samples it has
     prefill_tokens: int = 0  # prompt tokens computed: recomputed ones again, and for each sample
     output_tokens: int = 0

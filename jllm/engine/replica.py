@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
@@ -56,9 +57,18 @@ class Request:
     share: bool  # whether other requests may have what is in it
     submitted: float
     left: set[int]  # samples that have not ended
+    priority: int = 0
+    deadline: float | None = None  # seconds, from `submitted` on
     tokens: int = 0  # that are still to be computed, at most
     moved: bool = False  # whether it has begun again
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
+
+    def urgency(self) -> dict[str, Any]:
+        """How an engine is to be asked for it now."""
+        deadline = self.deadline
+        if deadline is not None:
+            deadline = max(0.0, self.submitted + deadline - time.perf_counter())
+        return {"priority": self.priority, "deadline": deadline}
 
     def take(self, event: Event) -> Event:
         """An event as the caller gets it."""
@@ -124,9 +134,10 @@ class Replica:
 
     def _submit(self, request: Request) -> None:
         if request.snapshot is None:
-            local = self.engine.submit(request.prompt, request.sampling)
+            local = self.engine.submit(request.prompt, request.sampling, **request.urgency())
         else:
-            local = self.engine.resume(request.snapshot, request.sampling, share=request.share)
+            snapshot, share = request.snapshot, request.share
+            local = self.engine.resume(snapshot, request.sampling, share=share, **request.urgency())
         self._ids[request.id], self._names[local] = local, request.id
         if not self._stepping:
             self._stepping = True

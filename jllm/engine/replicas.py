@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 
-from jllm.engine.checks import Prompt
+from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import Metrics
@@ -123,13 +123,32 @@ class Replicas:
             with suppress(EngineClosed):  # it fails just now, and another one knows as well
                 return one.engine.check(prompt, sampling)
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> int:
-        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry."""
-        return self._begin(self.check(prompt, sampling), sampling)[0]
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """As Engine.submit. Priorities are those among the requests of one engine."""
+        ids = self.check(prompt, sampling)
+        check_urgency(priority, deadline)
+        return self._begin(ids, sampling, priority, deadline)[0]
 
-    def resume(self, snapshot: Snapshot, sampling: SamplingParams = SamplingParams(), *, share: bool = False) -> int:
+    def resume(
+        self,
+        snapshot: Snapshot,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        share: bool = False,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
         """As Engine.resume."""
-        name, done = self._begin([int(token) for token in snapshot.tokens], sampling, snapshot, share)
+        check_urgency(priority, deadline)
+        ids = [int(token) for token in snapshot.tokens]
+        name, done = self._begin(ids, sampling, priority, deadline, snapshot, share)
         try:
             done.result()
         except BaseException:
@@ -247,14 +266,21 @@ class Replicas:
     # Where requests run
 
     def _begin(
-        self, ids: Sequence[int], sampling: SamplingParams, snapshot: Snapshot | None = None, share: bool = False
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        priority: int,
+        deadline: float | None,
+        snapshot: Snapshot | None = None,
+        share: bool = False,
     ) -> tuple[int, Future]:
         self._check_open()
         if sampling.seed is None:  # drawn here, so that it is the same wherever the request runs
             sampling = replace(sampling, seed=secrets.randbits(32))
         with self._lock:
-            name, left = next(self._next_id), set(range(sampling.n))
-            return name, self._place(Request(name, tuple(ids), sampling, snapshot, share, time.perf_counter(), left))
+            name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
+            request = Request(name, tuple(ids), sampling, snapshot, share, now, left, priority, deadline)
+            return name, self._place(request)
 
     def _place(self, request: Request) -> Future:
         """Gives a request to the engine with the fewest tokens to compute."""

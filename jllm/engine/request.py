@@ -144,9 +144,8 @@ class Completion:
 
     token_ids: tuple[int, ...]
     text: str | None  # None without a tokenizer
-    finish_reason: (
-        str  # "stop", "length", "abort", or "error": logits not finite, or a step that failed or did not compile
-    )
+    finish_reason: str  # "stop", "length", "abort", "deadline", or "error": logits not finite, or a step that failed or
+    # did not compile
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
     timings: Timings

@@ -12,10 +12,12 @@ and page_tables.py puts them where the device finds them. The loop that drives i
 schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
 the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
 
-Fairness: running sequences and waiting ones each stand in the order of arrival, and none is admitted before the first
-that waits. Every decode and the oldest prefill advance in every step, but for a few steps that many slots spend to fill
-the sizes that are compiled (see Scheduler); when pages are short, the policy chooses who gives up its own, never the
-oldest that runs. So the oldest of all progresses, or waits for those that run to end, and every request ends.
+Fairness: running sequences and waiting ones each stand in the order of priority, lower values first, and of arrival
+where these are equal; none is admitted before the first that waits. Every decode and the first prefill advance in every
+step, but for a few steps that many slots spend to fill the sizes that are compiled (see Scheduler). What waits preempts
+nothing; when pages are short, the policy chooses who gives up its own among those that run with the highest value,
+never the first that runs. So the oldest of all, which is the first in this order, progresses, or waits for those that
+run to end: with equal priorities every request ends. A request starves as long as enough of lower values keep coming.
 
 What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
 (sharing.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
@@ -72,7 +74,7 @@ class Scheduler(PageTables):
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
         self.turn = 0  # round-robin offset of decodes that sit out
         self.held = 0  # steps since prompts first waited for others to fill a step with
-        self.waiting: deque[Sequence] = deque()  # in the order of arrival, as are those that run
+        self.waiting: deque[Sequence] = deque()  # in the order of priority and arrival, as are those that run
         self.arrivals = 0  # sequences that were ever added
         self.read = -1  # newest step read
         self._renew()
@@ -198,7 +200,12 @@ class Scheduler(PageTables):
             if self.unread:
                 return None
             self.counts.preempted_by[self.policy.cause(lacking[-1])] += 1
-            self._preempt(self.policy.victim(self.running, missing))
+            self._preempt(self.policy.victim(self._expendable(), missing))
+
+    def _expendable(self) -> list[Sequence]:
+        """The first that runs, and those from which the policy chooses a victim: all others of the highest value."""
+        first, *others = self.running
+        return [first, *(s for s in others if s.priority == self.running[-1].priority)]
 
     def _decoding(self, prefills: list[Sequence]) -> list[Sequence]:
         """Who decodes beside these. A sequence whose sampled tokens already reach max_length waits for its read."""
@@ -294,7 +301,7 @@ class Scheduler(PageTables):
         seq.slot = self.free_slots.pop()
         seq.prefill_end = seq.length
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed
-        insort(self.running, seq, key=attrgetter("arrival"))
+        insort(self.running, seq, key=attrgetter("order"))
         self.counts.admitted += 1
 
     def _chunk(self, seq: Sequence, budget: int, parts: PlanParts) -> int:
@@ -382,8 +389,4 @@ class Scheduler(PageTables):
         self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
-        if not self.waiting or self.waiting[-1].arrival < seq.arrival:
-            self.waiting.append(seq)
-        else:
-            at = next(i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival)
-            self.waiting.insert(at, seq)
+        insort(self.waiting, seq, key=attrgetter("order"))

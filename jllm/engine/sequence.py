@@ -41,6 +41,7 @@ class Sequence:
     in_flight: int = 0  # dispatched steps that sample for it and are not yet read
     expected: int = 0  # tokens of KV that it is thought to come to, once a policy asked
     arrival: int = -1  # the place in the order of arrival, given by the scheduler
+    priority: int = 0  # lower values first
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
     common: int = 0  # tokens that both begin with
     snapshot: "Snapshot | None" = None  # K and V of its first tokens, on the host: these are taken as they are
@@ -53,6 +54,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among those that wait, and among those that run."""
+        return self.priority, self.arrival
 
     @property
     def tokens(self) -> tuple[int, ...]:

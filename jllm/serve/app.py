@@ -55,7 +55,8 @@ class Generate:
         body = await read_body(scope, receive, self._limits)
         wanted = await asyncio.to_thread(lambda: self._parse(parse_json(body), self._served))
         requests = [(ids, wanted.sampling) for ids in wanted.prompts]
-        async with self._engine.submit_all(requests, deadline=self._deadline) as stream:
+        stream = self._engine.submit_all(requests, priority=wanted.priority, deadline=self._deadline)
+        async with stream:
             answer = Answer(wanted, self._served)
             work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)
             await while_connected(receive, work)

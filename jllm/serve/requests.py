@@ -38,6 +38,7 @@ class Wanted:
     usage: bool = False  # streamed: counts at the end
     token_ids: bool = False  # beside the text
     echo: bool = False
+    priority: int = 0
     keep: bool = True  # False: nothing is to be generated, and the one token that the engine makes is dropped
 
 
@@ -59,7 +60,7 @@ SAMPLING: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "logit_bias": ("logit_bias", dict),
     "max_tokens": ("max_new_tokens", int),
 }
-COMMON = {"model", "stream", "stream_options", "response_format", "return_token_ids", *SAMPLING}
+COMMON = {"model", "stream", "stream_options", "response_format", "return_token_ids", "priority", *SAMPLING}
 COMPLETION = COMMON | {"prompt", "logprobs", "echo"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
@@ -99,7 +100,8 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
         what = f"{len(prompts)} prompts with n = {sampling.n} are too many samples"
         raise bad("prompt", f"{what}: at most {served.most_samples} may run and wait")
     ids = tuple(served.check(prompt, sampling) for prompt in prompts)
-    return Wanted(ids, sampling, False, stream, usage, _take(body, "return_token_ids", bool, False), echo, keep)
+    token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
+    return Wanted(ids, sampling, False, stream, usage, token_ids, echo, priority, keep)
 
 
 def chat(body: Mapping[str, Any], served: Served) -> Wanted:
@@ -122,8 +124,8 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     sampling = _sampling(body, max_new_tokens=tokens, logprobs=(top or 0) if wants else None)
     if sampling.n > served.most_samples:
         raise bad("n", f"must be at most {served.most_samples}: so many samples may run and wait")
-    token_ids = _take(body, "return_token_ids", bool, False)
-    return Wanted((served.check(ids, sampling),), sampling, True, stream, usage, token_ids)
+    token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
+    return Wanted((served.check(ids, sampling),), sampling, True, stream, usage, token_ids, priority=priority)
 
 
 def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:

@@ -144,11 +144,11 @@ class Loop:
         self.seqs: list[Sequence] = []
         self.admitted = False  # by the newest plan
 
-    def add(self, prompt, new_tokens=4, stop_id=False, stop_text=False) -> Sequence:
+    def add(self, prompt, new_tokens=4, stop_id=False, stop_text=False, priority=0) -> Sequence:
         ids, text = (STOP_ID,) if stop_id else (), ("x",) if stop_text else ()
         params = SamplingParams(stop_token_ids=ids, stop=text, max_new_tokens=max(1, new_tokens))
         prompt = tuple(range(2, prompt + 2)) if isinstance(prompt, int) else tuple(prompt)
-        seq = Sequence(len(self.seqs), 0, prompt, params, 0, len(prompt) + new_tokens)
+        seq = Sequence(len(self.seqs), 0, prompt, params, 0, len(prompt) + new_tokens, priority=priority)
         self.scheduler.add(seq)
         self.seqs.append(seq)
         return seq
@@ -157,11 +157,14 @@ class Loop:
         s = self.scheduler
         before = {seq: (0 if seq.slot is None else seq.computed) for seq in self.seqs}
         preempted, admissions = {seq: seq.preemptions for seq in self.seqs}, s.counts.admitted
-        waited, oldest = {*s.waiting}, s.running[0] if s.running else None
+        waited, ran, oldest = {*s.waiting}, [*s.running], s.running[0] if s.running else None
         plan = s.schedule()
         assert oldest is None or oldest.preemptions == preempted[oldest], "the oldest was preempted"
-        entered = [seq.arrival for seq in s.running if seq in waited]
-        left = [seq.arrival for seq in s.waiting if seq in waited]
+        gone = [seq.priority for seq in ran[1:] if seq.preemptions > preempted[seq]]
+        kept = [seq.priority for seq in ran[1:] if seq.preemptions == preempted[seq]]
+        assert not gone or not kept or min(gone) >= max(kept), "a more urgent one was preempted"
+        entered = [seq.order for seq in s.running if seq in waited]
+        left = [seq.order for seq in s.waiting if seq in waited]
         assert not entered or not left or max(entered) < min(left), "one that came later was admitted first"
         assert not self.admitted or sum(preempted.values()) == s.counts.preempted, "admitted only to be preempted"
         if plan is None:
@@ -245,8 +248,9 @@ class Loop:
 
     def run(self, late=1):
         """Until all have ended: in a bounded number of steps, as each advances the oldest sequence unless that one
-        waits for a read of its last token or has just ended on the device."""
-        bound = self.scheduler.dispatched + sum(seq.max_length + 2 for seq in self.seqs if not seq.finished)
+        waits for a read of its last token or has just ended on the device; and as only those that wait now and are more
+        urgent can take what it has computed."""
+        bound = self.scheduler.dispatched + 2 * sum(seq.max_length + 2 for seq in self.seqs if not seq.finished)
         while not self.scheduler.idle:
             self.step(late)
             assert self.scheduler.dispatched <= bound, "no progress"
@@ -284,7 +288,7 @@ class Loop:
                 assert seq.slot == slot, "a slot was given back though an unread step uses it"
                 kept = {*seq.pages, *retired}
                 assert kept.issuperset(taken), "pages were given back though an unread step may write them"
-        for order in ([seq.request_id for seq in s.running], [seq.request_id for seq in s.waiting]):
+        for order in ([(seq.priority, seq.request_id) for seq in some] for some in (s.running, s.waiting)):
             assert order == sorted(order), "one that came later stands before one that came earlier"
         order = [seq.request_id for seq in [*s.running, *s.waiting]]
         assert sorted(order) == [seq.request_id for seq in self.seqs if not seq.finished]

@@ -258,6 +258,55 @@ def test_abort_ends_every_sample(model):
     assert engine.metrics()["pages_free"] == engine.metrics()["pages_total"]
 
 
+def test_lower_priorities_go_first_and_stop_nothing_that_runs(model):
+    engine = Engine(model, **OPTIONS | {"max_slots": 1, "buckets": (Bucket(1, 16, 1),)})
+    running = engine.submit([5], greedy(4))
+    engine.step()
+    late, second, urgent, first = (engine.submit([6], greedy(2), priority=n) for n in (9, 0, -3, -3))
+    ends = [event.id for event in engine.run() if event.completion]
+    assert ends == [running, urgent, first, second, late]
+
+
+def test_a_deadline_ends_every_sample_with_what_it_has(model):
+    engine = Engine(model, **OPTIONS)
+    (want,) = serve(model, [PROMPTS[0]], [greedy(40)], **OPTIONS)
+    now = engine.submit(PROMPTS[0], greedy(40, n=2), deadline=0.0)
+    never = engine.submit(PROMPTS[0], greedy(3), deadline=3600.0)
+    soon = engine.submit(PROMPTS[0], greedy(40), deadline=3600.0)
+    done = {(e.id, e.sample): e.completion for _ in range(9) for e in engine.step() if e.completion}
+    engine._deadlines = [(0.0, soon)]
+    done |= {(e.id, e.sample): e.completion for e in engine.run() if e.completion}
+    assert {key: c.finish_reason for key, c in done.items()} == {
+        (now, 0): "deadline",
+        (now, 1): "deadline",
+        (never, 0): "length",
+        (soon, 0): "deadline",
+    }
+    assert done[now, 0].token_ids == ()
+    kept = done[soon, 0].token_ids
+    assert 0 < len(kept) < 40
+    assert kept == want.token_ids[: len(kept)]
+    metrics = engine.metrics()
+    assert (metrics["requests_finished"], metrics["requests_aborted"], metrics["pages_used"]) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("urgency", "says"),
+    [
+        ({"priority": 1.5}, "priority must be an integer, not 1.5"),
+        ({"priority": True}, "priority must be an integer, not True"),
+        ({"deadline": -1}, "deadline must be seconds, a finite number >= 0, or None, not -1"),
+        ({"deadline": float("nan")}, "deadline must be seconds"),
+        ({"deadline": "soon"}, "deadline must be seconds"),
+    ],
+)
+def test_wrong_priorities_and_deadlines_are_named(model, urgency, says):
+    engine = Engine(model, **OPTIONS)
+    with pytest.raises(RequestError, match=says):
+        engine.submit([5], greedy(2), **urgency)
+    assert not engine.has_work
+
+
 def test_penalties_cost_nothing_once_nobody_asks(model):
     engine = Engine(model, **OPTIONS)
     engine.submit(PROMPTS[0], greedy(3, presence_penalty=1.0))

@@ -57,6 +57,7 @@ class Job:
     params: SamplingParams
     arrival: int  # engine steps before it is submitted
     abort_after: int | None  # engine steps after arrival
+    priority: int = 0
 
 
 tokens = st.integers(0, CONFIG.vocab_size - 1)
@@ -77,6 +78,7 @@ jobs = st.builds(
     params=sampled,
     arrival=st.integers(0, 12),
     abort_after=st.none() | st.none() | st.integers(0, 15),
+    priority=st.sampled_from([0, 0, 0, -1, 5]),
 )
 
 
@@ -89,7 +91,7 @@ def play(model, jobs: list[Job], options: dict, seen: dict | None = None) -> lis
     while len(done) < len(jobs):
         for i, job in enumerate(jobs):
             if job.arrival == clock:
-                ids[i] = engine.submit(list(job.prompt), job.params)
+                ids[i] = engine.submit(list(job.prompt), job.params, priority=job.priority)
             if job.abort_after is not None and job.arrival + job.abort_after == clock and ids[i] not in done:
                 engine.abort(ids[i])
         done.update({e.id: e.completion for e in engine.step() if e.completion})

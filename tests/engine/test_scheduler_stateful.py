@@ -80,6 +80,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, limits, data):
         policy, self.calm = data.draw(policies(), "policy")
         self.loop = Loop(limits, partial(Scheduler, policy=policy))
+        self.priorities = data.draw(st.sampled_from([(0,), (0,), (0, 1), (-1, 0, 7)]), "priorities")
         self.add(data)
 
     @rule(data=st.data())
@@ -87,7 +88,8 @@ class Machine(RuleBasedStateMachine):
         most = self.loop.limits.num_pages * self.loop.limits.page_size + 1
         for length, stop_id, stop_text in data.draw(st.lists(requests(most), min_size=1, max_size=5), "requests"):
             prompt = data.draw(st.lists(st.integers(2, 11), min_size=1, max_size=min(length - 1, 9)), "prompt")
-            self.loop.add(prompt, length - len(prompt), stop_id, stop_text)
+            priority = data.draw(st.sampled_from(self.priorities), "priority")
+            self.loop.add(prompt, length - len(prompt), stop_id, stop_text, priority)
 
     @precondition(lambda self: len(self.loop.unread) <= 1)
     @rule()
@@ -240,6 +242,18 @@ class PreemptsTheOldest(Scheduler):
         self.policy.victim = lambda running, pages: running[0]
 
 
+class PreemptsAnybody(Scheduler):
+    """Whatever their priority."""
+
+    def _expendable(self):
+        return self.running
+
+
+class ForgetsPriorities(Scheduler):
+    def _queue(self, seq):
+        self.waiting.append(seq)
+
+
 class AdmitsWhatFits(Scheduler):
     """Lets a later one pass the first that waits."""
 
@@ -326,20 +340,25 @@ DRAFTS = {
     DraftsKeepTheirPages: "preempted though drafts held pages",
     DraftsPastTheEnd: "no page for a position that is written|a page is written",
 }
+URGENT = {
+    PreemptsAnybody: "a more urgent one was preempted",
+    ForgetsPriorities: "one that came later stands before one that came earlier",
+}
 EXTENT = make_policy("extent", predictor=Wrong(), overflow="move")
 
 
-def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2) -> Counter[str]:
+def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2, priorities=(0,)) -> Counter[str]:
     """Random requests, some of them aborted, on small pools; returns what happened in all runs together."""
     total: Counter[str] = Counter()
     for seed in range(runs):
-        rng = random.Random(seed)
+        rng, urgency = random.Random(seed), random.Random(seed)
         loop = Loop(
             Limits(3, 12, 9, 3, page, rng.randint(8, 16) * 2 // page, 16, rows), partial(scheduler, policy=policy)
         )
         for _ in range(60):
             if len(loop.seqs) < 12 and rng.random() < 0.3:
-                loop.add([rng.randint(2, 11) for _ in range(rng.randint(1, 5))], rng.randint(1, 12), rng.random() < 0.5)
+                prompt = [rng.randint(2, 11) for _ in range(rng.randint(1, 5))]
+                loop.add(prompt, rng.randint(1, 12), rng.random() < 0.5, priority=urgency.choice(priorities))
             if loop.seqs and rng.random() < 0.05:
                 loop.abort(rng.choice(loop.seqs))
             loop.step(late=rng.randint(0, 1))
@@ -352,6 +371,18 @@ def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2) -> Counter[
 def test_the_checks_catch_faults_with_drafts(fault, message):
     with pytest.raises(AssertionError, match=message):
         play(fault, OnDemand, 100, rows=4, page=1)
+
+
+@pytest.mark.parametrize(("fault", "message"), URGENT.items())
+def test_the_checks_catch_faults_with_priorities(fault, message):
+    with pytest.raises(AssertionError, match=message):
+        play(fault, OnDemand, 100, priorities=(0, 3))
+
+
+def test_equal_priorities_change_nothing():
+    plain, equal, mixed = (play(Scheduler, OnDemand, 100, priorities=some) for some in ((0,), (-7,), (0, 3)))
+    assert plain == equal != mixed
+    assert mixed["preempted"] > 20
 
 
 @pytest.mark.parametrize(("fault", "message"), {**FAULTS, **MOVING}.items())

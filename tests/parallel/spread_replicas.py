@@ -15,6 +15,7 @@ from jllm.batch import Bucket
 from jllm.cli.main import main
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.loop import Engine
+from jllm.engine.replica import Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RequestError
@@ -258,6 +259,24 @@ def test_forks_snapshots_and_aborts(model):
         engine.resume(taken, replace(greedy, repetition_penalty=1.2))
     assert not engine.has_work
     assert [replica.tokens for replica in engine._all] == [0, 0]
+    engine.close()
+
+
+def test_priorities_and_deadlines_go_along_and_a_deadline_is_of_the_first_begin(model):
+    greedy = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    engine, asked = Replicas(model, 2, **SIZES), []
+    for replica in engine._all:
+        submit = replica.engine.submit
+        replica.engine.submit = lambda *args, to=submit, **more: asked.append(more) or to(*args, **more)
+    engine.submit((5, 6, 7), greedy, priority=-2)
+    engine.submit((5, 6, 7), greedy, deadline=0.0)
+    reasons = {event.id: event.completion.finish_reason for event in engine.run() if event.completion}
+    assert reasons == {0: "length", 1: "deadline"}
+    assert sorted((more["priority"], more["deadline"]) for more in asked) == [(-2, None), (0, 0.0)]
+    late = Request(0, (5,), greedy, None, False, time.perf_counter() - 1000.0, {0}, deadline=900.0)
+    assert late.urgency() == {"priority": 0, "deadline": 0.0}
+    with pytest.raises(RequestError, match="priority must be an integer"):
+        engine.submit((5,), greedy, priority="high")
     engine.close()
 
 

@@ -136,6 +136,18 @@ def test_echo_scores_the_prompt(model):
     assert none["usage"]["completion_tokens"] == 0
 
 
+def test_a_priority_reaches_the_engine(model):
+    async def work(engine, app):
+        asked, submit = [], engine.submit_all
+        engine.submit_all = lambda *args, **more: asked.append(more) or submit(*args, **more)
+        body = {"prompt": "a", "max_tokens": 1, "priority": -2}
+        statuses = [(await answer(app, COMPLETIONS, body | more))[0] for more in ({}, {"priority": "high"})]
+        statuses.append((await answer(app, CHAT, {"messages": [message("hi")], "max_tokens": 1, "priority": 4}))[0])
+        return statuses, [each["priority"] for each in asked]
+
+    assert run(model, work) == ([200, 400, 200], [-2, 4])
+
+
 def test_what_sampling_was_asked_for_is_what_is_done(model):
     """Each field reaches the engine: a stop string, a bias that bans, a penalty, top_k of vLLM."""
     free = serve(model, ["the wolf"], [SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=8)])[0]
