@@ -22,8 +22,18 @@ Cache = tuple[KVPages, ...]  # one a layer
 DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
 
 
-def parse_kv_cache(name: str | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
-    """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype."""
+KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, or formats as objects: of both, or of K and V
+
+
+def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
+    """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype. Formats
+    themselves are taken as they are."""
+    if isinstance(name, KVFormat | tuple):
+        formats = (name, name) if isinstance(name, KVFormat) else name
+        for fmt in formats:
+            if not fmt.fits(config.head_dim):
+                raise ConfigError(f"KV format {fmt.name} does not fit the head dim {config.head_dim}: {fmt}")
+        return formats
     if name is None:
         name = DTYPE_NAMES[jnp.dtype(dtype).name]
     names = {"k": name, "v": name}

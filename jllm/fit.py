@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.batch import Bucket
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.cache import KVCache, cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
 from jllm.memory import gib
@@ -42,7 +42,7 @@ def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
     return bucket.size * (2 * E + widest) * size + logits
 
 
-def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: str | None, page_size: int) -> int:
+def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: KVCache | None, page_size: int) -> int:
     """Counts the bytes of one KV page in all layers. Raises ConfigError for an unknown format."""
     formats, one = parse_kv_cache(kv_cache, config, dtype), config.one_layer(0)
     return config.num_layers * cache_bytes(jax.eval_shape(lambda: make_cache(one, 1, page_size, formats)))

@@ -13,7 +13,7 @@ Every sequence that is put somewhere from one snapshot is a fork of it: the valu
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -170,8 +170,9 @@ def save(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = Mappin
     write_file(path, arrays, metadata)
 
 
-def load(path: str | Path) -> Snapshot:
-    """A snapshot as it was saved, in numpy arrays. SnapshotError for a file that is damaged or none of these."""
+def load(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
+    """A snapshot as it was saved, in numpy arrays; `formats` are those of the caller's own that it may be in.
+    SnapshotError for a file that is damaged or none of these."""
     path = Path(path)
     try:
         metadata, stored = read_metadata(path), read_header(path)
@@ -181,7 +182,7 @@ def load(path: str | Path) -> Snapshot:
     except CheckpointError as error:
         raise SnapshotError(str(error)) from None
     try:
-        return _assemble(arrays, metadata)
+        return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
     except (KeyError, ValueError) as error:
         raise SnapshotError(f"{path}: garbled snapshot: {error}") from None
 
@@ -197,7 +198,7 @@ def _arrays(snapshot: Snapshot) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Snapshot:
+def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapping[str, KVFormat]) -> Snapshot:
     """The reverse of _arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
     tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
     first = arrays["layers.0.k.values"]
@@ -207,8 +208,9 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Snapsh
     def side(i: int, which: str) -> Pages:
         name = f"layers.{i}.{which}"
         values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
-        dim = values.shape[-1] * (2 if metadata[f"{which}_format"].startswith("int4") else 1)
-        fmt: KVFormat = parse_format(metadata[f"{which}_format"], dim)
+        stored = metadata[f"{which}_format"]
+        fmt = own.get(stored) or parse_format(stored, values.shape[-1] * (2 if stored.startswith("int4") else 1))
+        dim = values.shape[-1] * 8 * fmt.storage_dtype.itemsize // fmt.bits
         scales: Any = arrays[f"{name}.scales"] if fmt.group else None
         used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))
         if values.shape[:2] != (heads, length) or values.ndim != 3 or values.dtype != fmt.storage_dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.cache import KVCache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
@@ -106,13 +106,13 @@ def init_state(
     num_pages: int,
     page_size: int = 16,
     max_pages: int | None = None,
-    kv_cache: str | None = None,
+    kv_cache: KVCache | None = None,
     dtype: Any = None,
     drafter: Drafter | None = None,
     acceptance: str = "equal",
 ) -> State:
     """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
-    of the pool. kv_cache names the format of K and V, by default that of dtype, which defaults to the config's.
+    of the pool. kv_cache is or names the format of K and V, by default that of dtype, which defaults to the config's.
     acceptance is one of rejection.ACCEPTANCES: how drafts are accepted. Raises ConfigError for an unknown format, and
     for a drafter that does not fit the config or the acceptance."""
     dtype = config.dtype if dtype is None else dtype

@@ -130,7 +130,12 @@ def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None
 
 
 def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
-    """Raises NotImplementedError for a format that is none of those that kv_pages reads and writes."""
+    """Raises NotImplementedError for a format that is none of those that kv_pages reads and writes, ValueError for one
+    of the caller's own that does not fit the head dim."""
+    if type(fmt) is not KVFormat:
+        if not fmt.fits(head_dim):
+            raise ValueError(f"{name} is stored as {fmt}, which does not fit the head dim {head_dim}")
+        return
     floats = (*kv_pages.FLOATS.values(), "float8_e5m2")
     if fmt.group is None:
         known = fmt.dtype in floats and not fmt.zero_point
@@ -145,7 +150,7 @@ def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
 
 def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int) -> None:
     _check_format(name, pool.format, head_dim)
-    row = head_dim // 2 if pool.format.dtype == "int4" else head_dim
+    row = pool.format.row(head_dim)
     if pool.values.shape != (*leading, row):
         raise ValueError(
             f"{name}.values has shape {pool.values.shape}, expected {(*leading, row)} for head dim {head_dim}"

@@ -28,7 +28,12 @@ LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are written wi
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K or V is stored: a float type, or "int8"/"int4" with one scale per `group` values along D."""
+    """How K or V is stored: a float type, or "int8"/"int4" with one scale per `group` values along D.
+
+    A format of one's own is a frozen dataclass that inherits from this one, with its own `bits`, `encode` and `decode`,
+    and what of the rest differs: `dtype` is then that of the values array. Plain jnp stores and reads it; kernels list
+    the formats that they know, and refuse it.
+    """
 
     dtype: str
     group: int | None = None
@@ -39,13 +44,17 @@ class KVFormat:
     def name(self) -> str:
         """What parse_format makes this of."""
         floats = {dtype: name for name, dtype in FLOATS.items()}
-        name = floats.get(self.dtype, self.dtype) if self.group is None else f"{self.dtype}-g{self.group}"
+        name = floats.get(self._kind, self._kind) if self.group is None else f"{self._kind}-g{self.group}"
         return name + self._suffix
 
     @property
     def codes(self) -> str:
         """What kernels list: the name less its group's size."""
-        return self.dtype + self._suffix
+        return self._kind + self._suffix
+
+    @property
+    def _kind(self) -> str:
+        return self.dtype if type(self) is KVFormat else type(self).__name__
 
     @property
     def _suffix(self) -> str:
@@ -55,6 +64,27 @@ class KVFormat:
     def storage_dtype(self) -> jnp.dtype:
         """The dtype of the values array."""
         return jnp.dtype("uint8" if self.dtype in ("int4", FP8) else self.dtype)
+
+    @property
+    def bits(self) -> int:
+        """Of a value along D, as stored."""
+        return 4 if self.dtype == "int4" else 8 * self.storage_dtype.itemsize
+
+    def row(self, head_dim: int) -> int:
+        """Entries of the values array per token and head."""
+        return head_dim * self.bits // (8 * self.storage_dtype.itemsize)
+
+    def fits(self, head_dim: int) -> bool:
+        """Whether a head is whole entries, and whole groups."""
+        return head_dim * self.bits % (8 * self.storage_dtype.itemsize) == 0 == head_dim % (self.group or 1)
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Values and scales of x [..., D], as the function `encode` returns them, but for the rotation."""
+        return _encode(x, self)
+
+    def decode(self, values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        """The reverse: [..., D] of `dtype`."""
+        return _decode(values, scales, self, dtype)
 
     def groups(self, head_dim: int) -> int:
         """Groups per token and head (0 for float formats)."""
@@ -84,7 +114,7 @@ class Pages:
 
     @property
     def head_dim(self) -> int:
-        return self.values.shape[3] * (2 if self.format.dtype == "int4" else 1)
+        return self.values.shape[3] * 8 * self.values.dtype.itemsize // self.format.bits
 
     @property
     def as_stored(self) -> "Pages":
@@ -135,8 +165,7 @@ def allocate(
     """The pages of one layer, all zero. Their shapes alone: `jax.eval_shape(lambda: allocate(...))`."""
 
     def pool(fmt: KVFormat) -> Pages:
-        row = head_dim // 2 if fmt.dtype == "int4" else head_dim
-        values = jnp.zeros((num_pages, num_kv_heads, page_size, row), fmt.storage_dtype)
+        values = jnp.zeros((num_pages, num_kv_heads, page_size, fmt.row(head_dim)), fmt.storage_dtype)
         numbers = fmt.numbers(head_dim)
         scales = jnp.zeros((num_pages, num_kv_heads, page_size * numbers), jnp.float16) if numbers else None
         return Pages(values, scales, fmt)
@@ -148,7 +177,7 @@ def bytes_per_token(head_dim: int, num_kv_heads: int, k_format: KVFormat, v_form
     """Bytes of K and V that one token takes in one layer, scales included."""
 
     def row(fmt: KVFormat) -> int:
-        values = head_dim // 2 if fmt.dtype == "int4" else head_dim * fmt.storage_dtype.itemsize
+        values = fmt.row(head_dim) * fmt.storage_dtype.itemsize
         return values + fmt.numbers(head_dim) * jnp.dtype(jnp.float16).itemsize
 
     return num_kv_heads * (row(k_format) + row(v_format))
@@ -166,6 +195,10 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
     """
     if fmt.hadamard:
         x = turn(x.astype(compute_dtype(x.dtype)))
+    return fmt.encode(x)
+
+
+def _encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
     if fmt.dtype == FP8:
         limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
         return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(FP8), jnp.uint8), None
@@ -206,7 +239,7 @@ def _to_float16(x: jax.Array) -> jax.Array:
 def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
     """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] (with zero points
     [..., 2G]) -> [..., D]."""
-    x = _decode(values, scales, fmt, dtype)
+    x = fmt.decode(values, scales, dtype)
     return turn(x.astype(compute_dtype(dtype))).astype(dtype) if fmt.hadamard else x
 
 

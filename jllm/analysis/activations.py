@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.batch import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
-from jllm.cache import Cache, make_cache, parse_kv_cache
+from jllm.cache import Cache, KVCache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Taps, backbone, head, head_taps, tapped_backbone
@@ -63,7 +63,7 @@ def tap(
     names: Sequence[str],
     *,
     prompt: int | None = None,
-    kv_cache: str | None = None,
+    kv_cache: KVCache | None = None,
     page_size: int = 16,
     segment: int = 1,
     backend: str | None = None,

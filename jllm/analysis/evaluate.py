@@ -21,6 +21,7 @@ import numpy as np
 from jllm.analysis.progress import digest_of, fingerprint, open_progress
 from jllm.analysis.protocols import Protocol, Window, encode, find_protocol, windows_of
 from jllm.analysis.scoring import Reader, Scores, Sizes, read_states, score_windows
+from jllm.cache import KVCache
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
 from jllm.pretrained import Model
@@ -129,7 +130,7 @@ def evaluate(
     protocol: str | Protocol = "wikitext2-2048",
     *,
     reference: Model | Recorded | None = None,
-    kv_cache: str | None = None,
+    kv_cache: KVCache | None = None,
     max_slots: int = 8,
     max_step_tokens: int = 512,
     page_size: int = 16,
@@ -192,15 +193,17 @@ def record(
 
 
 def _key(
-    protocol: Protocol, ids: list[np.ndarray], readers: list[Reader], kv_cache: str | None, backend: str | None
+    protocol: Protocol, ids: list[np.ndarray], readers: list[Reader], kv_cache: KVCache | None, backend: str | None
 ) -> dict[str, Any]:
     """What two evaluations must share for one to go on from the other's progress."""
+    if not isinstance(kv_cache, str | None):
+        raise EvaluationError("resume takes KV formats by name: leave it out with one of your own")
     models = [fingerprint(reader.model, reader.states) for reader in readers]
     how = {"protocol": asdict(protocol), "KV format": kv_cache, "backend": backend}
     return how | {"text": digest_of(ids), "models": models} | of_machine()
 
 
-def _check_options(slots: int, tokens: int, page_size: int, kv_cache: str | None, backend: str | None) -> None:
+def _check_options(slots: int, tokens: int, page_size: int, kv_cache: KVCache | None, backend: str | None) -> None:
     EngineOptions(slots, page_size, max_step_tokens=tokens, kv_cache=kv_cache, backend=backend)  # checks them
 
 

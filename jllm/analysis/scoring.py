@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jllm.analysis.protocols import Window
 from jllm.batch import Chunks, Paged, no_segments, paged_batch
-from jllm.cache import Cache, make_cache, parse_kv_cache
+from jllm.cache import Cache, KVCache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.merge_step import PROMPT_LOGPROB_ROWS
@@ -148,7 +148,7 @@ class Reader:
     """A model that reads windows step by step, or what one made of them before: `states` by window [inputs, E]."""
 
     model: Model
-    kv_cache: str | None = None
+    kv_cache: KVCache | None = None
     states: tuple[np.ndarray, ...] | None = None
 
     def of(self, windows: Sequence[int]) -> "Reader":

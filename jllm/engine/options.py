@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from jllm.batch import FEW_SLOTS, Bucket, make_buckets
+from jllm.cache import KVCache
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy
 from jllm.engine.pages import PagePool
@@ -21,6 +22,7 @@ from jllm.speculative.drafter import Drafter
 from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import OF_MODELS
+from pallas_kernels.kv_pages import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
@@ -36,7 +38,9 @@ class EngineOptions:
     page_size: int = 16  # tokens a KV page
     num_pages: int | None = None  # pages in the pool; default: every slot's whole context, as far as memory goes
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
-    kv_cache: str | None = None  # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32"; default: the model's dtype
+    # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32", or one as an object, or two, of K and V; default: the model's
+    # dtype.
+    kv_cache: KVCache | None = None
     buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: at most 15 of them
     backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
     # Who gets pages when: see jllm/kv_policies.
@@ -71,8 +75,9 @@ class EngineOptions:
         buckets = self.buckets is None or isinstance(self.buckets, tuple)
         if not buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets or ()):
             raise ConfigError(f"buckets must be a tuple of Bucket, not {self.buckets!r}")
-        if self.kv_cache is not None and not isinstance(self.kv_cache, str):
-            raise ConfigError(f"kv_cache must be the name of a format, not {self.kv_cache!r}")
+        pair = isinstance(self.kv_cache, tuple) and [isinstance(fmt, KVFormat) for fmt in self.kv_cache] == [True, True]
+        if not pair and not isinstance(self.kv_cache, str | KVFormat | None):
+            raise ConfigError(f"kv_cache must be the name of a format, a KVFormat or two, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in OF_MODELS:
             raise ConfigError(f"backend must be one of {', '.join(OF_MODELS)}, not {self.backend!r}")
         if not isinstance(self.prefix_cache, bool):
@@ -108,6 +113,9 @@ class EngineOptions:
         found = {name: getattr(self, name) for name in (*names, "prefix_cache")}
         if not isinstance(self.length_predictor, str | None):
             found["length_predictor"] = type(self.length_predictor).__name__
+        if not isinstance(self.kv_cache, str | None):
+            formats = (self.kv_cache,) if isinstance(self.kv_cache, KVFormat) else self.kv_cache
+            found["kv_cache"] = ",".join(fmt.name for fmt in formats)
         return found
 
     def make_policy(self) -> Callable[[PagePool], Policy]:
@@ -132,7 +140,7 @@ class EngineKeywords(TypedDict, total=False):
     page_size: int | None
     num_pages: int | None
     max_step_tokens: int | None
-    kv_cache: str | None
+    kv_cache: KVCache | None
     buckets: tuple[Bucket, ...] | None
     backend: str | None
     kv_policy: str | None

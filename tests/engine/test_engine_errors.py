@@ -16,6 +16,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
+from pallas_kernels.kv_pages import KVFormat
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
@@ -85,7 +86,9 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"max_slots": 8, "max_step_tokens": 4}, "max_step_tokens must be at least max_slots = 8"),
         ({"kv_cache": "int3"}, "int3"),
         ({"kv_cache": "int8-g32"}, "32"),  # a group over D = 16
-        ({"kv_cache": 5}, "kv_cache must be the name of a format, not 5"),
+        ({"kv_cache": 5}, "kv_cache must be the name of a format, a KVFormat or two, not 5"),
+        ({"kv_cache": ("int8-g8", "int8-g8")}, "kv_cache must be the name of a format, a KVFormat or two, not"),
+        ({"kv_cache": KVFormat("int8", 24)}, "KV format int8-g24 does not fit the head dim"),
         ({"backend": "foo"}, "backend must be one of xla, mosaic, not 'foo'"),
         ({"backend": "triton"}, "backend must be one of xla, mosaic, not 'triton'"),  # it lacks attention
         ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
