@@ -45,6 +45,7 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.engine.device import Device
+from jllm.engine.layout import WHOLE
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
 from jllm.engine.request import SamplingParams
@@ -102,7 +103,7 @@ class HostOnly(Device):
         self._state = None
 
     def run(self, buffer, layout, variant) -> Outputs:
-        self.programs.used.add((layout.bucket, variant))
+        self.programs.used.add((layout.bucket, variant, WHOLE))
         tokens: Any = np.ones(layout.bucket.decodes * layout.bucket.rows + layout.bucket.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 

@@ -30,6 +30,7 @@ from jllm.sampling import (
     Purpose,
     Sampling,
     TokenCounts,
+    constrain,
     count_tokens,
     penalize,
     token_logprobs,
@@ -81,6 +82,10 @@ def forward(
         own = partial(forward, variant=variant, backend=backend)
         return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
+    if variant.guided:
+        assert state.allowed is not None, "the guided variant needs State.allowed"
+        all_tokens = ~jnp.zeros_like(state.allowed[0])
+        state = replace(state, allowed=state.allowed.at[batch.chunk_slot].set(all_tokens, mode="drop"))
     paged, rows = lay_out(slots, state.drafts, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
@@ -149,6 +154,9 @@ def sample(
         assert counts is not None, "the penalties variant needs State.counts"
         own = rows.spread(jax.tree.map(lambda x: x[rows.slot], counts))
         given = penalize(given, each.penalties, own, rows.drafts_before())
+    if variant.guided:
+        assert state.allowed is not None, "the guided variant needs State.allowed"
+        given = constrain(given, rows.spread(state.allowed[rows.slot]))
     tokens, finite = draw(given, each, rows.index, backend=backend)
     if given is not raw:
         finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
@@ -252,6 +260,32 @@ def _per_rank(
     return per_rank(function, config, (state, *[WHOLE] * whole), (state, WHOLE))
 
 
+def sample_step(
+    params: Params,
+    state: State,
+    batch: RaggedBatch,
+    logits: Logits,
+    drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
+    *,
+    config: LlamaConfig,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    draw: Draw = draw_tokens,
+    wanted: bool = True,
+) -> tuple[State, Outputs]:
+    """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
+    if config.mesh is not None:
+        own = partial(sample_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
+        return _per_rank(own, config, variant, 3, hooks)(params, state, batch, logits, drafter)
+    state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw, hooks=hooks)
+    if drafter is not None:
+        state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
+    elif state.drafts is not None:  # what was drafted is behind the sequences now
+        state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
+    return state, outputs
+
+
 STATIC = ("config", "variant", "backend", "draw", "wanted")
 
 
@@ -273,14 +307,9 @@ def eager_step(
     if config.mesh is not None:
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
         return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
-    options: dict[str, Any] = {"variant": variant, "backend": backend, "hooks": hooks}
-    state, logits = forward(params, state, batch, config=config, **options)
-    state, outputs = sample(state, logits, draw=draw, **options)
-    if drafter is not None:
-        state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
-    elif state.drafts is not None:  # what was drafted is behind the sequences now
-        state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
-    return state, outputs
+    options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
+    state, logits = forward(params, state, batch, **options, hooks=hooks)
+    return sample_step(params, state, batch, logits, drafter, hooks, **options, draw=draw, wanted=wanted)
 
 
 step = partial(jax.jit, static_argnames=STATIC)(eager_step)

@@ -114,6 +114,13 @@ def make_counts(slots: int, vocab: int) -> TokenCounts:
     return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
 
 
+def constrain(logits: Array, allowed: Array) -> Array:
+    """Logits [R, V], -inf for tokens that are not allowed: u32[R, ceil(V / 32)], token i being bit i % 32 of word
+    i // 32."""
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
+
+
 def penalize(
     logits: Array, penalties: Penalties | None, counts: TokenCounts | None, drafts: Array | None = None
 ) -> Array:

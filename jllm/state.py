@@ -18,7 +18,7 @@ from jllm.speculative.rejection import check_acceptance
 from pallas_kernels.numerics import compute_dtype
 
 TOP_LOGPROBS = 20
-WANTS = ("penalties", "logprobs", "prompt_logprobs")  # of a variant: what single requests ask for
+WANTS = ("penalties", "logprobs", "prompt_logprobs", "guided")  # of a variant: what single requests ask for
 NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
 
 
@@ -43,6 +43,8 @@ class State:
     cache: Cache
     slots: Slots
     counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
+    # u32[S, ceil(V / 32)], the tokens that may be drawn as bits, only while guides are asked for.
+    allowed: jax.Array | None = None
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
 
@@ -73,6 +75,7 @@ class Variant:
     penalties: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    guided: bool = False  # such a step is two programs: what may be drawn is put into the state between them
     taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
 
     def __or__(self, other: "Variant") -> "Variant":

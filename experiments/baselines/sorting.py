@@ -21,5 +21,5 @@ def draw_by_sorting(
 class SortingDevice(Device):
     """Gives its steps another sampler."""
 
-    def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
-        return super()._static(bucket, variant) | {"draw": draw_by_sorting}
+    def _static(self, bucket: Bucket, variant: Variant, part: str) -> dict[str, Any]:
+        return super()._static(bucket, variant, part) | {"draw": draw_by_sorting}

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jllm.cli.display import one_line
+from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
+from jllm.errors import RequestError
 
 DESCRIPTION = """\
 Continue text with a LLaMA-like language model: prompts in, text out, as it is generated. Without a
@@ -99,7 +101,30 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The flags' sampling parameters. Raises RequestError, naming the field, for a bad value."""
-    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)})
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+    return SamplingParams(**given, guide=guide_of(args))
+
+
+def guide_of(args: argparse.Namespace) -> Guide | None:
+    """What --json-schema, --regex, --choice or --grammar ask for. RequestError for more than one, or one in vain."""
+    flags = {"--json-schema": "json_schema", "--regex": "regex", "--choice": "choice", "--grammar": "grammar"}
+    given = {flag: value for flag, name in flags.items() if (value := getattr(args, name, None)) is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} cannot go together: give one")
+    for flag, value in given.items():
+        if flag == "--json-schema":
+            return Guide.json(_text_of(value, flag))
+        if flag == "--grammar":
+            return Guide.grammar(_text_of(value, flag))
+        return Guide.regex(value) if flag == "--regex" else Guide.choice(value)
+    return None
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{flag}: cannot read {path}: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
 
 
 def check_drafts(args: argparse.Namespace) -> str | None:
@@ -125,6 +150,7 @@ def make_parser() -> Parser:
     sampling = parser.add_argument_group("sampling")
     add_sampling(sampling)
     _add_samples(sampling)
+    add_guide(parser.add_argument_group("structured output (needs the extra `guided`)"))
     add_numbers(parser.add_argument_group("numbers"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
@@ -204,6 +230,15 @@ def add_sampling(group: Group, max_new_tokens: int = SamplingParams.max_new_toke
     add("--repetition-penalty", float, "X", "above 1 makes tokens of the prompt and the output less likely")
     add("--presence-penalty", float, "X", "subtracted from the logits of tokens in the output")
     add("--frequency-penalty", float, "X", "subtracted from them once for each time they occur")
+
+
+def add_guide(group: Group) -> None:
+    """The flags that say what the text must look like."""
+    group.add_argument("--json-schema", type=Path, metavar="F", help="the text is JSON that this JSON schema accepts")
+    group.add_argument("--regex", metavar="RE", help="the text matches this regular expression as a whole")
+    choice = "the text is STR, or another one of those that are given"
+    group.add_argument("--choice", action="append", metavar="STR", help=choice)
+    group.add_argument("--grammar", type=Path, metavar="F", help="the text is of this grammar (Lark; docs/guided.md)")
 
 
 def _add_samples(group: Group) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jllm.engine.guide import Guide
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError
 from jllm.run_identity import differing
@@ -132,6 +133,8 @@ def _field(name: str, value: Any) -> Any:
     if boolean != isinstance(value, bool):
         raise InputFileError(f"{name} must {'' if boolean else 'not '}be true or false: {_short(value)}")
     try:
+        if name == "guide" and value is not None:
+            value = Guide.parse(value)
         if name == "logit_bias" and isinstance(value, dict):
             value = {int(id): bias for id, bias in value.items()}  # JSON's keys are text
         SamplingParams(**{name: value})
@@ -182,6 +185,8 @@ def _settings(job: Job) -> dict[str, Any]:
             continue
         if name == "logit_bias":
             value = {str(id): _finite(bias) for id, bias in value.items()}  # null: banned
+        if isinstance(value, Guide):
+            value = value.as_json()
         made[name] = list(value) if isinstance(value, tuple) else value
     return made
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from jllm.cache import COPIES, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.engine.layout import Layout
+from jllm.engine.guides import words
+from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout, packed_step
 from jllm.engine.options import EngineOptions, drafter_of
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
@@ -25,17 +26,30 @@ from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
 from jllm.hooks import Hooks
 from jllm.memory import Memory
+from jllm.merge_step import Logits
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, rank_config
-from jllm.parallel.ranks import HEADS, WHOLE, placed_shapes
+from jllm.parallel.ranks import HEADS, placed_shapes
+from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import Params
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
 from jllm.state import Outputs, State, Variant, init_drafts, make_slots, place_state
 
+MASKS = 32  # of guided samples that are put into the state at once
 REMEMBERED = 512  # tokens that a drafter or hooks are told at once
+
+
+@dataclass(frozen=True)
+class Halfway:
+    """A guided step of which the first half was dispatched."""
+
+    buffer: np.ndarray
+    layout: Layout
+    variant: Variant
+    logits: Logits
 
 
 class Device:
@@ -99,13 +113,39 @@ class Device:
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
+        return self._run(WHOLE, buffer, layout, variant, self._drafter_in(layout.bucket), self._hooks)
+
+    def forward(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Halfway:
+        """Dispatches the first half of a guided step."""
+        return Halfway(buffer, layout, variant, self._run(FORWARD, buffer, layout, variant, None, self._hooks))
+
+    def allow(self, slots: Sequence[int], bits: np.ndarray) -> None:
+        """Before the second half of a step: what its guided slots may draw, as bits u32[n, ceil(V / 32)]."""
         assert self._state is not None
-        self._state = self._with_penalties(self._state, variant.penalties)
-        arguments = self._params, self._state, buffer, self._drafter_in(layout.bucket), self._hooks
-        self._state, outputs = self.programs.run((layout.bucket, variant), *arguments)
-        for leaf in jax.tree.leaves(outputs):
-            leaf.copy_to_host_async()
-        return outputs
+        assert self._state.allowed is not None
+        for at in range(0, len(slots), MASKS):
+            some = slots[at : at + MASKS]
+            where = np.full(MASKS, np.iinfo(np.int32).max, np.int32)
+            where[: len(some)] = some
+            padded = np.zeros((MASKS, bits.shape[1]), np.uint32)
+            padded[: len(some)] = bits[at : at + MASKS]
+            self._state = replace(self._state, allowed=_allow(self._state.allowed, where, padded))
+
+    def sample(self, half: Halfway) -> Outputs:
+        """Dispatches the second half of a guided step."""
+        layout = half.layout
+        more = self._drafter_in(layout.bucket), self._hooks, half.logits
+        return self._run(SAMPLE, half.buffer, layout, half.variant, *more)
+
+    def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any) -> Any:
+        assert self._state is not None
+        self._state = self._as_asked(self._state, variant)
+        key = layout.bucket, variant, part
+        self._state, found = self.programs.run(key, self._params, self._state, buffer, *more)
+        if part != FORWARD:
+            for leaf in jax.tree.leaves(found):
+                leaf.copy_to_host_async()
+        return found
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatches copies of pages (from, to), none of them both; they come after all steps dispatched so far."""
@@ -185,15 +225,19 @@ class Device:
         assert self._state is not None
         check_step(top, self._state, self.sizes, self._left)
 
-    def _arguments(
-        self, bucket: Bucket, variant: Variant
-    ) -> tuple[Params, State, jax.ShapeDtypeStruct, Drafter | None, Hooks | None]:
-        """A step's, by shape where nothing but the shape matters."""
-        state = jax.eval_shape(lambda s: self._with_penalties(s, variant.penalties), self._state)
+    def _arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
+        """A program's, by shape where nothing but the shape matters."""
+        state = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state)
         cache = placed_shapes(state.cache, self._config, HEADS)
-        state = replace(placed_shapes(state, self._config, WHOLE), cache=cache)
+        state = replace(placed_shapes(state, self._config, EVERYWHERE), cache=cache)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
-        return self._params, state, buffer, self._drafter_in(bucket), self._hooks
+        first = self._params, state, buffer
+        if part == FORWARD:
+            return *first, None, self._hooks
+        if part == WHOLE:
+            return *first, self._drafter_in(bucket), self._hooks
+        _, logits = packed_step.eval_shape(*first, None, self._hooks, **self._static(bucket, variant, FORWARD))
+        return *first, self._drafter_in(bucket), self._hooks, placed_shapes(logits, self._config, EVERYWHERE)
 
     def _drafter_in(self, bucket: Bucket) -> Drafter | None:
         """The drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for one that
@@ -202,9 +246,21 @@ class Device:
         rests = self._options.drafts is None and drafts is not None and bool(drafts.cache)
         return None if rests and bucket.rows == 1 and not bucket.tokens else self._drafter
 
-    def _static(self, bucket: Bucket, variant: Variant) -> dict[str, Any]:
+    def _static(self, bucket: Bucket, variant: Variant, part: str) -> dict[str, Any]:
         layout = self.layout(bucket, variant)
-        return {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
+        static = {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
+        return static if part == WHOLE else static | {"part": part}
+
+    def _as_asked(self, state: State, variant: Variant) -> State:
+        """With penalties, and with masks of tokens, where and only where the variant has them."""
+        state = self._with_penalties(state, variant.penalties)
+        if variant.guided == (state.allowed is not None):
+            return state
+        allowed = None
+        if variant.guided:
+            with jax.default_device(self._home):
+                allowed = ~jnp.zeros((self.sizes.limits.max_slots, words(self._config.vocab_size)), jnp.uint32)
+        return place_state(replace(state, allowed=allowed), self._config)
 
     def _with_penalties(self, state: State, wanted: bool) -> State:
         """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
@@ -228,6 +284,12 @@ def _with_pools(state: State, pools: Cache) -> State:
     layers = len(state.cache)
     drafts = None if state.drafts is None else replace(state.drafts, cache=pools[layers:])
     return replace(state, cache=pools[:layers], drafts=drafts)
+
+
+@partial(jax.jit, donate_argnames="allowed")
+def _allow(allowed: jax.Array, slots: jax.Array, bits: jax.Array) -> jax.Array:
+    """Masks u32[S, W] with those of i32[MASKS] slots."""
+    return allowed.at[slots].set(bits, mode="drop")
 
 
 @partial(jax.jit, donate_argnames="memory")

@@ -13,10 +13,10 @@ import numpy as np
 
 from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
 from jllm.hooks import Hooks
-from jllm.merge_step import STATIC, eager_step
+from jllm.merge_step import STATIC, Logits, eager_step, forward, sample_step
 from jllm.params import Params
 from jllm.speculative.drafter import Drafter
-from jllm.state import Outputs, State
+from jllm.state import State
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,31 @@ class Layout:
         return jax.tree.unflatten(tree, found)
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "layout"), donate_argnames="state")
+WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a step, and its halves: see jllm.merge_step
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
 def packed_step(
     params: Params,
     state: State,
     buffer: jax.Array,
     drafter: Drafter | None = None,
     hooks: Hooks | None = None,
+    logits: Logits | None = None,
     *,
     layout: Layout,
+    part: str = WHOLE,
     **static: Any,
-) -> tuple[State, Outputs]:
-    """merge_step.step on a packed batch, buffer i32[layout.size]. Donates the state."""
+) -> tuple[State, Any]:
+    """merge_step.step on a packed batch, buffer i32[layout.size], or a part of it: the first half gives Logits, which
+    the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
+    if part == FORWARD:
+        static.pop("draw", None)
+        return forward(params, state, layout.unpack(buffer), hooks=hooks, **static)
+    if part == SAMPLE:
+        assert logits is not None
+        batch = layout.unpack(buffer)
+        return sample_step(params, state, batch, logits, drafter, hooks, wanted=layout.wanted, **static)
     return eager_step(params, state, layout.unpack(buffer), drafter, hooks, wanted=layout.wanted, **static)
 
 

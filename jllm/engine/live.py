@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from jllm.batch import Bucket
+from jllm.engine.device import Halfway
+from jllm.engine.guides import Matcher
 from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
@@ -17,7 +19,8 @@ class InFlight:
 
     plan: StepPlan
     bucket: Bucket
-    outputs: Outputs
+    outputs: Outputs | None
+    half: Halfway | None = None  # of a guided step whose second half was not dispatched yet
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Live:
     output: OutputText
     stop_ids: frozenset[int]
     submitted: float
+    matcher: Matcher | None = None  # of a guide
     first_token: float | None = None
     last_token: float = 0.0  # when the newest token was read, once there is one
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -76,6 +80,7 @@ def variant_for(samplings: Collection[SamplingParams]) -> Variant:
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),
+        guided=any(p.guide is not None for p in samplings),
     )
 
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 
 from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
-from jllm.engine.device import Device
+from jllm.engine.device import Device, Halfway
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts, drafting_of
 from jllm.engine.gate import Gate
+from jllm.engine.guides import Guides
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Metrics, RequestCounts, Times
 from jllm.engine.options import EngineKeywords, EngineSizes, make_options
@@ -70,6 +71,7 @@ class Engine:
         self._device = device(model.config, model.params, self._options)
         sizes = self._device.sizes
         self._drafting = drafting_of(self._options, sizes.limits)
+        self._guides = Guides(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
         self._scheduler = scheduler(
             sizes.limits,
             sizes.prompt_sizes,
@@ -193,6 +195,8 @@ class Engine:
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
         check_request(ids, sampling, self._config, self._tokenizer is not None)
+        if sampling.guide is not None:
+            self._guides.matcher(sampling.guide)
         self._scheduler.check(len(ids), self._max_length(ids, sampling))
         return ids
 
@@ -318,6 +322,8 @@ class Engine:
             self._read(before)
         elif plan is None:
             self._gate.wait()
+        if self._in_flight is not None and self._in_flight.half is not None:
+            self._in_flight = self._complete(self._in_flight, self._in_flight.half)
 
     def run(self):
         """Steps until nothing is left; yields events as they come."""
@@ -385,7 +391,8 @@ class Engine:
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
-        live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter())
+        matcher = None if seq.params.guide is None else self._guides.matcher(seq.params.guide)
+        live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter(), matcher)
         self._live[seq] = self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
@@ -404,6 +411,7 @@ class Engine:
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
         need = Variant(
             penalties=self._gate.inside.penalties,
+            guided=self._gate.inside.guided,
             logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
@@ -420,7 +428,11 @@ class Engine:
             for seq, skipped in plan.skips:
                 assert seq.slot is not None
                 self._device.remember(seq.slot, seq.slice(0, skipped))
-        outputs = self._device.run(buffer, layout, variant)
+        half = outputs = None
+        if variant.guided:
+            half = self._device.forward(buffer, layout, variant)
+        else:
+            outputs = self._device.run(buffer, layout, variant)
         counts = self._counts
         if self._trace:
             self._trace.dispatched(plan, bucket, pool.num_used)
@@ -429,12 +441,27 @@ class Engine:
         counts.rows += bucket.size
         counts.prefill_tokens += tokens
         counts.pages_peak = max(counts.pages_peak, pool.num_used)
-        return InFlight(plan, bucket, outputs)
+        return InFlight(plan, bucket, outputs, half)
+
+    def _complete(self, step: InFlight, half: Halfway) -> InFlight:
+        """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
+        guided sample may draw depends on its tokens up to then."""
+        plan = step.plan
+        drawing = [self._live.get(seq) for seq in (*plan.decodes, *(c.seq for c in plan.chunks if c.final))]
+        guided = [(live, live.matcher) for live in drawing if live is not None and live.matcher is not None]
+        if guided:
+            bits, possible = self._guides.masks([(matcher, live.seq.output) for live, matcher in guided])
+            self._device.allow([live.seq.slot for live, _ in guided if live.seq.slot is not None], bits)
+            for (live, _), some in zip(guided, possible, strict=True):
+                if not some:
+                    self._abandon(live, "its guide allows none of the model's tokens")
+        return InFlight(plan, step.bucket, self._device.sample(half))
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
         return self._live[seq].stop_ids
 
     def _read(self, step: InFlight) -> None:
+        assert step.outputs is not None
         outputs = jax.device_get(step.outputs)
         self._failures = 0
         if outputs.prompt_logprobs is not None:
@@ -540,8 +567,11 @@ class Engine:
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""
         why = f"{type(error).__name__}: {_first_line(error)}"
-        warnings.warn(f"request {seq.request_id} ends: its steps could not be compiled ({why})", stacklevel=2)
-        self._finish(self._live[seq], "error", time.perf_counter())
+        self._abandon(self._live[seq], f"its steps could not be compiled ({why})")
+
+    def _abandon(self, live: Live, why: str) -> None:
+        warnings.warn(f"request {live.seq.request_id} ends: {why}", stacklevel=2)
+        self._finish(live, "error", time.perf_counter())
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""

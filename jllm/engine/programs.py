@@ -1,7 +1,8 @@
 """The compiled steps of one engine: which there are, which of them a step takes, and how others come to be.
 
-A step needs a variant and a bucket. It may take a program of a wider variant and a larger bucket, which costs
-time only. So what is missing can be compiled in the background while steps take what there is.
+A step needs a variant and a bucket, and is one program, or two of the guided variant: its halves. It may take those of
+a wider variant and a larger bucket, which costs time only. So what is missing can be compiled in the background while
+steps take what there is.
 """
 
 from collections.abc import Callable
@@ -17,24 +18,26 @@ import jax
 from jllm.batch import Bucket, choose_bucket
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.engine.layout import packed_step
+from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, packed_step
 from jllm.state import Variant
 
-Key = tuple[Bucket, Variant]
+Step = tuple[Bucket, Variant]
+Key = tuple[Bucket, Variant, str]  # with the part of the step that the program is
 
 
 class Programs:
     """Programs live in packed_step's own cache, which engines over the same shapes share, or in files as well and here.
 
-    arguments(bucket, variant) gives a step's arguments, by shape where nothing but the shape matters, static(bucket,
-    variant) its static ones. check raises where the program that holds every step takes more memory than there is.
+    arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
+    static(bucket, variant, part) its static ones. check raises where a program that holds every step takes more memory
+    than there is.
     """
 
     def __init__(
         self,
         buckets: tuple[Bucket, ...],
-        arguments: Callable[[Bucket, Variant], tuple],
-        static: Callable[[Bucket, Variant], dict[str, Any]],
+        arguments: Callable[[Bucket, Variant, str], tuple],
+        static: Callable[[Bucket, Variant, str], dict[str, Any]],
         files: Executables | None,
         check: Callable[[jax.stages.Compiled], None],
         progress: bool | None = None,
@@ -66,21 +69,21 @@ class Programs:
         self._open.add(variant)
         self._permitted.update(self._keys(variant))
 
-    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Key:
-        """The program for a step: the smallest of the narrowest variant. If it is not there, it is compiled behind, and
-        the step takes a larger one, or one of fewer rows a decode."""
+    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Step:
+        """What a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind, and the
+        step takes a larger one, or one of fewer rows a decode."""
         self._collect()
         variant = self._narrowest(need)
         if variant is None:
             self.permit(need)
             variant = need
         bucket = choose_bucket(self._buckets, decodes, tokens, chunks, rows)
-        if not self._is_there(_key(bucket, variant)):
-            self._begin(_key(bucket, variant))
-            now = [bucket for bucket in self._buckets if self._is_there(_key(bucket, variant))]
+        if not self._is_there(bucket, variant):
+            self._begin(bucket, variant)
+            now = [bucket for bucket in self._buckets if self._is_there(bucket, variant)]
             rows = min(rows, max(bucket.rows for bucket in now if bucket.decodes >= decodes))
             bucket = choose_bucket(now, decodes, tokens, chunks, rows)
-        return _key(bucket, variant)
+        return bucket, _narrowed(bucket, variant)
 
     def run(self, key: Key, *arguments: Any) -> Any:
         """Runs a program, which is made first where it has to be."""
@@ -108,11 +111,11 @@ class Programs:
         all that was begun."""
         try:
             jobs = [self._compiling().add(other) for other in others]
-            for key in self._keys(variant):
-                self._begin(key)
-            first = self._jobs.get(_key(self._buckets[0], variant))
+            for bucket in self._buckets:
+                self._begin(bucket, variant)
+            first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]
             coming = [*jobs, *self._jobs.values()]
-            self._compiling().wait(jobs if first is None else [*jobs, first], coming)
+            self._compiling().wait([*jobs, *first], coming)
             self._collect()
             if variant in self._failed:
                 raise self._failed.pop(variant)
@@ -125,7 +128,7 @@ class Programs:
 
     def prepare(self, variant: Variant) -> None:
         """Begins to compile, in the background, what it takes to serve a variant: the program that holds every step."""
-        self._begin(_key(self._buckets[0], variant))
+        self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:
         """The variants that could not be prepared since this was last asked, and why."""
@@ -162,11 +165,11 @@ class Programs:
         self.stop()
         self._kept.clear()
 
-    def path(self, bucket: Bucket, variant: Variant) -> Path | None:
+    def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
         """The path of a program's file; None where there is to be none."""
         if self._files is None:
             return None
-        return self._files.path(self._arguments(bucket, variant), self._static(bucket, variant))
+        return self._files.path(self._arguments(bucket, variant, part), self._static(bucket, variant, part))
 
     def _narrowest(self, need: Variant) -> Variant | None:
         covers = [variant for variant in self._open if variant.covers(need)]
@@ -174,14 +177,17 @@ class Programs:
 
     def _keys(self, variant: Variant) -> list[Key]:
         """The programs of a variant, the most needed first."""
-        return [_key(bucket, variant) for bucket in self._buckets]
+        return [key for bucket in self._buckets for key in _parts(bucket, variant)]
 
-    def _is_there(self, key: Key) -> bool:
-        return key in self._made or (key in self._permitted and key not in self._jobs)
+    def _is_there(self, bucket: Bucket, variant: Variant) -> bool:
+        return all(
+            key in self._made or (key in self._permitted and key not in self._jobs) for key in _parts(bucket, variant)
+        )
 
-    def _begin(self, key: Key) -> None:
-        if key not in self._jobs and key not in self._made:
-            self._jobs[key] = self._compiling().add(self._recipe(key))
+    def _begin(self, bucket: Bucket, variant: Variant) -> None:
+        for key in _parts(bucket, variant):
+            if key not in self._jobs and key not in self._made:
+                self._jobs[key] = self._compiling().add(self._recipe(key))
 
     def _make(self, key: Key) -> jax.stages.Compiled:
         made = self._compiling().now(self._recipe(key))
@@ -216,15 +222,16 @@ class Programs:
         """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
         it, and raises there."""
         for key in [key for key, job in self._jobs.items() if job.done()]:
-            job, (bucket, variant) = self._jobs.pop(key), key
+            job, (bucket, variant, _) = self._jobs.pop(key), key
             error = CancelledError() if job.cancelled() else job.exception()
             try:
                 if error is not None:
                     raise error
                 if bucket == self._buckets[0]:
                     self._check(job.result())
-                    self._open.add(variant)
                 self._made.add(key)
+                if self._made.issuperset(_parts(self._buckets[0], variant)):
+                    self._open.add(variant)
             except CancelledError:
                 pass
             except Exception as why:
@@ -243,6 +250,12 @@ def _name(bucket: Bucket) -> str:
     return f"{decodes} + {bucket.tokens} prompt tokens" if bucket.tokens else decodes
 
 
-def _key(bucket: Bucket, variant: Variant) -> Key:
+def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
     """What a step of these rows can have of a variant."""
-    return bucket, variant if bucket.tokens else replace(variant, prompt_logprobs=False)
+    return variant if bucket.tokens else replace(variant, prompt_logprobs=False)
+
+
+def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
+    """The programs of a step."""
+    parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE,)
+    return [(bucket, _narrowed(bucket, variant), part) for part in parts]

@@ -8,6 +8,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from jllm.engine.guide import Guide
 from jllm.errors import RequestError, UnknownParameterError
 
 
@@ -35,7 +36,8 @@ class SamplingParams:
     """How to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
     seed None is drawn once a request and reported in the completion. logprobs n asks for the chosen token's
-    log-probability and the n most likely ones (of the raw logits). logit_bias maps token ids to addends.
+    log-probability and the n most likely ones (of the raw logits). logit_bias maps token ids to addends. guide is what
+    the text must look like (docs/guided.md): no token is drawn that it does not allow, and it ends by an end token.
     """
 
     temperature: float = 1.0
@@ -54,6 +56,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    guide: Guide | None = None
 
     MAX_LOGPROBS = 20
     MAX_LOGIT_BIAS = 512
@@ -87,6 +90,9 @@ class SamplingParams:
         bias = self.logit_bias or {}
         self._check("logit_bias", len(bias) <= self.MAX_LOGIT_BIAS, f"at most {self.MAX_LOGIT_BIAS} entries")
         good = all(_is_int(i) and i >= 0 and (_is_real(b) or b == -math.inf) for i, b in bias.items())
+        self._check("guide", self.guide is None or isinstance(self.guide, Guide), "a Guide, such as Guide.json(schema)")
+        if self.guide is not None and self.ignore_eos:
+            raise RequestError("ignore_eos has no meaning with a guide, which says where a text may end: leave it out")
         self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
 
     def _convert(self, name: str, kind: type, right: str):

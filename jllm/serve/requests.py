@@ -1,13 +1,15 @@
 """Bodies of the OpenAI API to what the engine is to do: pure functions. A field that is not served is an error."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jllm.engine.checks import Prompt
+from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
-from jllm.errors import TokenizerError
+from jllm.errors import RequestError, TokenizerError
 from jllm.serve.errors import HttpError, bad
 from jllm.tokenizer import Tokenizer
 
@@ -60,7 +62,14 @@ SAMPLING: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "logit_bias": ("logit_bias", dict),
     "max_tokens": ("max_new_tokens", int),
 }
-COMMON = {"model", "stream", "stream_options", "response_format", "return_token_ids", "priority", *SAMPLING}
+GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # fields that vLLM has
+    "guided_json": (Guide.json, (dict, str)),
+    "guided_regex": (Guide.regex, (str,)),
+    "guided_choice": (Guide.choice, (list,)),
+    "guided_grammar": (Guide.grammar, (str,)),
+}
+COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING}
+COMMON |= {"response_format", "structured_outputs", *GUIDES}
 COMPLETION = COMMON | {"prompt", "logprobs", "echo"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
@@ -189,8 +198,6 @@ def _check_fields(body: Mapping[str, Any], fields: set[str], served: Served) -> 
     if name != served.name:
         text = f"the model {_shown(name)} is not served here, but {_shown(served.name)} is"
         raise HttpError(404, text, param="model", code="model_not_found")
-    if body.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise bad("response_format", 'must be {"type": "text"}: structured output is not served')
 
 
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -219,7 +226,40 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
         del given["stop"]
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
+    guides = list(_guides(body))
+    if len(guides) > 1:
+        raise bad(guides[1][0], f"and {guides[0][0]} cannot go together: give one")
+    for field, make in guides:
+        try:
+            given["guide"] = make()
+        except RequestError as error:
+            raise bad(field, str(error)) from None
     return SamplingParams(**given, **more)
+
+
+def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
+    """The fields that say what the text must look like, each with what makes a guide of it."""
+    asked = _take(body, "response_format", dict, {"type": "text"})
+    kind, schema = asked.get("type"), asked.get("json_schema")
+    if kind == "json_object":
+        yield "response_format", Guide.json
+    elif kind == "json_schema":
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            raise bad("response_format", 'json_schema must be an object like {"name": "cat", "schema": {...}}')
+        yield "response_format", partial(Guide.json, schema["schema"])
+    elif kind != "text":
+        raise bad("response_format", f"type must be text, json_object or json_schema, not {_shown(kind)}")
+    nested = _take(body, "structured_outputs", dict, {})
+    for name in nested:
+        if f"guided_{name}" not in GUIDES:
+            raise bad("structured_outputs", f"{_shown(name)} is not served; json, regex, choice and grammar are")
+    for name, (make, kinds) in GUIDES.items():
+        if name in body:
+            yield name, partial(make, _take(body, name, kinds, None))
+        if (value := nested.get(name.removeprefix("guided_"))) is not None:
+            if not _is(value, kinds):
+                raise bad("structured_outputs", f"{name.removeprefix('guided_')} must be {NAMES[kinds[0]]}")
+            yield "structured_outputs", partial(make, value)
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:

@@ -10,6 +10,7 @@ import pytest
 
 from jllm.cli import jsonl
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results, record, to_json
+from jllm.engine.guide import Guide
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.errors import InputFileError, OutputError
 from pallas_kernels import one_writer
@@ -48,6 +49,21 @@ def test_lines_over_flags(tmp_path):
     assert three.sampling == replace(BASE, n=2, seed=2)  # seeds wrap around
     assert "line 4" in three.where
     assert read_jobs(path, BASE)[2].sampling.seed is None
+
+
+def test_a_guide_comes_and_goes_as_json(tmp_path):
+    guides = [{"regex": "[0-9]+"}, {"json": {"type": "integer"}}, {"choice": ["a", "b"]}, {"grammar": 'start: "x"'}]
+    path = write(tmp_path / "in.jsonl", *({"prompt": "a", "guide": guide} for guide in [*guides, None]))
+    jobs = read_jobs(path, BASE)
+    assert [job.sampling.guide for job in jobs] == [*map(Guide.parse, guides), None]
+    assert [result(job)["settings"].get("guide") for job in jobs] == [*guides, None]
+    out = write(tmp_path / "out.jsonl", *map(result, jobs))
+    assert len(read_results(out, jobs).seeds) == 5
+    other = [replace(jobs[0], sampling=replace(jobs[0].sampling, guide=Guide.regex("a"))), *jobs[1:]]
+    with pytest.raises(OutputError, match="guide"):
+        read_results(out, other)
+    with pytest.raises(InputFileError, match='line 1: a guide must be like {"regex": '):
+        read_jobs(write(tmp_path / "bad.jsonl", {"prompt": "a", "guide": "[0-9]"}), BASE)
 
 
 def test_nth_seed():

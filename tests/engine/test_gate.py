@@ -7,6 +7,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.compiling import Compiler
 from jllm.engine.gate import Gate
+from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
 from jllm.engine.loop import Engine
 from jllm.engine.plan import Limits
 from jllm.engine.programs import Programs
@@ -20,6 +21,7 @@ OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": (Buc
 PLAIN, LOGPROBS, PENALTIES, BOTH = (
     Variant(), Variant(logprobs=True), Variant(penalties=True), Variant(penalties=True, logprobs=True)
 )  # fmt: skip
+GUIDED = Variant(guided=True)
 ASKS = {"logprobs": 2, "presence_penalty": 0.5, "prompt_logprobs": True}
 
 
@@ -164,9 +166,10 @@ def programs(monkeypatch) -> Programs:
     """With all sizes of two variants, and the largest of a third; nothing is really compiled."""
     programs = Programs((SMALL, MIDDLE, TOP), None, None, None, None)
     programs._open = {PLAIN, PENALTIES, BOTH}
-    programs._made = {(bucket, v) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)} | {(TOP, BOTH)}
+    programs._made = {(bucket, v, WHOLE) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)}
+    programs._made.add((TOP, BOTH, WHOLE))
     programs.asked = []
-    monkeypatch.setattr(programs, "_begin", programs.asked.append)
+    monkeypatch.setattr(programs, "_begin", lambda *step: programs.asked.append(step))
     return programs
 
 
@@ -178,8 +181,18 @@ def test_a_step_takes_the_narrowest_variant_and_the_smallest_size_that_are_there
     assert programs.choose(LOGPROBS, 2, 0, 0) == (TOP, BOTH)
     assert programs.asked == [(MIDDLE, BOTH)]
     assert not programs.serves(Variant(prompt_logprobs=True))
-    programs._made.add((MIDDLE, BOTH))
+    programs._made.add((MIDDLE, BOTH, WHOLE))
     assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, BOTH)
+
+
+def test_a_guided_step_needs_both_of_its_halves(programs):
+    programs._open = {PLAIN, GUIDED}
+    programs._made |= {(TOP, GUIDED, part) for part in (FORWARD, SAMPLE)} | {(MIDDLE, GUIDED, FORWARD)}
+    assert programs.choose(GUIDED, 2, 0, 0) == (TOP, GUIDED)
+    assert programs.asked == [(MIDDLE, GUIDED)]
+    programs._made.add((MIDDLE, GUIDED, SAMPLE))
+    assert programs.choose(GUIDED, 2, 0, 0) == (MIDDLE, GUIDED)
+    assert programs.choose(PLAIN, 2, 0, 0) == (MIDDLE, PLAIN)
 
 
 def test_a_step_waits_for_what_it_may_wait_for(programs):

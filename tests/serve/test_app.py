@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -185,12 +186,44 @@ def test_messages_go_through_the_template(model):
     assert served(model, rest, CHAT)[1]["usage"]["total_tokens"] == model.config.context
 
 
+GUIDED = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", 7]}}}}, '"a"|7'),
+    ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 5}}, "[345]"),
+    ({"guided_regex": "[a-c]{3}"}, "[a-c]{3}"),
+    ({"guided_choice": ["the wolf", "a girl"]}, "the wolf|a girl"),
+    ({"guided_grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+    ({"structured_outputs": {"choice": ["b", "d"]}}, "[bd]"),
+]
+
+
+@pytest.mark.parametrize(("asked", "fits"), GUIDED, ids=lambda x: None)
+def test_structured_output(model, asked, fits):
+    pytest.importorskip("llguidance")
+    status, found = served(model, {"prompt": "the wolf", "seed": 3, "max_tokens": 40, "n": 2} | asked)
+    assert status == 200
+    for choice in found["choices"]:
+        assert re.fullmatch(fits, choice["text"]) or choice["finish_reason"] == "length"
+    assert "stop" in [choice["finish_reason"] for choice in found["choices"]]
+
+
 WRONG = [
     ({"prompt": "a", "best_of": 2}, "best_of", '"best_of" is not a field that this server serves'),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: must be an integer >= 1, not 0"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", 'max_tokens: must be an integer, not "5"'),
     ({"prompt": "a", "temperature": True}, "temperature", "temperature: must be a number, not true"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "structured output"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "type must be text, json_object or json_"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
+    ({"prompt": "a", "guided_regex": "(("}, None, "the guide (regex) is not valid"),
+    ({"prompt": "a", "guided_json": "{"}, "guided_json", "the JSON schema is not JSON"),
+    ({"prompt": "a", "guided_choice": "a"}, "guided_choice", "must be a list"),
+    (
+        {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
+        "guided_choice",
+        "and guided_regex cannot go together",
+    ),
+    ({"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs", '"xml" is not served'),
+    ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs", "regex must be text"),
+    ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, None, "ignore_eos has no meaning with a guide"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", '"x" is not served'),
     ({"prompt": "a", "stream": True, "echo": True}, "echo", "is not served with stream"),

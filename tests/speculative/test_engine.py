@@ -163,7 +163,7 @@ def test_drafts_are_chosen_where_they_pay():
 
 
 def test_rows_for_drafts_are_not_counted_while_their_program_is_not_there(monkeypatch):
-    monkeypatch.setattr(Programs, "_is_there", lambda self, key: key[0].rows == 1)
+    monkeypatch.setattr(Programs, "_is_there", lambda self, bucket, variant: bucket.rows == 1)
     engine = Engine(tiny_model(), speculate="ngram", drafts=7, **SMALL)
     engine.submit([5, 6, 7], SamplingParams(max_new_tokens=12, ignore_eos=True))
     list(engine.run())
