@@ -8,4 +8,4 @@ from jllm.engine.programs import Programs
 @pytest.fixture
 def compiled_in_turn(monkeypatch):
     """Each step waits for the program that it needs, with rows for drafts too: none takes a smaller one meanwhile."""
-    monkeypatch.setattr(Programs, "_is_there", lambda self, key: True)
+    monkeypatch.setattr(Programs, "_is_there", lambda self, *step: True)
