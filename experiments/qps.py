@@ -2,6 +2,7 @@
 
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
+    python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/guided.md)
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
 
@@ -28,7 +29,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from experiments.baselines import BASELINES, engine_with
 from experiments.result_file import ResultFile, bar, rounded
 from experiments.steps import peers, wire
 from experiments.steps.floors import HBM, make_floor, workload_seconds
+from experiments.steps.words import ENDLESS, is_guided, words_tokenizer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
@@ -128,16 +130,17 @@ def read_workload(path: Path, count: int | None, rate: float | None, seed: int) 
 
 
 def serve(
-    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int, allow: int = 0
+    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int, allow: int = 0, guided: float = 0
 ) -> tuple[list[Served], float]:
     """Sends requests as they arrive; how each fared, and the seconds until the last had ended. A request that allows
-    more tokens than it wants is aborted once it has what it wants."""
+    more tokens than it wants is aborted once it has what it wants. A share of them is guided, at the same lengths."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, engine.vocab_size, r.prompt).tolist() for r in requests]
     params = [
         SamplingParams(**{**vars(sampling), "max_new_tokens": max(allow, r.output), "seed": i})
         for i, r in enumerate(requests)
     ]
+    params = [replace(p, guide=ENDLESS, ignore_eos=False) if is_guided(i, guided) else p for i, p in enumerate(params)]
     coming, known, served = deque(range(len(requests))), {}, []
     made: Counter[int] = Counter()
     start = time.perf_counter()
@@ -223,7 +226,8 @@ def make_model(args: argparse.Namespace) -> Model:
         return init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
 
     params = jax.eval_shape(make) if args.host_only else make()  # shapes are enough for the host
-    return Model(config, quantize(params, args.quantize) if args.quantize else params, None)
+    tokenizer = None if args.guided is None else words_tokenizer(config.vocab_size)
+    return Model(config, quantize(params, args.quantize) if args.quantize else params, tokenizer)
 
 
 def token_bytes(model: Model, kv_cache: str | None) -> float:
@@ -255,6 +259,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         "kv": args.kv_cache or str(model.params.dtype), "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
+        **({} if args.guided is None else {"guided": args.guided}),
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args)
@@ -263,11 +268,13 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     def note(text: str) -> None:
         print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
-    compiled = engine.compile_ahead([sampling])
+    guided = args.guided or 0.0
+    like = [sampling, replace(sampling, guide=ENDLESS, ignore_eos=False)] if guided else [sampling]
+    compiled = engine.compile_ahead(like)
     note(f"compiled {compiled} sizes of steps")
     warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
     if warm:
-        serve(engine, warm, sampling, args.seed)
+        serve(engine, warm, sampling, args.seed, guided=guided)
     about |= {"compiled": compiled, "start_s": round(time.perf_counter() - start, 2)}
     note(f"served {len(warm)} requests to warm up")
     least = None
@@ -280,7 +287,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         engine.reset_metrics()
         engine.reset_prefix_cache()  # each repeat has the same prompts
         busy = time.thread_time()
-        served, seconds = serve(engine, requests, sampling, args.seed, args.allow)
+        served, seconds = serve(engine, requests, sampling, args.seed, args.allow, guided)
         busy_s = min(busy_s, time.thread_time() - busy)
         note(f"repeat {repeat}: {len(served)} requests in {seconds:.2f} s")
         rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
@@ -335,7 +342,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
         return
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
-    if not (whole and merged) or any(row.get(name) for name in SETTINGS):
+    if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row:
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     if "host_us" in row:
@@ -378,6 +385,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
+    share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
+    parser.add_argument("--guided", type=float, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():
         parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
@@ -395,6 +404,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, value in vars(args).items():
         if args.url is not None and name not in OVER_HTTP and value != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
+    if args.guided is not None and (not 0 <= args.guided <= 1 or args.host_only or args.model):
+        parser.error("--guided must be from 0 to 1, and --host-only and --model left out beside it")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.rate is not None and not args.rate > 0:
@@ -413,6 +424,7 @@ def name_of(args: argparse.Namespace) -> str:
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
+    parts += ["" if args.guided is None else f"guided{args.guided:g}"]
     parts += ["" if args.rate is None else f"rate{args.rate:g}"]
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts if part)
 

@@ -22,6 +22,8 @@ from experiments.qps import (
     serve,
 )
 from experiments.steps.floors import schedule
+from experiments.steps.words import words_tokenizer
+from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
@@ -105,6 +107,20 @@ def test_a_client_hangs_up_at_its_length():
     served, _ = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0, allow=20)
     assert sorted(s.request.output for s in served) == [1, 3, 20]
     assert engine.metrics()["pages_used"] == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_share_is_guided_and_as_long(share):
+    pytest.importorskip("llguidance")
+    model = tiny_model(tokenizer=words_tokenizer(97))
+    engine = Engine(model, max_slots=3, page_size=8, max_step_tokens=16, buckets=(Bucket(3, 13, 3),))
+    asked = []
+    submit = engine.submit
+    engine.submit = lambda ids, params: asked.append(params.guide is not None) or submit(ids, params)
+    requests = [Request(4, 3 + i, 0.0) for i in range(8)]
+    served, _ = serve(engine, requests, SamplingParams(temperature=1.0, ignore_eos=True), 0, guided=share)
+    assert sorted(s.request.output for s in served) == list(range(3, 11))
+    assert sum(asked) == 8 * share
 
 
 def test_memory_policies_are_options(tmp_path, capsys):
