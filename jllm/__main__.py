@@ -9,6 +9,7 @@ COMMANDS = {
     "generate": ("jllm.generate", "continue prompts of the command line, of standard input or of a file"),
     "chat": ("jllm.chat", "talk in the terminal, or in a pipe"),
     "serve": ("jllm.serve", "the OpenAI API over HTTP"),
+    "batch": ("jllm.serve.batch", "answer a file of OpenAI's batch format"),
     "eval": ("jllm.analysis.lm_eval", "lm-eval's tasks: its own command, with the model `jllm`"),
 }
 USAGE = f"""\
@@ -21,7 +22,8 @@ jllm COMMAND --help says more. Each is also a module: python -m {", ".join(modul
 
 
 def main() -> None:
-    """Runs the command that sys.argv names, as `python -m` would; ends with its exit status, or 2 for none."""
+    """Runs the command that sys.argv names, as `python -m` would, but for its name; ends with its exit status, or 2 for
+    none."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):
         print(USAGE, end="")
@@ -34,8 +36,9 @@ def main() -> None:
         sys.exit(_error(f"no command {name!r}: {hint}" if name else f"no command given: {hint}"))
     if name == "eval" and find_spec("lm_eval") is None:
         sys.exit(_error("lm-eval is not installed: pip install 'jllm[eval]'"))
-    del sys.argv[1]
-    runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+    sys.argv[:2] = [f"jllm {name}"]
+    # lm-eval starts processes, which look for the command in sys.modules.
+    runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=name == "eval")
 
 
 def _error(text: str) -> int:

@@ -70,6 +70,21 @@ NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sa
 
 
 class Parser(argparse.ArgumentParser):
+    """Of a command that is a module: `python -m MODULE`, or `jllm COMMAND` where it was started so."""
+
+    def __init__(self, module: str, epilog: str, **options: Any):
+        command = f"python -m {module}"
+        prog = sys.argv[0] if sys.argv[0].startswith("jllm ") else command
+        width = {"width": 104, "max_help_position": 34}
+        super().__init__(
+            prog=prog,
+            epilog=epilog.replace(command, prog),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, **width),
+            allow_abbrev=False,
+            add_help=False,
+            **options,
+        )
+
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error."""
         print(f"error: {one_line(message)} (see --help)", file=sys.stderr)
@@ -136,16 +151,8 @@ def check_drafts(args: argparse.Namespace) -> str | None:
 
 
 def make_parser() -> Parser:
-    width = {"width": 104, "max_help_position": 34}
-    parser = Parser(
-        prog="python -m jllm.generate",
-        usage="%(prog)s [PROMPT ...] [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG % {"fields": _wrapped(sampling_fields())},
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, **width),
-        allow_abbrev=False,
-        add_help=False,
-    )
+    epilog = EPILOG % {"fields": _wrapped(sampling_fields())}
+    parser = Parser("jllm.generate", epilog, usage="%(prog)s [PROMPT ...] [options]", description=DESCRIPTION)
     _add_what(parser.add_argument_group("what to run"))
     sampling = parser.add_argument_group("sampling")
     add_sampling(sampling)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -64,24 +64,30 @@ def read_jobs(path: Path, base: SamplingParams, made_with: Mapping[str, Any] = M
     """The requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are the
     sampling parameters of the command line, over which those of a line win; `made_with` goes into each job. Raises
     InputFileError, with the line's number, for a broken one."""
-    jobs, name = [], "standard input" if path == STDIN else path
+    lines = read_lines(path, "prompts")
+    return [replace(_job(raw, index, base, where), made_with=made_with) for index, where, raw in lines]
+
+
+def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, or of standard input (-), each with its index and how to name it in an
+    error; `what` they are. Blank lines count, but say nothing. Raises InputFileError for a broken line, or none."""
+    empty, name = True, "standard input" if path == STDIN else path
     if path == STDIN and sys.stdin is None:
         raise InputFileError("standard input is closed: --input - reads JSON lines from it")
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             for index, line in enumerate(file):
                 if line.strip():
-                    job = _job(line, index, base, f"{name}, line {index + 1}")
-                    jobs.append(replace(job, made_with=made_with))
+                    where = f"{name}, line {index + 1}"
+                    empty = False
+                    yield index, where, _parse(line, where)
     except OSError as error:
         raise InputFileError(f"cannot read {name}: {error.strerror}") from None
-    if not jobs:
-        raise InputFileError(f"{name} holds no prompts: give one JSON object a line")
-    return jobs
+    if empty:
+        raise InputFileError(f"{name} holds no {what}: give one JSON object a line")
 
 
-def _job(line: bytes, index: int, base: SamplingParams, where: str) -> Job:
-    raw = _parse(line, where)
+def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> Job:
     unknown = [key for key in raw if key not in GIVEN and key not in FIELDS]
     if unknown:
         raise InputFileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join((*GIVEN, *FIELDS))}")
@@ -200,24 +206,29 @@ def read_results(path: Path, jobs: Sequence[Job]) -> Done:
     not count. Raises OutputError when the file holds anything but results of these jobs, and is then left alone."""
     seeds: dict[tuple[int, int], int] = {}
     size = 0
-    if not path.is_file():  # not there yet, or a pipe or device
-        return Done(seeds, size)
     by_index = {job.index: job for job in jobs}
+    for where, line in written_lines(path, RECORD_START):
+        key, seed = _read_result(line, by_index, where)
+        if key in seeds:
+            raise OutputError(f"{where}: a second result for index {key[0]}; {OTHER_FILE}")
+        seeds[key] = seed
+        size += len(line)
+    return Done(seeds, size)
+
+
+def written_lines(path: Path, start: bytes) -> Iterator[tuple[str, bytes]]:
+    """The lines that a run left in its output file, each with how to name it in an error. A last line that was cut off,
+    one that begins as a result does, with `start`, is left out. Raises OutputError."""
+    if not path.is_file():  # not there yet, or a pipe or device
+        return
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") and (line.startswith(RECORD_START) or RECORD_START.startswith(line)):
-                    break
-                key, seed = _read_result(line, by_index, f"{path}, line {number}")
-                if key in seeds:
-                    raise OutputError(f"{path}, line {number}: a second result for index {key[0]}; {OTHER_FILE}")
-                seeds[key] = seed
-                size += len(line)
-    except OutputError:
-        raise
+                if not line.endswith(b"\n") and (line.startswith(start) or start.startswith(line)):
+                    return
+                yield f"{path}, line {number}", line
     except OSError as error:
         raise OutputError(f"cannot read {path}, to take it up again: {error.strerror}") from None
-    return Done(seeds, size)
 
 
 OTHER_FILE = "it is not an output of this input and is left as it is: choose another --output"

@@ -4,27 +4,25 @@ import contextlib
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.arguments import ENGINE_FLAGS, parse_args, sampling_params
 from jllm.cli.display import Speed, write_stdout
 from jllm.cli.generation_config import warn_of_ignored
-from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
-from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results
-from jllm.cli.process import compile_cache, compiled, drafted, make_engine, note, open_streams, run_command
+from jllm.cli.interrupt import Interrupt, catch_interrupts
+from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
+from jllm.cli.process import compile_cache, compiled, make_engine, note, open_streams, run_command
+from jllm.cli.run import drive, made_with, model_folder, output_file, run_identity, run_queue
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
-    from jllm.cli.sinks import Sink
     from jllm.engine.loop import Engine
     from jllm.engine.replicas import Replicas
-    from jllm.engine.request import Event
     from jllm.tokenizer import Tokenizer
 
 WITHOUT_TOKENIZER = (
@@ -52,11 +50,11 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
     if args.version:
         return _print_version()
     jobs = _jobs(args, sampling_params(args))
-    with _output(args, interrupt) as file:
-        model = _find_model(args)
+    with output_file(args, interrupt) as file:
+        model = model_folder(args)
         warn_of_ignored(model, sampling_params(args))
         if args.json or file is not None:
-            run = _run_identity(model, args)
+            run = run_identity(model, args)
             jobs = [replace(job, run=run) for job in jobs]
         done = Done({}, 0) if file is None else read_results(args.output, jobs)
         todo = done.missing(jobs)
@@ -69,42 +67,9 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         speed = Speed(started, compiled(engine))
         interrupt.deferred = True  # from here on there is something to keep
         sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
-        events = _serve(engine, todo, prompts, 2 * slots, interrupt)
-        return _drive(events, sink, speed, interrupt, lambda: drafted(engine))
-
-
-@contextlib.contextmanager
-def _output(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | None]:
-    if args.output is None:
-        yield None
-        return
-    with contextlib.closing(ResultsFile(args.output)) as file:
-        interrupt.tidy = file.close
-        yield file
-
-
-def _drive(
-    events: "Iterable[tuple[Job, Event]]",
-    sink: "Sink",
-    speed: Speed,
-    interrupt: Interrupt,
-    drafted: Callable[[], list[str]],
-) -> int:
-    """Runs the engine until nothing is left or Ctrl-C is pressed, and says how fast that was and what `drafted` has."""
-    broken = 0
-    try:
-        for job, event in events:
-            speed.count(event)
-            sink.take(job, event)
-            broken += event.completion is not None and event.completion.finish_reason == "error"
-    except KeyboardInterrupt:  # the second Ctrl-C, or one that came where no handler of ours is
-        interrupt.asked = True
-    finally:
-        sink.close()
-    note(speed.line(*drafted(), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
-    if broken:
-        note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
-    return INTERRUPTED if interrupt.asked else 2 if broken else 0
+        queue = ((job, prompt, job.sampling) for job, prompt in zip(todo, prompts))
+        events = run_queue(engine, queue, 2 * slots, interrupt)
+        return drive(events, sink, speed, interrupt, engine)
 
 
 # What to run
@@ -112,43 +77,16 @@ def _drive(
 
 def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
     """All requests. No model is needed to find most mistakes."""
-    made_with = _made_with(args)
+    asked = made_with(args)
     if args.input is not None:
-        return read_jobs(args.input, base, made_with)
+        return read_jobs(args.input, base, asked)
     prompts = args.prompts or args.prompt_ids or [_stdin_prompt()]
     jobs = []
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
         where = "" if len(prompts) == 1 else f"prompt {i + 1}"
-        jobs.append(Job(i, {"prompt": prompt}, sampling, where, made_with))
+        jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked))
     return jobs
-
-
-def _made_with(args: Namespace) -> dict[str, Any]:
-    """What decides results besides prompts and sampling parameters, as it was asked for."""
-    made_with = {"model": "bundled" if args.model is None else args.model}
-    numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
-    made_with |= {name: value for name, value in numbers.items() if value is not None}
-    if args.acceptance == "rejection":
-        made_with |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}
-    made_with |= {} if args.devices is None else {"devices": args.devices}  # sums are rounded in other places
-    return made_with | ({"chat": True} if args.chat else {})
-
-
-def _find_model(args: Namespace) -> Path:
-    """The directory that is meant, downloaded where it has to be."""
-    from jllm.checkpoint_files import find_model
-    from jllm.pretrained import BUNDLED
-
-    return find_model(BUNDLED if args.model is None else args.model)
-
-
-def _run_identity(model: Path, args: Namespace) -> dict[str, str]:
-    """What `made_with` is here and now."""
-    from jllm.run_identity import of_machine, of_model, of_scheme
-
-    scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
-    return of_model(model) | scheme | of_machine()
 
 
 def _stdin_prompt() -> str:
@@ -181,30 +119,6 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
             engine.check(prompt, job.sampling)
     engine.compile_ahead(job.sampling for job in jobs)
     return engine, prompts, engine.slots
-
-
-def _serve(
-    engine: "Engine | Replicas", jobs: Sequence[Job], prompts: "Sequence[Prompt]", ahead: int, interrupt: Interrupt
-) -> "Iterator[tuple[Job, Event]]":
-    """Runs everything, or up to the step in which Ctrl-C was pressed. The engine sees only `ahead` requests of a long
-    queue: timings begin when it has them."""
-    queue = zip(jobs, prompts)
-    running: dict[int, Job] = {}
-    unfinished: dict[int, int] = {}  # samples
-
-    def feed(count: int) -> None:
-        for job, prompt in islice(queue, count):
-            id = engine.submit(prompt, job.sampling)
-            running[id], unfinished[id] = job, job.sampling.n
-
-    feed(ahead)
-    while engine.has_work and not interrupt.asked:
-        for event in engine.step():
-            yield running[event.id], event
-            unfinished[event.id] -= event.completion is not None
-            if not unfinished[event.id]:
-                del running[event.id], unfinished[event.id]
-                feed(1)
 
 
 def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":

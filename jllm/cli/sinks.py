@@ -14,8 +14,8 @@ from jllm.engine.request import Event
 PROMPT, TITLE, PLAIN = "\x1b[36m", "\x1b[1m", "\x1b[0m"  # cyan, bold
 
 
-class Sink(Protocol):
-    def take(self, job: Job, event: Event) -> None:
+class Sink[J](Protocol):
+    def take(self, job: J, event: Event) -> None:
         """News of a job's sample."""
 
     def close(self) -> None:
@@ -67,6 +67,14 @@ def _shown(prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else f"{' '.join(map(str, prompt))}\n"
 
 
+def progress_bar(total: int, before: int, unit: str) -> tqdm:
+    """On standard error: how many of all are done, of which some were `before`."""
+    terminal = sys.stderr.isatty()
+    pace = 0.1 if terminal else 30.0  # seconds; a log file gets a line now and then, and none from a short run
+    waits = {"mininterval": pace, "delay": 0 if terminal else pace}
+    return tqdm(total=total, initial=before, unit=unit, leave=terminal, **waits)
+
+
 class Lines:
     """Lines of an input file: each result is written as it finishes, and a bar says how far the run is."""
 
@@ -79,16 +87,7 @@ class Lines:
         self._file = file
         if file is not None:
             file.begin(done.size)
-        terminal = sys.stderr.isatty()
-        pace = 0.1 if terminal else 30.0  # seconds; a log file gets a line now and then, and none from a short run
-        self._bar = tqdm(
-            total=total,
-            initial=self._before,
-            unit=" prompts",
-            mininterval=pace,
-            delay=0 if terminal else pace,
-            leave=terminal,
-        )
+        self._bar = progress_bar(total, self._before, " prompts")
 
     def take(self, job: Job, event: Event) -> None:
         if event.completion is None:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jllm.cli.arguments import Parser, add_engine, add_numbers, add_replicas, check_drafts
+from jllm.cli.arguments import Group, Parser, add_engine, add_model, add_numbers, add_replicas, check_drafts
 from jllm.errors import ConfigError
 
 KEY_VARIABLE = "JLLM_API_KEY"
@@ -43,18 +43,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="python -m jllm.serve",
-        usage="%(prog)s [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=104, max_help_position=34),
-        allow_abbrev=False,
-        add_help=False,
-    )
-    what = parser.add_argument_group("what to serve")
-    what.add_argument("--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: bundled)")
-    what.add_argument("--served-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    parser = Parser("jllm.serve", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
+    add_served_model(parser.add_argument_group("what to serve"))
     add_numbers(parser.add_argument_group("numbers"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
@@ -73,6 +63,15 @@ def make_parser() -> Parser:
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")
     return parser
+
+
+def add_served_model(group: Group) -> None:
+    add_model(group)
+    group.add_argument("--served-name", metavar="NAME", help="what requests call the model (default: as --model)")
+
+
+def served_name(args: argparse.Namespace) -> str:
+    return args.served_name or ("fairytale" if args.model is None else str(args.model))
 
 
 def api_key(args: argparse.Namespace) -> str | None:

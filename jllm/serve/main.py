@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jllm.cli.arguments import ENGINE_FLAGS
 from jllm.cli.display import one_line
 from jllm.errors import ConfigError, JllmError
-from jllm.serve.arguments import api_key, parse_args
+from jllm.serve.arguments import api_key, parse_args, served_name
 
 if TYPE_CHECKING:
     from jllm.engine.loop import Engine
@@ -84,7 +84,7 @@ async def _serve(
     from jllm.serve.requests import Served
     from jllm.serve.server import make_server, run
 
-    name = args.served_name or ("fairytale" if args.model is None else str(args.model))
+    name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
     served = Served(name, model.tokenizer, model.config.context, host.limit, host.check)
     limits = Limits()

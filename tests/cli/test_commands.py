@@ -30,12 +30,17 @@ def test_generate(folder, model):
     assert (done.returncode, done.stdout) == (0, expected(model, "a king", params())[0].text + "\n")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch"])
 def test_exit_status_and_help(command):
     wrong = jllm(command, "--bogus")
     assert (wrong.returncode, wrong.stderr) == (2, "error: unrecognized arguments: --bogus (see --help)\n")
     shown = jllm(command, "--help")
-    assert (shown.returncode, shown.stdout.split()[:4]) == (0, ["usage:", "python", "-m", f"jllm.{command}"])
+    assert (shown.returncode, shown.stdout.split()[:3]) == (0, ["usage:", "jllm", command])
+    module, _ = COMMANDS[command]
+    assert f"  jllm {command} " in shown.stdout
+    assert "python -m" not in shown.stdout
+    alone = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False)
+    assert alone.stdout.split()[:4] == ["usage:", "python", "-m", module]
 
 
 @pytest.mark.skipif(
@@ -55,10 +60,14 @@ def test_eval_without_lm_eval(monkeypatch, capsys):
     assert (end.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
+KNOWN = "known are generate, chat, serve, batch, eval (see --help)"
 WRONG = {
-    "none": ((), "error: no command given: known are generate, chat, serve, eval (see --help)\n"),
+    "none": ((), f"error: no command given: {KNOWN}\n"),
     "near": (("chta",), "error: no command 'chta': did you mean chat? (see --help)\n"),
-    "far": (("--model", "x"), "error: no command '--model': known are generate, chat, serve, eval (see --help)\n"),
+    "far": (
+        ("--model", "x"),
+        f"error: no command '--model': {KNOWN}\n",
+    ),
 }
 
 

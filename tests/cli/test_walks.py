@@ -40,6 +40,8 @@ def home(folder, tmp_path) -> Path:
         (tmp_path / "bin" / name).chmod(0o755)
     prompts = ({"prompt": "once upon a time"}, {"prompt": [5, 6, 7], "temperature": 0})
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "once upon a time", "max_tokens": 4}}
+    (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "1", **asked}) + "\n")
     (tmp_path / "half.toml").write_text(blocks(ROOT / "docs/quantization.md", "toml")[0])
     return tmp_path
 
@@ -71,9 +73,15 @@ def test_the_shell_and_quantization_users_walk(page, home):
 
 
 def test_the_serving_users_walk(home):
-    """Each server starts, answers what the page asks it and ends in order."""
+    """Each server starts, answers what the page asks it and ends in order; and a file is answered without one."""
     served = 0
-    commands = list(lines("docs/serving.md"))
+    files = [line for line in lines("docs/serving.md") if line.startswith("jllm batch")]
+    for line in files:
+        run(line, home)
+        (answer,) = map(json.loads, (home / "answers.jsonl").read_text().splitlines())
+        assert (answer["custom_id"], answer["response"]["status_code"]) == ("1", 200)
+    commands = [line for line in lines("docs/serving.md") if line not in files]
+    assert files
     assert commands[0].startswith("python -m jllm.serve")
     requests = [line for line in commands if line.startswith("curl ")]
     assert requests

@@ -43,15 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="python -m jllm.chat",
-        usage="%(prog)s [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=104, max_help_position=34),
-        allow_abbrev=False,
-        add_help=False,
-    )
+    parser = Parser("jllm.chat", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
     what = parser.add_argument_group("what to run")
     add_model(what)
     what.add_argument("--system", metavar="TEXT", help="what the model is told before the first message")

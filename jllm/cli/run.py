@@ -1,0 +1,111 @@
+"""A run of many requests through one engine, from a command's flags to its last line."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jllm.cli.display import Speed
+from jllm.cli.interrupt import INTERRUPTED, Interrupt
+from jllm.cli.jsonl import ResultsFile
+from jllm.cli.process import drafted, note
+from jllm.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jllm.api import Prompt
+    from jllm.cli.sinks import Sink
+    from jllm.engine.loop import Engine
+    from jllm.engine.replicas import Replicas
+    from jllm.engine.request import Event
+
+
+def made_with(args: Namespace) -> dict[str, Any]:
+    """What decides results besides prompts and sampling parameters, as it was asked for."""
+    asked = {"model": "bundled" if args.model is None else args.model}
+    numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
+    asked |= {name: value for name, value in numbers.items() if value is not None}
+    if args.acceptance == "rejection":
+        asked |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}
+    asked |= {} if args.devices is None else {"devices": args.devices}  # sums are rounded in other places
+    return asked | ({"chat": True} if getattr(args, "chat", False) else {})
+
+
+def model_folder(args: Namespace) -> Path:
+    """The directory that is meant, downloaded where it has to be."""
+    from jllm.checkpoint_files import find_model
+    from jllm.pretrained import BUNDLED
+
+    return find_model(BUNDLED if args.model is None else args.model)
+
+
+def run_identity(model: Path, args: Namespace) -> dict[str, str]:
+    """What `made_with` is here and now."""
+    from jllm.run_identity import of_machine, of_model, of_scheme
+
+    scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
+    return of_model(model) | scheme | of_machine()
+
+
+@contextlib.contextmanager
+def output_file(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | None]:
+    """The file of --output, if there is one; Ctrl-C leaves it whole."""
+    if args.output is None:
+        yield None
+        return
+    with contextlib.closing(ResultsFile(args.output)) as file:
+        interrupt.tidy = file.close
+        yield file
+
+
+def run_queue[J](
+    engine: "Engine | Replicas",
+    queue: "Iterable[tuple[J, Prompt, SamplingParams]]",
+    ahead: int,
+    interrupt: Interrupt,
+) -> "Iterator[tuple[J, Event]]":
+    """Runs everything, or up to the step in which Ctrl-C was pressed; yields each event with whose it is. The engine
+    sees only `ahead` requests of a long queue: timings begin when it has them."""
+    queue = iter(queue)
+    running: dict[int, J] = {}
+    unfinished: dict[int, int] = {}  # samples
+
+    def feed(count: int) -> None:
+        for job, prompt, sampling in islice(queue, count):
+            id = engine.submit(prompt, sampling)
+            running[id], unfinished[id] = job, sampling.n
+
+    feed(ahead)
+    while engine.has_work and not interrupt.asked:
+        for event in engine.step():
+            yield running[event.id], event
+            unfinished[event.id] -= event.completion is not None
+            if not unfinished[event.id]:
+                del running[event.id], unfinished[event.id]
+                feed(1)
+
+
+def drive[J](
+    events: "Iterable[tuple[J, Event]]",
+    sink: "Sink[J]",
+    speed: Speed,
+    interrupt: Interrupt,
+    engine: "Engine | Replicas",
+) -> int:
+    """Takes in all events, or those before Ctrl-C, and says how fast that was and what became of drafts; returns the
+    exit status."""
+    broken = 0
+    try:
+        for job, event in events:
+            speed.count(event)
+            sink.take(job, event)
+            broken += event.completion is not None and event.completion.finish_reason == "error"
+    except KeyboardInterrupt:  # the second Ctrl-C, or one that came where no handler of ours is
+        interrupt.asked = True
+    finally:
+        sink.close()
+    note(speed.line(*drafted(engine), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
+    if broken:
+        note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
+    return INTERRUPTED if interrupt.asked else 2 if broken else 0

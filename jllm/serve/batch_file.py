@@ -1,0 +1,93 @@
+"""OpenAI's batch format: a file of requests in, a file of answers out, and taking it up again."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jllm.cli.jsonl import OTHER_FILE, read_lines, written_lines
+from jllm.errors import InputFileError, OutputError
+from jllm.run_identity import digest
+from jllm.serve.errors import HttpError, bad
+from jllm.serve.requests import Served, Wanted, chat, completion, parse_json
+
+ENDPOINTS = {"/v1/completions": completion, "/v1/chat/completions": chat}
+FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}  # of a line, all of them
+ANSWER_START = b'{"id": "batch_req_'
+
+
+@dataclass(frozen=True)
+class Task:
+    """A line of the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Mapping[str, Any]
+
+    def id(self, run: Mapping[str, Any]) -> str:
+        """The id of its answer: of the request, and of `run`, which is what else decides the answer."""
+        parts = ([self.custom_id, self.method, self.url, self.body], run)
+        return "batch_req_" + digest(json.dumps(part, sort_keys=True).encode() for part in parts)
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The requests of a file, or of standard input (-). What is wrong with a body is answered; InputFileError, with the
+    line's number, for a line that cannot be."""
+    tasks: dict[str, Task] = {}
+    for _, where, raw in read_lines(path, "requests"):
+        for name, kind in FIELDS.items():
+            if not isinstance(raw.get(name), kind):
+                raise InputFileError(f'{where}: needs "{name}", {"an object" if kind is dict else "a text"}')
+        for name in raw:
+            if name not in FIELDS:
+                raise InputFileError(f"{where}: unknown key {name!r}; known are {', '.join(FIELDS)}")
+        task = Task(**raw)
+        if task.custom_id in tasks:
+            raise InputFileError(f"{where}: custom_id {task.custom_id!r} occurs more than once")
+        tasks[task.custom_id] = task
+    return list(tasks.values())
+
+
+def parse(task: Task, served: Served) -> Wanted:
+    """What a request asks for, as the server would take it. Raises JllmError."""
+    if task.url not in ENDPOINTS:
+        raise HttpError(404, f"no such path: {task.url}; {' and '.join(ENDPOINTS)} are answered")
+    if task.method != "POST":
+        raise HttpError(405, f"{task.method} is not answered here; POST is")
+    wanted = ENDPOINTS[task.url](parse_json(json.dumps(task.body).encode()), served)
+    if wanted.stream:
+        raise bad("stream", "is not served in a batch")
+    return wanted
+
+
+def answer_line(task: Task, id: str, status: int, body: Mapping[str, Any]) -> str:
+    response = {"status_code": status, "request_id": id, "body": body}
+    answer = {"id": id, "custom_id": task.custom_id, "response": response, "error": None}
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_answers(path: Path, tasks: Sequence[Task], ids: Sequence[str]) -> tuple[set[str], int]:
+    """The ids of answers that an interrupted run left in its output file, of `ids`, which the answers of `tasks` are to
+    have, and the bytes up to the end of the last whole line. OutputError where the file holds anything else."""
+    wanted = {task.custom_id: id for task, id in zip(tasks, ids, strict=True)}
+    found: set[str] = set()
+    size = 0
+    for where, line in written_lines(path, ANSWER_START):
+        try:
+            raw = json.loads(line)
+            id, name = raw["id"], raw["custom_id"]
+            known = name in wanted
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise OutputError(f"{where}: not an answer; {OTHER_FILE}") from None
+        if not known:
+            raise OutputError(f"{where}: custom_id {name!r} is not of the input; {OTHER_FILE}")
+        if id != wanted[name]:
+            what = "its request, the model, its numbers, the device or a version was another"
+            raise OutputError(f"{where}: custom_id {name!r} was answered by another run: {what}; {OTHER_FILE}")
+        if id in found:
+            raise OutputError(f"{where}: a second answer for custom_id {name!r}; {OTHER_FILE}")
+        found.add(id)
+        size += len(line)
+    return found, size
