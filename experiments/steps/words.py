@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from jllm.engine.guide import Guide
 from jllm.tokenizer import Tokenizer
 
-ENDLESS = Guide.regex(r"( [a-z]+)+\.")  # no token has a full stop
+ENDLESS = Guide.regex(r"[ a-z]+\.")  # and no token has a full stop
 
 
-@dataclass(frozen=True)
+@dataclass
 class Words:
     """A Vocabulary whose token i is a space and i in letters."""
 

@@ -91,18 +91,18 @@ class Guides:
             raise RequestError("a guide needs a tokenizer, and this model has none")
         if not self._eos_ids:
             raise RequestError("a guide needs an end token, and this model has none")
-        words = _Words(self._tokenizer, self._vocab_size, self._eos_ids[0])
+        words = _Words(self._tokenizer, self._vocab_size, self._eos_ids)
         return LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=self._eos_ids)
 
 
 class _Words:
     """A tokenizer as llguidance wants it."""
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_id: int):
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_ids: Sequence[int]):
         self._encode = tokenizer.vocabulary.encode
         self._before = self._encode(BEFORE)
-        self.eos_token_id, self.bos_token_id = eos_id, tokenizer.bos_id
-        self.tokens = [tokenizer.vocabulary.piece(i) for i in range(vocab_size)]
+        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
+        self.tokens = [b"" if i in eos_ids else tokenizer.vocabulary.piece(i) for i in range(vocab_size)]
         self.special_token_ids: list[int] = []  # what shows no bytes is never allowed, but for the end
 
     def __call__(self, text: str) -> list[int]:
