@@ -14,7 +14,7 @@ from pallas_kernels.quantized_weights import QuantizedWeight
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-# What Hopper's kernels over pages take.
+# What kernels over pages take.
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 
@@ -78,24 +78,25 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: expected a multiple")
 
 
-def check_listed(*arguments: tuple[str, object, tuple[object, ...]]) -> None:
+def check_listed(*arguments: tuple[str, object, tuple[object, ...]], backend: str = "mosaic") -> None:
     """Raises NotImplementedError for the first (what it is, value, those that a kernel supports) whose value is none of
     them."""
     for what, value, supported in arguments:
         if value not in supported:
             names = ", ".join(map(str, supported))
-            raise NotImplementedError(f"{what} {value} is not supported by backend mosaic, which does {names}")
+            raise NotImplementedError(f"{what} {value} is not supported by backend {backend}, which does {names}")
 
 
-def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ...]) -> None:
-    """Raises NotImplementedError for queries and pages that a Hopper kernel lacks which reads or writes K and V
-    `stored` so, naming what it does."""
+def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ...], backend: str = "mosaic") -> None:
+    """Raises NotImplementedError for queries and pages that a kernel lacks which reads or writes K and V `stored` so,
+    naming what it does."""
     check_listed(
         ("dtype", dtype, ("bfloat16", "float16")),
         ("head dim", head_dim, HEAD_DIMS),
         ("page size", pages.k.page_size, PAGE_SIZES),
         ("K stored as", pages.k.format.codes, stored),
         ("V stored as", pages.v.format.codes, stored),
+        backend=backend,
     )
 
 

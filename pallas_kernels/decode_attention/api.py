@@ -16,11 +16,12 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import xla
-from pallas_kernels.decode_attention.config import check_proven, check_supported
+from pallas_kernels.decode_attention.config import check_proven, check_supported, check_triton
 from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import MOST_ROWS, Segments, words_of
 from pallas_kernels.tiled_attention import check_page_size
+from pallas_kernels.triton_call import check_unproved
 
 
 def decode_attention(
@@ -118,11 +119,18 @@ def _mosaic_plan(
     return make_work(lengths, *sizes, width=_rows_each(q, lengths), segments=segments, **options)
 
 
+def _triton(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
+    from pallas_kernels.decode_attention import triton  # imports Triton
+
+    return triton.decode_attention(q, pages, page_table, lengths, scale, window, segments)
+
+
 def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
     return xla.decode_attention(q, pages, page_table, lengths, scale, window, segments)
 
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_proven, plan=_mosaic_plan),
+    "triton": Backend(_triton, check_triton, check_unproved),
     "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
 }

@@ -1,4 +1,4 @@
-"""What can be tuned in the Mosaic kernel of decode_attention."""
+"""What can be tuned in the kernels of decode_attention, and what they support."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
+from pallas_kernels.triton_call import check_installed
 
 FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
 ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
@@ -88,3 +89,31 @@ def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int 
         raise NotImplementedError(
             f"the mosaic kernel was not yet run with {group} query heads a KV head, only up to 16"
         )
+
+
+TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
+MOST_SPLITS = 16  # of a sequence; changes bits
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Sizes and resources of the Triton kernel: `split` and `keys` change bits."""
+
+    queries: int  # rows times query heads of a KV head in a program: rows of a product, at least 16
+    keys: int = 64  # tokens a step, aligned to absolute positions
+    split: int = 256  # tokens of a program, doubled until MOST_SPLITS are enough
+    warps: int = 4
+    stages: int = 2
+
+
+def triton_config(head_dim: int, queries: int) -> TritonConfig:
+    """The configuration for `queries` queries of a KV head: one for compute capability 8.0 to 9.0, small enough for the
+    shared memory of 8.6."""
+    block = 16 if queries <= 16 else 32 if queries <= 32 or head_dim > 128 else 64
+    return TritonConfig(block, keys=32 if head_dim > 128 else 64, warps=4 if block == 16 else 8)
+
+
+def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
+    """Raises NotImplementedError for what the Triton kernel lacks, naming what it does."""
+    check_installed()
+    check_paged(str(q.dtype), q.shape[-1], pages, TRITON_FORMATS, backend="triton")

@@ -58,6 +58,8 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
         executor = OnHost(launch.kernel.rewrite(), names, launch.grid)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
             executor(*(_pointer(array) for array in (*held, *outputs)), **launch.constants)
         for position, (before, after) in enumerate(zip(inputs, held)):
             assert position in launch.aliases or np.asarray(before).tobytes() == after.tobytes(), "an input changed"
@@ -73,6 +75,27 @@ def _nearest(convert: Any) -> Any:
         if (str(source), str(target)) == ("fp32", "bf16"):
             return x.astype(jnp.bfloat16).view(np.uint16)
         return convert(x, source, target, rounding)
+
+    return run
+
+
+def _dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+    """A product of tiles: the interpreter would multiply the bits of bfloat16."""
+    from triton.runtime.interpreter import TensorHandle
+
+    def numbers(x: Any) -> np.ndarray:
+        return x.data.view(jnp.bfloat16) if str(x.dtype.scalar) == "bf16" else x.data
+
+    kind = total.data.dtype
+    return TensorHandle(numbers(a).astype(kind) @ numbers(b).astype(kind) + total.data, total.dtype.scalar)
+
+
+def _with_index(give: Any) -> Any:
+    """What gives tensors their methods: bounds of loops are arrays of one number, of which NumPy 2.4 makes no int."""
+
+    def run(tensor: Any, scope: Any) -> None:
+        give(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
 
     return run
 

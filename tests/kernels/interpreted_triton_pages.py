@@ -1,0 +1,100 @@
+"""Triton kernels over pages in Triton's interpreter, against the references; test_triton_pages.py runs this file in a
+process of its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import triton_call
+from pallas_kernels.decode_attention import Segments, decode_attention
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention import triton as decode_triton
+from pallas_kernels.decode_attention.cases import Case as Decode
+from pallas_kernels.kv_pages import KVPages
+from tests.kernels import triton_tools
+from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
+from tests.kernels.test_segments import queries, words
+from tests.kernels.triton_cases import DECODE, decode_arguments, small
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(triton_call, "call", triton_tools.interpret)
+
+
+def decode(case: Decode, arguments, segments=None) -> jax.Array:
+    options = {"scale": case.scale, "window": case.window, "segments": segments}
+    return decode_attention(*arguments, **options, backend="triton")
+
+
+def decode_formula(case: Decode, arguments, segments: Segments | None = None) -> np.ndarray:
+    parts = (None, None) if segments is None else (segments.rows, segments.ancestors)
+    return decode_reference.decode_attention(*arguments, case.scale, case.window, *parts)
+
+
+@pytest.mark.parametrize(("case", "rows", "tree"), DECODE, ids=str)
+def test_decode_attention_matches_the_formula_and_reads_nothing_else(case, rows, tree):
+    arguments, segments = decode_arguments(case, rows, tree)
+    out = decode(case, arguments, segments)
+    assert error(out, decode_formula(case, arguments, segments)) < TOLERANCE[case.dtype]
+
+
+def test_decode_attention_depends_neither_on_company_nor_on_room():
+    case = small(lengths=(300, 40), k_format="fp8", v_format="int8-g8")
+    q, pages, table, lengths = case.inputs()
+    out = decode(case, (q, pages, table, lengths))
+    wider = jnp.pad(table[:1], ((0, 0), (0, 300)))  # room for more splits
+    for alone in (table[:1], wider):
+        assert same_bits(out[:1], decode(case, (q[:1], pages, alone, lengths[:1])))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_what_a_row_of_a_tree_does_not_see_changes_none_of_its_bits(kv):
+    """Any keys, and any values that are numbers."""
+    case, leaf = small(lengths=(130,), heads=(1, 1), k_format=kv, v_format=kv, width=5), 3
+    segments = Segments(jnp.asarray([5], jnp.int32), jnp.asarray(words([[0b1, 0b11, 0b101, 0b1011, 0b10101]])))
+    _, pages, table, lengths = case.inputs()
+    page, slot = int(table[0, (125 + leaf) // 16]), (125 + leaf) % 16
+
+    def drafted(pool, value):
+        return dataclasses.replace(pool, values=pool.values.at[page, :, slot].set(value))
+
+    nan, large = (0x7F, 0x70) if kv == "fp8" else (jnp.nan, 1e4)
+    other = dataclasses.replace(pages, k=drafted(pages.k, nan), v=drafted(pages.v, large))
+    one, another = (decode(case, (queries(case, 5), each, table, lengths), segments) for each in (pages, other))
+    rest = np.arange(5) != leaf
+    assert same_bits(one[rest], another[rest])
+    assert not np.isfinite(np.asarray(another[leaf], np.float32)).any()
+
+
+def test_seeded_faults_of_decode_attention_are_caught(monkeypatch):
+    case = small(lengths=(130, 1, 0, 300), page_size=32, k_format="int8-g8", v_format="int4-g8", window=100)
+    q, pages, table, lengths = case.inputs()
+    expected = decode_formula(case, (q, pages, table, lengths))
+
+    def wrong(pages=pages, table=table, lengths=lengths, window=case.window):
+        return error(decode(dataclasses.replace(case, window=window), (q, pages, table, lengths)), expected)
+
+    assert wrong() < TOLERANCE[case.dtype]
+    faults = {
+        "swapped table entries": wrong(table=swap_entries(table, 3, 6, 8)),
+        "one key too few": wrong(lengths=jnp.maximum(lengths - 1, 0)),
+        "a shorter window": wrong(window=99),
+        "a longer window": wrong(window=101),
+        "a swapped scale of V": wrong(KVPages(pages.k, swap_scales(pages.v, int(table[0, 3]), 1))),
+        "a swapped scale of K": wrong(KVPages(swap_scales(pages.k, int(table[3, 8]), 0), pages.v)),
+    }
+    launches = decode_triton.launches
+
+    def changed(*arguments):
+        split, merge = launches(*arguments)
+        return split, dataclasses.replace(merge, constants={**merge.constants, "SPLIT": 512})
+
+    monkeypatch.setattr(decode_triton, "launches", changed)
+    jax.clear_caches()
+    faults["other splits merged"] = wrong()
+    jax.clear_caches()
+    assert not missed(faults, TOLERANCE[case.dtype])

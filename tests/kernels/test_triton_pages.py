@@ -1,0 +1,115 @@
+"""Triton kernels over pages: interpreted against the references, compiled for four GPUs, and run where there is one."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import pages_triton, triton_call
+from pallas_kernels.decode_attention import api as decode_api
+from pallas_kernels.decode_attention import cases as decode_cases
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.kv_pages import KVPages, allocate, parse_format
+from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
+
+from tests.kernels.triton_cases import DECODE, SMALL_DECODE, decode_arguments  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+STORED = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
+
+
+def test_interpreted():
+    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_pages.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+def check_compiled(launch, inputs, capability: int, folder: Path) -> None:
+    """Within the shared memory and the registers of a block, and nothing spilled."""
+    made = compile_for(launch, [each.dtype for each in inputs], capability, folder)
+    assert f".target sm_{capability}" in made.ptx
+    assert made.shared <= SHARED_MEMORY[capability], launch
+    assert made.spilled == 0, launch
+    assert made.registers * 32 * launch.num_warps <= 65536, launch
+
+
+def shapes_of(D: int, kv: str, heads: tuple[int, int]) -> KVPages:
+    fmt = parse_format(kv, D)
+    return jax.eval_shape(lambda: allocate(64, heads[1], 16, D, fmt, fmt))
+
+
+COMPILED_DECODE = [  # head dim, heads, rows, window, trees
+    (128, "bf16", (32, 8), 1, None, False),
+    (128, "int8-g8", (32, 32), 1, None, False),
+    (128, "int4-g32", (32, 8), 1, None, False),
+    (128, "fp8", (32, 8), 8, 4096, True),
+    (128, "bf16", (64, 1), 1, None, False),
+    (256, "f16", (16, 1), 4, 4096, False),
+    (256, "int8-g64-zp", (8, 4), 1, None, False),
+]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
+    from pallas_kernels.decode_attention import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for D, kv, heads, Q, window, trees in COMPILED_DECODE:
+        q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
+        table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
+        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+        masks = jax.ShapeDtypeStruct((4, Q, 1), jnp.uint32) if trees else lengths
+        split, merge = triton.launches(q, pages, table, lengths, 0.1, window, trees)
+        check_compiled(split, (q, *pools, table, lengths, lengths, masks, lengths), capability, tmp_path)
+        check_compiled(merge, (*split.out, lengths, lengths), capability, tmp_path)
+
+
+def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    q, pages, table, lengths = SMALL_DECODE.inputs()
+    ours, plain = (decode_attention(q, pages, table, lengths, scale=0.1, backend=name) for name in (None, "xla"))
+    assert same_bits(ours, plain)
+    assert decode_api.BACKENDS["triton"].supports(q, pages, 1) is None
+    assert decode_api.BACKENDS["triton"].supports(q, pages, 1, unasked=True) == triton_call.UNPROVED
+
+
+def test_what_is_refused():
+    q, pages, table, lengths = SMALL_DECODE.inputs()
+    rotated = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-h", 64)] * 2))
+    run = partial(decode_attention, scale=0.1, backend="triton")
+    with pytest.raises(NotImplementedError, match="dtype float32 is not supported by backend triton, which does bf"):
+        run(q.astype("float32"), pages, table, lengths)
+    with pytest.raises(NotImplementedError, match="K stored as int8-h is not supported by backend triton"):
+        jax.eval_shape(run, q, rotated, table, lengths)
+
+
+ON_GPU = [case for case in decode_cases.CASES if case.dtype != "float32" and case.k_format != "f32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "rows", "tree"), [*DECODE, *((case, None, False) for case in ON_GPU)], ids=str
+)  # fmt: skip
+def test_gpu_decode_attention_matches_the_formula(case, rows, tree):
+    (q, pages, table, lengths), segments = decode_arguments(case, rows, tree)
+    run = partial(decode_attention, scale=case.scale, window=case.window, backend="triton")
+    parts = () if segments is None else (segments.rows, segments.ancestors)
+    expected = decode_reference.decode_attention(q, pages, table, lengths, case.scale, case.window, *parts)
+    out = run(q, pages, table, lengths, segments=segments)
+    assert error(out, expected) < TOLERANCE[case.dtype]
+    assert same_bits(out, run(q, pages, table, lengths, segments=segments))
+    last = None if segments is None else jax.tree.map(lambda x: x[-1:], segments)
+    alone = run(q[-case.width :], pages, table[-1:], lengths[-1:], segments=last)
+    assert same_bits(out[-case.width :], alone)

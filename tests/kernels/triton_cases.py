@@ -1,0 +1,56 @@
+"""Small calls of the Triton kernels over pages, that the interpreter and GPUs compute."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode_attention import Segments
+from pallas_kernels.decode_attention.cases import Case as Decode
+from tests.kernels.helpers import poison, visible_slots
+from tests.kernels.test_segments import queries, random_trees
+
+SMALL_DECODE = Decode(
+    lengths=(130, 0, 1, 300), heads=(4, 2), head_dim=64, page_size=16, k_format="bf16", v_format="bf16",
+    dtype="bfloat16",
+)  # fmt: skip
+
+
+def small(**changes) -> Decode:
+    return dataclasses.replace(SMALL_DECODE, **changes)
+
+
+EIGHT_AND_FOUR = {"k_format": "int8-g8", "v_format": "int4-g32"}
+FLOATS_OF_EIGHT = {"k_format": "fp8", "v_format": "int8-g256"}
+# Each with the rows that its segments use (None: one each), and whether these are trees.
+DECODE = [
+    (small(window=100), None, False),
+    (small(lengths=(300,), heads=(2, 2), page_size=128, head_dim=128, **EIGHT_AND_FOUR), None, False),
+    (small(lengths=(9, 140), heads=(9, 1), page_size=8, v_format="f16", dtype="float16"), None, False),
+    (small(lengths=(40, 5), heads=(1, 1), page_size=32, head_dim=256, **FLOATS_OF_EIGHT), None, False),
+    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), None, False),
+    (small(lengths=(40, 0, 20), k_format="int4-g8-zp", v_format="int8-g16-zp", dtype="float16"), None, False),
+    (small(lengths=(300, 66), heads=(2, 2), width=4), (4, 2), False),
+    (small(lengths=(140, 9), heads=(6, 2), window=3, k_format="fp8", v_format="fp8", width=5), (5, 3), True),
+    (small(lengths=(129,), heads=(1, 1), window=30, dtype="float16", k_format="f16", width=40), (34,), True),
+    (small(lengths=(5000,), heads=(1, 1), page_size=128), None, False),  # splits that were doubled
+]  # fmt: skip
+
+
+def segments_of(rows: tuple[int, ...], width: int, tree: bool) -> Segments:
+    masks = jnp.asarray(random_trees(np.random.default_rng(0), rows, width)) if tree else None
+    return Segments(jnp.asarray(rows, jnp.int32), masks)
+
+
+def decode_arguments(case: Decode, rows: tuple[int, ...] | None, tree: bool) -> tuple[tuple, Segments | None]:
+    """The case's inputs with NaN wherever nothing may be read, tables that point nowhere before the window, and the
+    segments."""
+    q, pages, table, lengths = case.inputs()
+    segments = None if rows is None else segments_of(rows, case.width, tree)
+    used = np.minimum(1, lengths) if rows is None else np.asarray(rows)
+    starts = np.maximum(lengths - used + 1 - (case.window or 10**6), 0)
+    pages = poison(pages, visible_slots(table, starts, lengths.tolist(), pages.k.num_pages, case.page_size))
+    hidden = np.arange(table.shape[1])[None] < starts[:, None] // case.page_size
+    unused = (np.arange(case.width) >= used[:, None]).reshape(-1)
+    q = jnp.where(unused[:, None, None], jnp.nan, queries(case, case.width))
+    return (q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths), segments
