@@ -49,7 +49,9 @@ class Answer:
         if not (event.text or event.token_ids or done):
             return None
         first = key not in self._begun
-        offsets = self._begun.setdefault(key, Offsets(self._tokenizer, wanted.prompts[event.id]))
+        if first:
+            self._begun[key] = Offsets(self._tokenizer, wanted.prompts[event.id])
+        offsets = self._begun[key]
         choice: dict[str, Any] = {"index": self._index(*key)}
         logprobs = None if wanted.sampling.logprobs is None else event.logprobs
         if wanted.chat:

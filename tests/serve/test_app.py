@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jllm.engine.request import SamplingParams
+from jllm.serve import answers
 from tests.serve.conftest import Gone, answer, ask, serving
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -109,6 +110,25 @@ def test_a_stream_adds_up_to_the_whole(model, path):
 
 def message(text, role="user"):
     return {"role": role, "content": text}
+
+
+def test_a_stream_decodes_its_prompt_once(model, monkeypatch):
+    """Not for each of its chunks, of which a second has thousands."""
+    made = []
+
+    class Counted(answers.Offsets):
+        def __init__(self, *args):
+            made.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(answers, "Offsets", Counted)
+
+    async def work(engine, app):
+        body = {"prompt": "the wolf", "n": 2, **GREEDY, "max_tokens": 12, "stream": True}
+        return events((await ask(app, COMPLETIONS, body))[2])
+
+    assert len(run(model, work)) > 4
+    assert len(made) == 2
 
 
 def test_echo_scores_the_prompt(model):
