@@ -56,21 +56,21 @@ def store_row(y, values, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
         scaled = y * tl.div_rn(1.0, scale)
         clipped = tl.minimum(tl.maximum(scaled, -LARGEST_CODE), LARGEST_CODE)
         if LARGEST_CODE == 127.0:
-            codes = tl.where(scaled == scaled, _int8(clipped), 0)
+            codes = tl.where(scaled == scaled, nearest(clipped), 0)
         else:
-            codes = tl.where(scaled == scaled, _e4m3(clipped), 0x7F)
+            codes = tl.where(scaled == scaled, to_e4m3(clipped), 0x7F)
         tl.store(at, codes.to(tl.int8), mask=column < WIDTH)
 
 
 @triton.jit
-def _int8(x):
+def nearest(x):
     """Nearest integers, ties to even: the low bits of a sum whose unit in the last place is 1."""
     bits = (x + 12582912.0).to(tl.int32, bitcast=True)
     return bits - 0x4B400000
 
 
 @triton.jit
-def _e4m3(x):
+def to_e4m3(x):
     """The bits of float8_e4m3fn, ties to even, of |x| up to 448."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF

@@ -1,14 +1,18 @@
 """cache_update: rotate Q and K, quantize K and V, write them into pages."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.cache_update import xla
-from pallas_kernels.cache_update.config import check_supported
+from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.triton_call import check_unproved
 
 
 def cache_update(
@@ -61,8 +65,8 @@ def cache_update_fused(
 ) -> tuple[jax.Array, KVPages]:
     """cache_update of one projection's output qkv [T, (H + 2K) D]: Q's heads, then K's, then V's.
 
-    K and N are the pages', D is twice the width of cos, sin [T, D/2], and H what is left. The mosaic backend reads qkv
-    where it is, while slices would be copied first.
+    K and N are the pages', D is twice the width of cos, sin [T, D/2], and H what is left. Kernels read qkv where it is,
+    while slices would be copied first.
     """
     sizes = bind_shapes(
         qkv=(qkv, "T X"), cos=(cos, "T D/2"), sin=(sin, "T D/2"), page=(page, "T"), offset=(offset, "T")
@@ -104,10 +108,16 @@ def _mosaic(*args, **options) -> tuple[jax.Array, KVPages]:
     return mosaic_sm90.cache_update(*args, **options)
 
 
-def _mosaic_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPages]:
+def _triton(*args, **options) -> tuple[jax.Array, KVPages]:
+    from pallas_kernels.cache_update import triton  # imports Triton
+
+    return triton.cache_update(*args, **options)
+
+
+def _in_place(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num_heads: int, *args):
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     first = (0, num_heads, num_heads + num_kv_heads)
-    return _mosaic(qkv, qkv, qkv, *args, first=first, num_heads=num_heads)
+    return run(qkv, qkv, qkv, *args, first=first, num_heads=num_heads)
 
 
 def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPages]:
@@ -117,9 +127,11 @@ def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPage
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
+    "triton": Backend(_triton, check_triton, check_unproved),
     "xla": Backend(xla.cache_update),
 }
 FUSED = {
-    "mosaic": Backend(_mosaic_fused, check_supported),
+    "mosaic": Backend(partial(_in_place, _mosaic), check_supported),
+    "triton": Backend(partial(_in_place, _triton), check_triton, check_unproved),
     "xla": Backend(_xla_fused),
 }

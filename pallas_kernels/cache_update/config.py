@@ -1,16 +1,25 @@
-"""What the Mosaic GPU kernel supports, its tunables, and the values measured best. Light to import."""
+"""What the kernels support, their tunables, and the values measured best. Light to import."""
 
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_paged
 from pallas_kernels.kv_pages import FP8, KVPages
+from pallas_kernels.triton_call import check_installed
 
 FORMATS = ("bfloat16", "float16", "float32", FP8, "int8", "int4")
+TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
+TRITON_VALUES = 1024  # of a program's heads; sensible for compute capability 8.0 to 9.0
 
 
 def check_supported(dtype: str, head_dim: int, pages: KVPages) -> None:
-    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    """Raises NotImplementedError for what the Mosaic kernel does not do, naming what it does."""
     check_paged(dtype, head_dim, pages, FORMATS)
+
+
+def check_triton(dtype: str, head_dim: int, pages: KVPages) -> None:
+    """The same for the Triton kernel."""
+    check_installed()
+    check_paged(dtype, head_dim, pages, TRITON_FORMATS, backend="triton")
 
 
 @dataclass(frozen=True)

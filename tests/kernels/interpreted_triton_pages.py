@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import triton_call
+from pallas_kernels.cache_update import cache_update, cache_update_fused
+from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import Segments, decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import triton as decode_triton
@@ -16,8 +18,9 @@ from pallas_kernels.decode_attention.cases import Case as Decode
 from pallas_kernels.kv_pages import KVPages
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
+from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.test_segments import queries, words
-from tests.kernels.triton_cases import DECODE, decode_arguments, small
+from tests.kernels.triton_cases import DECODE, UPDATES, decode_arguments, small, update_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +101,47 @@ def test_seeded_faults_of_decode_attention_are_caught(monkeypatch):
     faults["other splits merged"] = wrong()
     jax.clear_caches()
     assert not missed(faults, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("case", UPDATES, ids=str)
+def test_cache_update_matches_the_definition_and_touches_nothing_else(case):
+    arguments = update_arguments(case)
+    q, k, v, cos, sin, pages, page, offset = arguments
+    expected_q, expected = update_reference.cache_update(*arguments)
+    rotated, new = cache_update(*arguments, backend="triton")
+    assert error(rotated, expected_q) < TOLERANCE[case.dtype]
+    assert same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))
+    for name, rows, wanted in zip(
+        (case.k_format, case.v_format), written_rows(new, page, offset), written_rows(expected, page, offset)
+    ):
+        assert error(rows, wanted) < storage_tolerance(name, case.dtype)
+    written = np.zeros((case.num_pages, case.page_size), bool)
+    kept = case.rows - case.dropped
+    written[np.asarray(page)[:kept], np.asarray(offset)[:kept]] = True
+    for old, found in zip(jax.tree.leaves(pages), jax.tree.leaves(new)):
+        shape = case.num_pages, case.heads[1], case.page_size, -1
+        before, after = (np.asarray(x).reshape(shape).transpose(0, 2, 1, 3)[~written] for x in (old, found))
+        assert before.tobytes() == after.tobytes()
+    fused = jnp.concatenate([x.reshape(case.rows, -1) for x in (q, k, v)], axis=1)
+    assert same_bits((rotated, new), cache_update_fused(fused, cos, sin, pages, page, offset, backend="triton"))
+
+
+def test_seeded_faults_of_cache_update_are_caught():
+    case = dataclasses.replace(UPDATES[4], heads=(4, 2))
+    q, k, v, cos, sin, pages, page, offset = case.inputs()
+    _, expected = update_reference.cache_update(q, k, v, cos, sin, pages, page, offset)
+
+    def wrong(k=k, v=v, sin=sin, page=page, offset=offset):
+        _, new = cache_update(q, k, v, cos, sin, pages, page, offset, backend="triton")
+        return max(error(found, right) for found, right in zip(written_rows(new, *at), written_rows(expected, *at)))
+
+    at, tolerance = (page, offset), storage_tolerance("int4", "bfloat16")
+    assert wrong() < tolerance
+    faults = {
+        "the angle reversed": wrong(sin=-sin),
+        "an offset too far": wrong(offset=(offset + 1) % case.page_size),
+        "a dropped row": wrong(page=page.at[0].set(case.num_pages)),
+        "a row before the pool": wrong(page=page.at[0].set(-1)),
+        "heads exchanged": wrong(v=v[:, ::-1]),
+    }
+    assert not missed(faults, tolerance)

@@ -11,18 +11,22 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import pages_triton, triton_call
+from pallas_kernels.cache_update import cache_update, cache_update_fused
+from pallas_kernels.cache_update import cases as update_cases
+from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import api as decode_api
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
 from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
 
-from tests.kernels.triton_cases import DECODE, SMALL_DECODE, decode_arguments  # noqa: E402
+from tests.kernels.triton_cases import DECODE, SMALL_DECODE, UPDATES, decode_arguments, update_arguments  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STORED = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
@@ -76,6 +80,24 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
         check_compiled(merge, (*split.out, lengths, lengths), capability, tmp_path)
 
 
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_cache_update_compiles(capability, tmp_path, monkeypatch):
+    from pallas_kernels.cache_update import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for D, kv, (H, K) in (
+        (128, "bf16", (32, 8)),
+        (128, "int4-g32", (32, 8)),
+        (64, "fp8", (3, 1)),
+        (256, "int8-g8-zp", (8, 4)),
+    ):
+        pages, angles = shapes_of(D, kv, (H, K)), jax.ShapeDtypeStruct((8, D // 2), jnp.float32)
+        qkv, page = jax.ShapeDtypeStruct((8, H + 2 * K, D), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+        pools = [page if x is None else x for part in (pages.k, pages.v) for x in (part.values, part.scales)]
+        made = triton.launch(qkv, qkv, qkv, pages, (0, H, H + K), H)
+        check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, *pools), capability, tmp_path)
+
+
 def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
     monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
     q, pages, table, lengths = SMALL_DECODE.inputs()
@@ -113,3 +135,24 @@ def test_gpu_decode_attention_matches_the_formula(case, rows, tree):
     last = None if segments is None else jax.tree.map(lambda x: x[-1:], segments)
     alone = run(q[-case.width :], pages, table[-1:], lengths[-1:], segments=last)
     assert same_bits(out[-case.width :], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*UPDATES, *(x for x in update_cases.CASES if x.dtype != "float32")], ids=str)
+def test_gpu_cache_update_matches_the_definition(case):
+    arguments = update_arguments(case)
+    q, k, v, cos, sin, pages, page, offset = arguments
+    expected_q, expected = update_reference.cache_update(*arguments)
+    rotated, new = cache_update(*arguments, backend="triton")
+    assert error(rotated, expected_q) < TOLERANCE[case.dtype]
+    assert same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))
+    for name, rows, wanted in zip(
+        (case.k_format, case.v_format), written_rows(new, page, offset), written_rows(expected, page, offset)
+    ):
+        assert error(rows, wanted) < storage_tolerance(name, case.dtype)
+    fused = jnp.concatenate([x.reshape(case.rows, -1) for x in (q, k, v)], axis=1)
+    run = partial(cache_update_fused, backend="triton")
+    assert same_bits((rotated, new), run(fused, cos, sin, pages, page, offset))
+    step = jax.jit(run, donate_argnums=3).lower(fused, cos, sin, pages, page, offset).compile()
+    sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
+    assert step.memory_analysis().alias_size_in_bytes == sizes  # no copy of a pool

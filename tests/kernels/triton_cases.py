@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cache_update.cases import Case as Update
 from pallas_kernels.decode_attention import Segments
 from pallas_kernels.decode_attention.cases import Case as Decode
 from tests.kernels.helpers import poison, visible_slots
@@ -54,3 +55,23 @@ def decode_arguments(case: Decode, rows: tuple[int, ...] | None, tree: bool) -> 
     unused = (np.arange(case.width) >= used[:, None]).reshape(-1)
     q = jnp.where(unused[:, None, None], jnp.nan, queries(case, case.width))
     return (q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths), segments
+
+
+_UPDATE = {"rows": 5, "dropped": 1, "num_pages": 3, "head_dim": 64, "page_size": 16}
+UPDATES = [
+    Update(**_UPDATE, heads=heads, k_format=k_format, v_format=v_format, dtype=dtype)  # type: ignore[arg-type]
+    for heads, k_format, v_format, dtype in (
+        ((4, 2), "bf16", "f16", "bfloat16"),
+        ((34, 17), "f32", "int8-g8", "float16"),
+        ((3, 1), "fp8", "int4-g32", "bfloat16"),
+        ((4, 4), "int4-g8", "fp8", "float16"),
+        ((6, 2), "int8-g64", "int4-g64-zp", "bfloat16"),
+        ((6, 2), "int8-g16-zp", "int8-g32", "bfloat16"),
+    )
+]
+
+
+def update_arguments(case: Update) -> tuple:
+    """The case's inputs, with NaN in every slot."""
+    *arrays, pages, page, offset = case.inputs()
+    return *arrays, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
