@@ -7,7 +7,7 @@ import pytest
 from experiments.baselines import BASELINES, PaddedPrefill, StaticBatches, engine_with
 from experiments.qps import HostOnly
 from jllm.batch import Bucket
-from jllm.engine.layout import packed_step
+from jllm.engine.layout import WHOLE, packed_step
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
@@ -66,7 +66,7 @@ def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, mon
 def test_sorting_sorts_and_thresholds_do_not(model):
     for sampling in BASELINES["sampling"]:
         device = engine_with(model, **OPTIONS, sampling=sampling)._device
-        key = OPTIONS["buckets"][0], Variant()
+        key = OPTIONS["buckets"][0], Variant(), WHOLE
         text = packed_step.lower(*device._arguments(*key), **device._static(*key)).as_text()
         assert ("stablehlo.sort" in text) == (sampling == "sort")
 
