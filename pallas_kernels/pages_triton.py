@@ -30,8 +30,8 @@ def load_queries(at, in_use, values, D: tl.constexpr):
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if dtype != x.dtype:
         x = x.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
-        factor = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7F800000, axis=1)  # as integers exponents have their order
+        factor = tl.minimum(tl.maximum(largest, 0x10000000), 0x7F000000).to(tl.float32, bitcast=True)
         x = (x / factor[:, None]).to(dtype)
     return x, factor
 

@@ -14,9 +14,10 @@ from pallas_kernels.checks import (
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.prefill_attention.config import check_supported
+from pallas_kernels.prefill_attention.config import check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
 from pallas_kernels.tiled_attention import check_page_size
+from pallas_kernels.triton_call import check_unproved
 
 
 def prefill_attention(
@@ -80,11 +81,24 @@ def _mosaic(*args) -> jax.Array:
     return mosaic_sm90.prefill_attention(*args)
 
 
+def _triton(*args) -> jax.Array:
+    from pallas_kernels.prefill_attention import triton  # imports Triton
+
+    return triton.prefill_attention(*args)
+
+
+def _triton_plan(*args, **options) -> Work:
+    from pallas_kernels.prefill_attention import triton
+
+    return triton.plan(*args, **options)
+
+
 def _xla(q, pages, page_table, cu_q_lens, kv_lens, scale, window, _) -> jax.Array:
     return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
 
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, plan=make_work),
+    "triton": Backend(_triton, check_triton, check_unproved, plan=_triton_plan),
     "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
 }

@@ -1,4 +1,4 @@
-"""Tunables of the Hopper kernel of prefill_attention, and their tuned values."""
+"""Tunables of the kernels of prefill_attention, their tuned values, and what they support."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,11 @@ import jax
 from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
+from pallas_kernels.triton_call import check_installed
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
 FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
+TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,30 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: 
     if not scale > 0:
         raise NotImplementedError(f"scale is {scale}: the mosaic kernel takes positive ones")
     check_paged(str(q.dtype), q.shape[-1], pages, FORMATS)
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Sizes and resources of the Triton kernel; `block_kv` decides the order of sums."""
+
+    tile_rows: int  # query rows of a program
+    block_kv: int  # keys a step, aligned to absolute positions
+    warps: int = 8
+    stages: int = 2
+
+
+def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
+    """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
+    registers."""
+    if head_dim > 128:
+        return TritonConfig(64, 32)
+    if hopper:
+        return TritonConfig(128, 64)
+    converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
+    return TritonConfig(64 if converts else 128, 32)
+
+
+def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:
+    """Raises NotImplementedError for what the Triton kernel lacks, naming what it does."""
+    check_installed()
+    check_paged(str(q.dtype), q.shape[-1], pages, TRITON_FORMATS, backend="triton")

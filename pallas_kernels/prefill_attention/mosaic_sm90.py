@@ -50,6 +50,8 @@ def prefill_attention(
         work = make_work(q, pages, cu_q_lens, kv_lens, window=window, config=config)
     if work.window != window:
         raise ValueError(f"work was made for window {work.window}, not {window}")
+    if not isinstance(work.config, Config):
+        raise ValueError("work was made for backend triton, not mosaic")
     if num_rows < WARPGROUP_ROWS:  # no copy is larger than its array
         q = jnp.pad(q, ((0, WARPGROUP_ROWS - num_rows), (0, 0), (0, 0)))
     formats = pages.k.format, pages.v.format

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, choose_config, packings
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, TritonConfig, choose_config, packings
 
 # Columns of Work.tiles.
 CHUNK, ROW, ROWS, POSITION, KEYS, NUM_COLUMNS = range(6)
@@ -26,7 +26,7 @@ class Work:
     tiles: jax.Array
     count: jax.Array
     window: int | None = field(metadata={"static": True})
-    config: Config = field(metadata={"static": True})
+    config: Config | TritonConfig = field(metadata={"static": True})
 
 
 def make_work(
@@ -36,7 +36,7 @@ def make_work(
     kv_lens: jax.Array,
     *,
     window: int | None = None,
-    config: Config | None = None,
+    config: Config | TritonConfig | None = None,
 ) -> Work:
     """The work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are enough.
 
@@ -45,7 +45,7 @@ def make_work(
     depends on their own rows and keys alone.
     """
     config = config or choose_config(q, pages, kv_lens.shape[0])
-    packed = packings(config, q.shape[1], pages.k.page_size)
+    packed = packings(config, q.shape[1], pages.k.page_size) if isinstance(config, Config) else ()
     num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows
     num_tiles = num_rows // tile_rows + num_chunks + 1
     rows_end = jnp.full((1,), num_rows, jnp.int32)

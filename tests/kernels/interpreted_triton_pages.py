@@ -16,11 +16,21 @@ from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import triton as decode_triton
 from pallas_kernels.decode_attention.cases import Case as Decode
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention import plan, prefill_attention
+from pallas_kernels.prefill_attention import reference as prefill_reference
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.test_segments import queries, words
-from tests.kernels.triton_cases import DECODE, UPDATES, decode_arguments, small, update_arguments
+from tests.kernels.triton_cases import (
+    DECODE,
+    PREFILLS,
+    UPDATES,
+    decode_arguments,
+    prefill_arguments,
+    small,
+    update_arguments,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +155,48 @@ def test_seeded_faults_of_cache_update_are_caught():
         "heads exchanged": wrong(v=v[:, ::-1]),
     }
     assert not missed(faults, tolerance)
+
+
+def prefill(case, arguments, **options) -> jax.Array:
+    options = {"scale": case.scale, "window": case.window, "backend": "triton"} | options
+    return prefill_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("case", PREFILLS, ids=str)
+def test_prefill_attention_matches_the_formula_and_reads_nothing_else(case):
+    arguments = prefill_arguments(case)
+    expected = prefill_reference.prefill_attention(*arguments, case.scale, case.window)
+    out = prefill(case, arguments)
+    assert error(out, expected) < TOLERANCE[case.dtype]
+    q, pages, _, *lengths = arguments
+    work = plan(q, pages, *lengths, scale=case.scale, window=case.window, backend="triton")
+    assert same_bits(out, prefill(case, arguments, work=work))
+
+
+def test_prefill_attention_does_not_depend_on_company():
+    case = PREFILLS[1]
+    q, pages, table, _, kv_lens = case.inputs()
+    out = prefill(case, case.inputs())
+    alone = prefill(case, (q[38:43], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]))
+    assert same_bits(out[38:43], alone)
+
+
+def test_seeded_faults_of_prefill_attention_are_caught():
+    case = PREFILLS[1]
+    q, pages, table, cu, kv_lens = case.inputs()
+    expected = prefill_reference.prefill_attention(q, pages, table, cu, kv_lens, case.scale, case.window)
+
+    def wrong(pages=pages, table=table, cu=cu, kv_lens=kv_lens, window=case.window):
+        return error(prefill(case, (q, pages, table, cu, kv_lens), window=window), expected)
+
+    assert wrong() < TOLERANCE[case.dtype]
+    faults = {
+        "swapped table entries": wrong(table=swap_entries(table, 0, 10, 15)),
+        "one key too few": wrong(kv_lens=kv_lens - 1),
+        "a shorter window": wrong(window=39),
+        "a longer window": wrong(window=41),
+        "a row of another chunk": wrong(cu=cu.at[1:3].add(1)),
+        "a swapped scale of V": wrong(KVPages(pages.k, swap_scales(pages.v, int(table[0, 15]), 0))),
+        "a swapped scale of K": wrong(KVPages(swap_scales(pages.k, int(table[0, 15]), 0), pages.v)),
+    }
+    assert not missed(faults, TOLERANCE[case.dtype])

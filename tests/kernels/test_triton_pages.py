@@ -19,6 +19,10 @@ from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
+from pallas_kernels.prefill_attention import cases as prefill_cases
+from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
+from pallas_kernels.prefill_attention import reference as prefill_reference
+from pallas_kernels.prefill_attention.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
@@ -26,7 +30,15 @@ from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
 
-from tests.kernels.triton_cases import DECODE, SMALL_DECODE, UPDATES, decode_arguments, update_arguments  # noqa: E402
+from tests.kernels.triton_cases import (  # noqa: E402
+    DECODE,
+    PREFILLS,
+    SMALL_DECODE,
+    UPDATES,
+    decode_arguments,
+    prefill_arguments,
+    update_arguments,
+)
 
 ROOT = Path(__file__).parents[2]
 STORED = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
@@ -98,6 +110,30 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, *pools), capability, tmp_path)
 
 
+COMPILED_PREFILL = [  # head dim, format, window
+    (64, "bf16", None),
+    (128, "bf16", None),
+    (128, "int8-g8", 4096),
+    (128, "fp8", None),
+    (256, "f16", None),
+]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
+    from pallas_kernels.prefill_attention import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,), (4,)))
+    for D, kv, window in COMPILED_PREFILL:
+        q, pages = jax.ShapeDtypeStruct((512, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
+        config = triton_config(D, pages, hopper=capability == 90)
+        work = jax.eval_shape(partial(make_work, q, pages, window=window, config=config), cu, lens)
+        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+        made = triton.launch(q, pages, table, work, 0.1)
+        check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
+
+
 def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
     monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
     q, pages, table, lengths = SMALL_DECODE.inputs()
@@ -115,6 +151,10 @@ def test_what_is_refused():
         run(q.astype("float32"), pages, table, lengths)
     with pytest.raises(NotImplementedError, match="K stored as int8-h is not supported by backend triton"):
         jax.eval_shape(run, q, rotated, table, lengths)
+    q, pages, *rest = PREFILLS[0].inputs()
+    work = make_work(q, pages, *rest[1:])
+    with pytest.raises(ValueError, match="work was made for backend mosaic, not triton"):
+        prefill_attention(q, pages, *rest, scale=0.1, work=work, backend="triton")
 
 
 ON_GPU = [case for case in decode_cases.CASES if case.dtype != "float32" and case.k_format != "f32"]
@@ -156,3 +196,23 @@ def test_gpu_cache_update_matches_the_definition(case):
     step = jax.jit(run, donate_argnums=3).lower(fused, cos, sin, pages, page, offset).compile()
     sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
     assert step.memory_analysis().alias_size_in_bytes == sizes  # no copy of a pool
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in (*PREFILLS, *prefill_cases.CASES, *prefill_cases.MOSAIC_CASES)
+        if case.dtype != "float32" and case.k_format != "f32"
+    ],
+    ids=str,
+)
+def test_gpu_prefill_attention_matches_the_formula(case):
+    q, pages, *rest = arguments = prefill_arguments(case)
+    expected = prefill_reference.prefill_attention(*arguments, case.scale, case.window)
+    run = partial(prefill_attention, *arguments, scale=case.scale, window=case.window, backend="triton")
+    out = run()
+    assert error(out, expected) < TOLERANCE[case.dtype]
+    work = plan(q, pages, *rest[1:], scale=case.scale, window=case.window, backend="triton")
+    assert same_bits(out, run(work=work))

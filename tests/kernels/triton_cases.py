@@ -8,6 +8,7 @@ import numpy as np
 from pallas_kernels.cache_update.cases import Case as Update
 from pallas_kernels.decode_attention import Segments
 from pallas_kernels.decode_attention.cases import Case as Decode
+from pallas_kernels.prefill_attention.cases import Case as Prefill
 from tests.kernels.helpers import poison, visible_slots
 from tests.kernels.test_segments import queries, random_trees
 
@@ -75,3 +76,30 @@ def update_arguments(case: Update) -> tuple:
     """The case's inputs, with NaN in every slot."""
     *arrays, pages, page, offset = case.inputs()
     return *arrays, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
+
+
+_CHUNKS = {"q_lens": (37, 0, 1, 5), "kv_lens": (150, 9, 129, 5), "unused": 5}
+_LONG = {"q_lens": (140, 3), "kv_lens": (300, 3), "unused": 0}
+PREFILLS = [
+    Prefill(**lens, heads=heads, head_dim=D, page_size=page, k_format=k, v_format=v, dtype=dtype, window=window)  # type: ignore[arg-type]
+    for lens, heads, D, page, k, v, dtype, window in (
+        (_CHUNKS, (2, 1), 64, 16, "bf16", "bf16", "bfloat16", None),
+        (_CHUNKS, (3, 1), 64, 8, "int8-g8", "int4-g32", "bfloat16", 40),
+        (_CHUNKS, (2, 2), 128, 128, "fp8", "int8-g64-zp", "float16", 129),
+        (_LONG, (1, 1), 128, 32, "f16", "bf16", "bfloat16", 1),
+        (_LONG, (1, 1), 256, 64, "bf16", "fp8", "float16", None),
+    )
+]
+
+
+def prefill_arguments(case: Prefill) -> tuple:
+    """The case's inputs with NaN wherever nothing may be read, and tables that point nowhere before the window."""
+    q, pages, table, cu, kv_lens = case.inputs()
+    starts = [
+        0 if case.window is None else max(0, kv - n - case.window + 1) for n, kv in zip(case.q_lens, case.kv_lens)
+    ]
+    stops = [kv if n else 0 for n, kv in zip(case.q_lens, case.kv_lens)]
+    pages = poison(pages, visible_slots(table, starts, stops, pages.k.num_pages, case.page_size))
+    hidden = np.arange(table.shape[1])[None] < np.asarray(starts)[:, None] // case.page_size
+    q = q.at[q.shape[0] - case.unused :].set(jnp.nan)
+    return q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), cu, kv_lens

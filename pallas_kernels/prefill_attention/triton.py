@@ -1,0 +1,121 @@
+"""prefill_attention for Ampere, Ada and Hopper: a program has a tile of query rows of one head, and reads the keys that
+these see, block by block."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import pages_triton, triton_call
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention.config import TritonConfig, triton_config
+from pallas_kernels.prefill_attention.work import Work, make_work
+from pallas_kernels.triton_call import Launch
+
+
+@partial(jax.jit, static_argnames=("scale", "window"))
+def prefill_attention(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    scale: float,
+    window: int | None,
+    work: Work | None = None,
+) -> jax.Array:
+    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py."""
+    if q.shape[0] == 0 or page_table.shape[0] == 0:
+        return jnp.zeros_like(q)
+    work = work or plan(q, pages, cu_q_lens, kv_lens, window=window)
+    if work.window != window:
+        raise ValueError(f"work was made for window {work.window}, not {window}")
+    pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+    made = launch(q, pages, page_table, work, scale)
+    return triton_call.call(made, q, *pools, page_table, work.tiles, work.count)[0]
+
+
+def plan(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pages: KVPages,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    window: int | None = None,
+) -> Work:
+    """The work list of a step, in tiles of this kernel's size."""
+    return make_work(q, pages, cu_q_lens, kv_lens, window=window, config=triton_config(q.shape[-1], pages, on_hopper()))
+
+
+def launch(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pages: KVPages,
+    page_table: jax.Array | jax.ShapeDtypeStruct,
+    work: Work,
+    scale: float,
+) -> Launch:
+    """The launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the page table, and
+    the tiles and the count of the work list."""
+    (_, H, D), (K, page), config = q.shape, pages.k.values.shape[1:3], work.config
+    if not isinstance(config, TritonConfig):
+        raise ValueError("work was made for backend mosaic, not triton")
+    constants = {
+        "SCALE": scale * pages_triton.LOG2_E, "H": H, "D": D, "HEADS": K, "PAGE": page,
+        "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
+        "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
+        "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
+        "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv,
+    }  # fmt: skip
+    return Launch(
+        _tile,
+        (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        (H, work.tiles.shape[0]),
+        constants,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+@triton.jit
+def _tile(
+    q, k, k_scales, v, v_scales, table, tiles, count, out,
+    SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr,
+    V_ZEROS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    head, tile = tl.program_id(0), tl.program_id(1)
+    if tile < tl.load(count):
+        chunk, first, rows = tl.load(tiles + tile * 5), tl.load(tiles + tile * 5 + 1), tl.load(tiles + tile * 5 + 2)
+        begin = tl.load(tiles + tile * 5 + 3)  # the first row's position
+        row = tl.arange(0, BLOCK_Q)
+        at = ((first + row).to(tl.int64) * H + head) * D
+        queries, factor = pages_triton.load_queries(q + at, row < rows, k, D)
+        v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
+        position = begin + row
+        end = begin + rows
+        start = 0
+        if WINDOW > 0:
+            start = tl.maximum(begin + 1 - WINDOW, 0)
+        peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        sums = tl.zeros([BLOCK_Q, D], tl.float32)
+        for block in range(start // BLOCK_KV * BLOCK_KV, end, BLOCK_KV):
+            key = block + tl.arange(0, BLOCK_KV)
+            seen = (key >= start) & (key < end)
+            page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
+            keys = pages_triton.load_tokens(
+                k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries.dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS
+            )
+            values = pages_triton.load_tokens(
+                v, v_scales, page, key % PAGE, head * HEADS // H, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS
+            )
+            visible = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                visible &= key[None, :] > position[:, None] - WINDOW
+            peak, total, sums = pages_triton.attend(queries, keys, values, visible, peak, total, sums, factor * SCALE)
+        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
+        place = out + at[:, None] + tl.arange(0, D)[None, :]
+        tl.store(place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None])
