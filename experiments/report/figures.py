@@ -124,6 +124,7 @@ def requests_rows(results: Results) -> Iterator[Row]:
             mean = next((row for row in own if row["repeat"] == "mean"), None)
             row = mean or {"qps": sum(each["qps"] for each in repeats) / len(repeats)}
             name = f"jllm {own[0]['scheme']}, KV {own[0]['kv']}".replace("bfloat16", "bf16")
+            name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
             yield {"name": name, **figures, "repeats": len(repeats), "file": entry.path.name}
     for row in read_peers():
