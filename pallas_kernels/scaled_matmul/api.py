@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
 from pallas_kernels.scaled_matmul import xla
-from pallas_kernels.scaled_matmul.config import check_supported, choose_config, is_skinny
+from pallas_kernels.scaled_matmul.config import check_supported, check_triton, choose_config, is_skinny
+from pallas_kernels.triton_call import check_unproved
 
 
 def scaled_matmul(
@@ -36,7 +37,8 @@ def scaled_matmul(
             check_floats(**{name: addend})
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
     out_dtype = check_out_dtype(out_dtype)
-    chosen = choose(BACKENDS, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+    backends = {name: each for name, each in BACKENDS.items() if operand == jnp.int8 or name != "triton"}
+    chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
     return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
@@ -58,7 +60,14 @@ def _mosaic(
     return gemm(x, w, **added, out_dtype=out_dtype, config=config)
 
 
+def _triton(*args) -> jax.Array:
+    from pallas_kernels.scaled_matmul import triton  # imports Triton
+
+    return triton.scaled_matmul(*args)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
+    "triton": Backend(_triton, check_triton, check_unproved),  # of int8
     "xla": Backend(xla.scaled_matmul),
 }

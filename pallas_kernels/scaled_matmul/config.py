@@ -1,10 +1,14 @@
-"""What the Mosaic GPU kernels of scaled products support, and how a configuration is chosen. Light to import."""
+"""What the kernels of scaled products support, and how a configuration is chosen. Light to import."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_listed
 from pallas_kernels.gemm_sm90 import skinny_config, tall_config
 from pallas_kernels.gemm_sm90.support import check_result
+from pallas_kernels.triton_call import check_installed
 
 Config = tall_config.Config | skinny_config.Config
 MULTIPLE = 32  # of N and K
@@ -68,3 +72,38 @@ TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
         (ALL, _tall(256, 128)),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """A tile of the Triton kernel: sums of int8 are exact, so that nothing here changes bits."""
+
+    rows: int
+    columns: int
+    depth: int  # of a step
+    warps: int = 4
+    stages: int = 4
+
+
+# The largest M, and a tile that fits the shared memory of compute capability 8.6; the last for 9.0 is wider.
+TRITON = (
+    (16, TritonConfig(16, 32, 256)),
+    (64, TritonConfig(64, 64, 128)),
+    (ALL, TritonConfig(128, 128, 64, warps=8)),
+)
+TRITON_HOPPER = (*TRITON[:-1], (ALL, TritonConfig(128, 256, 128, warps=8, stages=3)))
+
+
+def triton_config(m: int, hopper: bool) -> TritonConfig:
+    """The configuration for M rows on a device of compute capability 9.0, or of 8.0 to 8.9."""
+    return next(config for most, config in (TRITON_HOPPER if hopper else TRITON) if m <= most)
+
+
+def check_triton(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, residual: jax.Array | None) -> None:
+    """Raises NotImplementedError for what the Triton kernel does not do, naming what it does."""
+    check_installed()
+    narrow = ("bfloat16", "float16", "float32")
+    check_listed(
+        ("scales of", str(scale_dtype), ("float32",)), ("results of", str(out_dtype), narrow),
+        ("a residual of", "float32" if residual is None else str(residual.dtype), narrow), backend="triton",
+    )  # fmt: skip

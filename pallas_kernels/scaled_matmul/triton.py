@@ -1,0 +1,88 @@
+"""int8_matmul for Ampere, Ada and Hopper: a program has a tile of the result, and sums exactly, in int32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.typing import DTypeLike
+
+from pallas_kernels import triton_call
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.scaled_matmul.config import TritonConfig, triton_config
+from pallas_kernels.triton_call import Launch
+
+
+@partial(jax.jit, static_argnames="out_dtype")
+def scaled_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """x int8[M, K], w int8[N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see int8_matmul."""
+    if not x.shape[0]:  # of which no kernel can be launched
+        return jnp.zeros((0, w.shape[0]), out_dtype)
+    added = [x_scale if each is None else each for each in (bias, residual)]  # what is not there is not read
+    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(x.shape[0], on_hopper()))
+    return triton_call.call(made, x, w, x_scale, w_scale, *added)[0]
+
+
+def launch(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | jax.ShapeDtypeStruct,
+    bias: bool,
+    residual: bool,
+    out_dtype: DTypeLike,
+    config: TritonConfig,
+) -> Launch:
+    """The launch for arrays or their shapes and dtypes. Arguments: x, w, x_scale, w_scale, bias and residual."""
+    (M, K), N = x.shape, w.shape[0]
+    rows, columns, depth = config.rows, config.columns, config.depth
+    constants = {
+        "M": M, "N": N, "K": K, "BIAS": bias, "RESIDUAL": residual, "ROWS": rows, "COLUMNS": columns, "DEPTH": depth,
+    }  # fmt: skip
+    return Launch(
+        _tile,
+        (jax.ShapeDtypeStruct((M, N), out_dtype),),
+        (triton.cdiv(M, rows) * triton.cdiv(N, columns),),
+        constants,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+@triton.jit
+def _tile(
+    x, w, x_scale, w_scale, bias, residual, out,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    # Neighbours share columns of w, whose bytes are most of what is read: rows change first.
+    tiles: tl.constexpr = (M + ROWS - 1) // ROWS
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
+    deep = tl.arange(0, DEPTH)
+    of_x = x + (row % M).to(tl.int64)[:, None] * K + deep[None, :]  # rows and columns beyond are not stored
+    of_w = w + (column % N).to(tl.int64)[None, :] * K + deep[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for k in range(0, K, DEPTH):
+        if K % DEPTH == 0:
+            left, right = tl.load(of_x + k), tl.load(of_w + k)
+        else:
+            left = tl.load(of_x + k, mask=(k + deep < K)[None, :], other=0)
+            right = tl.load(of_w + k, mask=(k + deep < K)[:, None], other=0)
+        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+    in_rows, in_columns = row < M, column < N
+    y = sums.to(tl.float32) * tl.load(x_scale + row, mask=in_rows, other=0.0)[:, None]
+    y *= tl.load(w_scale + column, mask=in_columns, other=0.0)[None, :]
+    if BIAS:
+        y += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    at, inside = row.to(tl.int64)[:, None] * N + column[None, :], in_rows[:, None] & in_columns[None, :]
+    if RESIDUAL:
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

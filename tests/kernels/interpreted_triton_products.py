@@ -1,0 +1,66 @@
+"""Triton products in Triton's interpreter, against the formula; test_triton_products.py runs this file in a process of
+its own."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from pallas_kernels import triton_call
+from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.scaled_matmul import reference, triton
+from pallas_kernels.scaled_matmul.cases import Case
+from tests.kernels import triton_tools
+from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
+
+CASES = (
+    Case(1, 96, 96, "int8"),
+    Case(5, 160, 128, "int8", bias=True, out_dtype="float16"),
+    Case(65, 128, 256, "int8", bias=True, residual=True, out_dtype="float32"),
+    Case(127, 33, 50, "int8", residual=True, out_dtype="float16"),
+    Case(130, 160, 32, "int8", bias=True, zero_rows=True),
+    Case(3, 32, 11008, "int8", saturated=True, out_dtype="float32"),
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(triton_call, "call", triton_tools.interpret)
+
+
+def run(case, arrays, backend="triton"):
+    x, w, x_scale, w_scale, bias, residual = arrays
+    added = {"bias": bias, "residual": residual, "out_dtype": case.out_dtype}
+    return int8_matmul(x, w, x_scale, w_scale, **added, backend=backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_int8_matmul_matches_the_formula(case):
+    arrays = case.inputs()
+    out = run(case, arrays)
+    assert error(out, reference.scaled_matmul(*arrays)) < TOLERANCE[case.out_dtype]
+    last = [a if a is None or a.shape[:1] != (case.m,) else a[-1:] for a in arrays]
+    assert same_bits(out[-1:], run(case, last))
+    assert (
+        run(case, [None if a is None else a[:0] if i in (0, 2, 5) else a for i, a in enumerate(arrays)]).shape[0] == 0
+    )
+
+
+def test_seeded_faults_are_caught(monkeypatch):
+    case = Case(33, 96, 160, "int8", bias=True, residual=True)
+    arrays = case.inputs()
+    expected, launch = reference.scaled_matmul(*arrays), triton.launch
+
+    def wrong(**fault):
+        def changed(*arguments):
+            made = launch(*arguments)
+            return dataclasses.replace(made, constants={**made.constants, **fault})
+
+        monkeypatch.setattr(triton, "launch", changed)
+        jax.clear_caches()
+        return error(run(case, arrays), expected)
+
+    assert wrong() < TOLERANCE[case.out_dtype]
+    faults = {name: wrong(**{name: value}) for name, value in {"BIAS": False, "RESIDUAL": False, "K": 128}.items()}
+    jax.clear_caches()
+    assert not missed(faults, TOLERANCE[case.out_dtype])

@@ -1,0 +1,85 @@
+"""Triton products: interpreted against the formula, compiled for GPUs of four kinds, and run where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import triton_call
+from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.scaled_matmul import api, reference
+from pallas_kernels.scaled_matmul.cases import make_cases
+from pallas_kernels.scaled_matmul.config import triton_config
+from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_interpreted():
+    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_products.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_int8_matmul_compiles(capability, tmp_path, monkeypatch):
+    """Within the shared memory and the registers of a block, and nothing spilled."""
+    from pallas_kernels.scaled_matmul import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for m, n, k, added, out in (
+        (1, 4096, 11008, False, "bfloat16"),
+        (64, 96, 160, True, "float32"),
+        (512, 4096, 4096, True, "bfloat16"),
+    ):
+        x, w = (jax.ShapeDtypeStruct((rows, k), jnp.int8) for rows in (m, n))
+        config = triton_config(m, hopper=capability == 90)
+        launch = triton.launch(x, w, added, added, out, config)
+        addends = ["bfloat16" if added else "float32"] * 2
+        made = compile_for(launch, ["int8", "int8", "float32", "float32", *addends], capability, tmp_path)
+        assert f".target sm_{capability}" in made.ptx
+        assert made.shared <= SHARED_MEMORY[capability], launch
+        assert made.spilled == 0, launch
+        assert made.registers * 32 * launch.num_warps <= 65536, launch
+
+
+def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    arrays = make_cases("int8")[0].inputs()[:4]
+    assert same_bits(int8_matmul(*arrays), int8_matmul(*arrays, backend="xla"))
+    sizes = 96, 96, jnp.dtype("float32"), jnp.dtype("bfloat16"), None
+    assert api.BACKENDS["triton"].supports(*sizes) is None
+    assert api.BACKENDS["triton"].supports(*sizes, unasked=True) == triton_call.UNPROVED
+
+
+def test_what_is_refused():
+    with pytest.raises(NotImplementedError, match="no triton kernel yet"):
+        fp8_matmul(*make_cases("float8_e4m3fn")[0].inputs()[:4], backend="triton")
+    x, w, *scales = make_cases("int8")[0].inputs()[:4]
+    with (
+        jax.enable_x64(True),
+        pytest.raises(NotImplementedError, match="results of float64 is not supported by backend"),
+    ):
+        int8_matmul(x, w, *scales, out_dtype="float64", backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", make_cases("int8"), ids=str)
+def test_gpu_int8_matmul_matches_the_formula(case):
+    x, w, x_scale, w_scale, bias, residual = arrays = case.inputs()
+    added = {"bias": bias, "residual": residual, "out_dtype": case.out_dtype, "backend": "triton"}
+    out = int8_matmul(x, w, x_scale, w_scale, **added)
+    assert error(out, reference.scaled_matmul(*arrays)) < TOLERANCE[case.out_dtype]
+    assert same_bits(out, int8_matmul(x, w, x_scale, w_scale, **added))
+    added["residual"] = None if residual is None else residual[-1:]
+    assert same_bits(out[-1:], int8_matmul(x[-1:], w, x_scale[-1:], w_scale, **added))
