@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 # What no GPU has run yet is not chosen unasked (backends.py).
-UNPROVED = "the triton kernel was compiled and interpreted, but no GPU ran it yet: it runs where it is named"
+UNPROVED = "no GPU of 8.0 to 8.9 has run the triton kernel yet, for which it is meant: it runs where it is named"
 
 
 @dataclass(frozen=True)
