@@ -173,8 +173,8 @@ def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkey
     engine = Engine(model, device=HostOnly, max_slots=2, page_size=8, num_pages=40, max_step_tokens=16)
     cached, seconds = [], iter((0.5, 2.0, 4.0, 6.0))  # of the warmup, and of each repeat
 
-    def timed(*arguments):
-        served, _ = serve(*arguments)
+    def timed(*arguments, **options):
+        served, _ = serve(*arguments, **options)
         cached.append(engine.metrics()["prefix_hit_tokens"])
         return served, next(seconds)
 
