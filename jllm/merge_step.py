@@ -39,8 +39,9 @@ from jllm.sampling import (
 )
 from jllm.sampling import sample as draw_tokens
 from jllm.speculative.drafter import Advance, Drafter
+from jllm.speculative.forced import with_forced
 from jllm.speculative.rejection import accept_or_draw, certain
-from jllm.state import NOT_FINITE, TOP_LOGPROBS, Outputs, Slots, State, Variant
+from jllm.state import NOT_FINITE, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant
 from pallas_kernels.move_tokens import move_tokens
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
@@ -83,9 +84,7 @@ def forward(
         return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
-        assert state.allowed is not None, "the guided variant needs State.allowed"
-        all_tokens = ~jnp.zeros_like(state.allowed[0])
-        state = replace(state, allowed=state.allowed.at[batch.chunk_slot].set(all_tokens, mode="drop"))
+        state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
     paged, rows = lay_out(slots, state.drafts, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
@@ -154,13 +153,15 @@ def sample(
         assert counts is not None, "the penalties variant needs State.counts"
         own = rows.spread(jax.tree.map(lambda x: x[rows.slot], counts))
         given = penalize(given, each.penalties, own, rows.drafts_before())
+    possible = None
     if variant.guided:
-        assert state.allowed is not None, "the guided variant needs State.allowed"
-        given = constrain(given, rows.spread(state.allowed[rows.slot]))
+        assert state.guidance is not None
+        allowed = rows.of_nodes(state.guidance.allowed[rows.slot])
+        given, possible = constrain(given, allowed), jnp.any(allowed != 0, axis=1)
     tokens, finite = draw(given, each, rows.index, backend=backend)
     if given is not raw:
         finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
-    nodes, count = rows.accept(tokens)
+    nodes, count = rows.accept(tokens, possible)
     drawn, sound = rows.by_sequence(tokens, nodes), rows.by_sequence(finite, nodes)
     count, done = _end(sampling, rows.start, drawn, sound, count)
     valid = jnp.arange(rows.most, dtype=jnp.int32)[None, :] < count[:, None]
@@ -234,6 +235,8 @@ def draft(
     )
     options: dict[str, Any] = {"config": config, "backend": backend, "wanted": wanted}
     found = drafter.propose(drafts, advance, params, **options)
+    if state.guidance is not None and wanted:
+        found = with_forced(found, advance, state.guidance.coming[rows.slot], drafter.tree)
     count = drafts.count.at[slot].set(jnp.where(wanted & (advance.count > 0), found.count, 0), mode="drop")
     drafts = replace(drafts, count=count, cache=found.cache, memory=found.memory)
     if wanted:
@@ -283,6 +286,8 @@ def sample_step(
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
     elif state.drafts is not None:  # what was drafted is behind the sequences now
         state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
+    if variant.guided and state.drafts is not None:
+        outputs = replace(outputs, drafts=(state.drafts.tokens, state.drafts.count))
     return state, outputs
 
 
@@ -328,6 +333,16 @@ def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
 
     sampling = jax.tree.map(put, slots.sampling, batch.sampling)
     return replace(slots, sampling=sampling, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
+
+
+def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
+    """Guidance where all tokens may be drawn in these slots, which begin."""
+    assert guidance is not None, "the guided variant needs State.guidance"
+
+    def put(old: jax.Array) -> jax.Array:
+        return old.at[slots].set(~jnp.zeros((), old.dtype), mode="drop")
+
+    return jax.tree.map(put, guidance)
 
 
 def _end(
@@ -413,9 +428,7 @@ def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) 
     return count_tokens(counts, slot, batch.tokens, is_output)
 
 
-def _logprobs(
-    rows: Rows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant
-) -> dict[str, jax.Array | None]:
+def _logprobs(rows: Rows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant) -> dict[str, Any]:
     if not variant.logprobs:
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
     ids, values = top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1]))

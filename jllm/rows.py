@@ -54,11 +54,19 @@ class Rows:
         depths = np.concatenate([np.tile(np.asarray(self.tree.depths, np.int32), R), np.zeros(B, np.int32)])
         return self.spread(self.start) + depths
 
-    def accept(self, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_nodes(self, values: jax.Array) -> jax.Array:
+        """Values of each sequence's nodes [R + B, nodes, ...] as those of the head's rows [R Q + B, ...]."""
+        (R, Q), rest = self.tokens.shape, values.shape[2:]
+        return jnp.concatenate([values[:R, :Q].reshape(R * Q, *rest), values[R:, 0]])
+
+    def accept(self, drawn: jax.Array, possible: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """What drawn i32[R Q + B] accepts: the nodes that each segment reaches i32[R, W], and how many tokens each
-        sequence draws i32[R + B]."""
+        sequence draws i32[R + B]. No draft is accepted after which nothing is `possible` bool[R Q + B]."""
         R, Q = self.tokens.shape
-        nodes, count = accept(self.tree, self.tokens, drawn[: R * Q].reshape(R, Q), self.used)
+        drafted = self.tokens
+        if possible is not None:
+            drafted = jnp.where(possible[: R * Q].reshape(R, Q), drafted, -1)
+        nodes, count = accept(self.tree, drafted, drawn[: R * Q].reshape(R, Q), self.used)
         return nodes, jnp.concatenate([count, self.valid[R:].astype(jnp.int32)])
 
     def drafts_before(self) -> jax.Array | None:

@@ -36,6 +36,15 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Guidance:
+    """What guides allow in the step at hand, for each slot. Q: the nodes of the drafter's tree, 1 without one."""
+
+    allowed: jax.Array  # u32[S, Q, ceil(V / 32)], the tokens that may be drawn at each node as bits
+    coming: jax.Array  # i32[S, F], those that are probably drawn from this step on, padded with -1: see forced.py
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class State:
     """Everything that the model remembers between steps. `user` is a pytree of the caller's own [S, ...], which hooks
     read and observe."""
@@ -43,8 +52,7 @@ class State:
     cache: Cache
     slots: Slots
     counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
-    # u32[S, ceil(V / 32)], the tokens that may be drawn as bits, only while guides are asked for.
-    allowed: jax.Array | None = None
+    guidance: Guidance | None = None  # only while guides are asked for
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
 
@@ -65,6 +73,8 @@ class Outputs:
     prompt_best_logprobs: jax.Array | None = None
     nodes: jax.Array | None = None  # i32[R, W] of a tree, which node each token was drawn at
     drafted: jax.Array | None = None  # i32[R] drafts that were verified, where segments have rows for them
+    # i32[S, Q - 1] and i32[S], tokens and count of Drafts for the step after this one; of guided steps with a drafter.
+    drafts: tuple[jax.Array, jax.Array] | None = None
     taps: Taps = field(default_factory=dict)
 
 

@@ -36,7 +36,9 @@ from jllm.params import Params
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
-from jllm.state import Outputs, State, Variant, init_drafts, make_slots, place_state
+from jllm.speculative.forced import coming_tokens
+from jllm.speculative.tree import Tree, chain
+from jllm.state import Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
 
 MASKS = 32  # of guided samples that are put into the state at once
 REMEMBERED = 512  # tokens that a drafter or hooks are told at once
@@ -119,17 +121,21 @@ class Device:
         """Dispatches the first half of a guided step."""
         return Halfway(buffer, layout, variant, self._run(FORWARD, buffer, layout, variant, None, self._hooks))
 
-    def allow(self, slots: Sequence[int], bits: np.ndarray) -> None:
-        """Before the second half of a step: what its guided slots may draw, as bits u32[n, ceil(V / 32)]."""
+    def tree(self, bucket: Bucket | None = None) -> Tree:
+        """The shape of each sequence's drafts in a step of this size; by default of the largest."""
+        none = self._drafter is None or (bucket is not None and bucket.rows == 1)
+        return chain(0) if none or self._drafter is None else self._drafter.tree
+
+    def guide(self, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> None:
+        """Before the second half of a step: what its guided slots may draw at the nodes that it has, and what probably
+        comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
         assert self._state is not None
-        assert self._state.allowed is not None
         for at in range(0, len(slots), MASKS):
-            some = slots[at : at + MASKS]
+            some = slice(at, at + MASKS)
             where = np.full(MASKS, np.iinfo(np.int32).max, np.int32)
-            where[: len(some)] = some
-            padded = np.zeros((MASKS, bits.shape[1]), np.uint32)
-            padded[: len(some)] = bits[at : at + MASKS]
-            self._state = replace(self._state, allowed=_allow(self._state.allowed, where, padded))
+            where[: len(slots[some])] = slots[some]
+            new = (np.resize(x[some], (MASKS, *x.shape[1:])) for x in (allowed, coming))
+            self._state = replace(self._state, guidance=_guide(self._state.guidance, where, *new))
 
     def sample(self, half: Halfway) -> Outputs:
         """Dispatches the second half of a guided step."""
@@ -254,13 +260,15 @@ class Device:
     def _as_asked(self, state: State, variant: Variant) -> State:
         """With penalties, and with masks of tokens, where and only where the variant has them."""
         state = self._with_penalties(state, variant.penalties)
-        if variant.guided == (state.allowed is not None):
+        if variant.guided == (state.guidance is not None):
             return state
-        allowed = None
+        guidance = None
         if variant.guided:
+            S, tree = self.sizes.limits.max_slots, self.tree()
             with jax.default_device(self._home):
-                allowed = ~jnp.zeros((self.sizes.limits.max_slots, words(self._config.vocab_size)), jnp.uint32)
-        return place_state(replace(state, allowed=allowed), self._config)
+                allowed = ~jnp.zeros((S, tree.size, words(self._config.vocab_size)), jnp.uint32)
+                guidance = Guidance(allowed, jnp.full((S, coming_tokens(tree)), -1, jnp.int32))
+        return place_state(replace(state, guidance=guidance), self._config)
 
     def _with_penalties(self, state: State, wanted: bool) -> State:
         """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
@@ -286,10 +294,13 @@ def _with_pools(state: State, pools: Cache) -> State:
     return replace(state, cache=pools[:layers], drafts=drafts)
 
 
-@partial(jax.jit, donate_argnames="allowed")
-def _allow(allowed: jax.Array, slots: jax.Array, bits: jax.Array) -> jax.Array:
-    """Masks u32[S, W] with those of i32[MASKS] slots."""
-    return allowed.at[slots].set(bits, mode="drop")
+@partial(jax.jit, donate_argnames="guidance")
+def _guide(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
+    """Guidance with what is new for i32[MASKS] slots, and for the first nodes, as many as there are in `allowed`."""
+    return Guidance(
+        guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
+        guidance.coming.at[slots].set(coming, mode="drop"),
+    )
 
 
 @partial(jax.jit, donate_argnames="memory")

@@ -10,12 +10,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jllm.engine.guide import Guide
 from jllm.errors import RequestError
+from jllm.speculative.forced import coming_tokens
+from jllm.speculative.tree import Tree
 
 if TYPE_CHECKING:
     from jllm.tokenizer import Tokenizer
@@ -38,6 +41,14 @@ class Matcher:
         return bool(self.state.consume_tokens(new)) if new else not self.state.is_error()
 
 
+class Guided(NamedTuple):
+    """A sample that is about to draw."""
+
+    matcher: Matcher
+    tokens: Sequence[int]  # so far
+    drafts: Sequence[int] = ()  # that its step verifies: the first nodes of their tree after the root
+
+
 class Guides:
     """The guides of one engine. Any thread may use it."""
 
@@ -58,18 +69,64 @@ class Guides:
             self._compiled.move_to_end(guide)
             return Matcher(self._compiled[guide].deep_copy())
 
-    def masks(self, samples: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarray, list[bool]]:
-        """For samples with their tokens so far: the tokens that each may draw, as bits u32[n, ceil(V / 32)], token i
-        being bit i % 32 of word i // 32, and whether there is one. Computed in threads without the interpreter lock."""
-        from llguidance.numpy import fill_next_token_bitmask_par
+    def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
+        """The tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V / 32)], token
+        i being bit i % 32 of word i // 32: none where its guide has no way on, and at drafts that it does not allow.
+        Computed in threads without the interpreter lock."""
+        from llguidance.numpy import fill_next_token_bitmask_par as fill
+        from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafts
 
-        fits = [matcher.take(tokens) for matcher, tokens in samples]  # what was drawn by a mask always does
-        bits = np.zeros((len(samples), words(self._vocab_size)), np.int32)
-        some = [(matcher.state, i) for i, (matcher, _) in enumerate(samples) if fits[i]]
-        if some:
-            fill_next_token_bitmask_par(self._threads, some, bits)
-        possible = [bool(some.any()) and not matcher.state.is_error() for some, (matcher, _) in zip(bits, samples)]
-        return bits.view(np.uint32), possible
+        paths, short, long = [], [], []
+        for i, (matcher, tokens, drafts) in enumerate(samples):
+            if not matcher.take(tokens):  # what was drawn by a mask always fits
+                continue
+            for path in self._allowed_paths(matcher, drafts, tree):
+                at, along = len(paths) * (tree.depth + 1), self._along(path, drafts)
+                # drafts that lead nowhere leave an error behind, so they go to a copy
+                state = matcher.state.deep_copy() if along else matcher.state
+                if along:
+                    long.append((state, at, along))
+                else:
+                    short.append((state, at))
+                paths.append((i, path, state))
+        rows = np.zeros((len(paths), tree.depth + 1, words(self._vocab_size)), np.int32)
+        if long:
+            fill_drafts(self._threads, long, rows.reshape(-1, rows.shape[2]))
+        if short:
+            fill(self._threads, short, rows.reshape(-1, rows.shape[2]))
+        bits = np.zeros((len(samples), tree.size, rows.shape[2]), np.int32)
+        for row, (i, path, state) in zip(rows, paths):
+            known = len(path) - state.is_error()  # an error has a mask of end tokens
+            bits[i, path[:known]] = row[:known]
+        return bits.view(np.uint32)
+
+    def coming(self, samples: Sequence[Guided], tree: Tree, wanted: bool) -> np.ndarray:
+        """The tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py): the first
+        path of its drafts as far as its guide allows them, and what is forced after that; none unless they are wanted.
+        For samples that masks has seen."""
+        found = np.full((len(samples), coming_tokens(tree)), -1, np.int32)
+        for row, (matcher, _, drafts) in zip(found, samples if wanted else ()):
+            if matcher.state.is_error():
+                continue
+            state = matcher.state.deep_copy()
+            likely = self._along([node for node in tree.first_path if node <= len(drafts)], drafts)
+            likely = likely[: state.try_consume_tokens(likely)]
+            if not state.is_stopped():
+                likely = (likely + state.compute_ff_tokens())[: len(row)]
+            row[: len(likely)] = likely
+        return found
+
+    def _along(self, path: Sequence[int], drafts: Sequence[int]) -> list[int]:
+        """The drafts on a path from the root, up to the first that is no token."""
+        found = (drafts[node - 1] for node in path[1:])
+        return list(takewhile(lambda token: 0 <= token < self._vocab_size, found))
+
+    def _allowed_paths(self, matcher: Matcher, drafts: Sequence[int], tree: Tree) -> list[tuple[int, ...]]:
+        """Paths from the root to all nodes that a guide allows, none within another."""
+        paths = {tree.paths[leaf] for leaf in tree.leaves(1 + len(drafts))}
+        paths = {path[: 1 + matcher.state.validate_tokens(self._along(path, drafts))] for path in paths}
+        inner = {node for path in paths for node in path[:-1]}
+        return [path for path in paths if path[-1] not in inner]
 
     def _compile(self, guide: Guide) -> Any:
         try:

@@ -22,7 +22,7 @@ from jllm.engine.device import Device, Halfway
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts, drafting_of
 from jllm.engine.gate import Gate
-from jllm.engine.guides import Guides
+from jllm.engine.guides import Guided, Guides
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Metrics, RequestCounts, Times
 from jllm.engine.options import EngineKeywords, EngineSizes, make_options
@@ -90,6 +90,7 @@ class Engine:
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
         self._in_flight: InFlight | None = None
+        self._proposed: tuple[Any, Any] | None = None  # drafts for guided samples, by slot: Outputs.drafts of that step
         self._next_id = 0
         self._counts, self._times = RequestCounts(), Times()
         self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
@@ -447,15 +448,31 @@ class Engine:
         """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
         guided sample may draw depends on its tokens up to then."""
         plan = step.plan
-        drawing = [self._live.get(seq) for seq in (*plan.decodes, *(c.seq for c in plan.chunks if c.final))]
-        guided = [(live, live.matcher) for live in drawing if live is not None and live.matcher is not None]
-        if guided:
-            bits, possible = self._guides.masks([(matcher, live.seq.output) for live, matcher in guided])
-            self._device.allow([live.seq.slot for live, _ in guided if live.seq.slot is not None], bits)
-            for (live, _), some in zip(guided, possible, strict=True):
-                if not some:
+        rows = {**dict(zip(plan.decodes, plan.rows)), **{c.seq: 1 for c in plan.chunks if c.final}}
+        slots, lives, samples = [], [], []
+        for seq, most in rows.items():
+            live = self._live.get(seq)
+            if live is not None and live.matcher is not None:
+                assert seq.slot is not None
+                slots.append(seq.slot)
+                lives.append(live)
+                samples.append(Guided(live.matcher, seq.output, self._drafts_of(seq.slot, most)))
+        if samples:
+            allowed = self._guides.masks(samples, self._device.tree(step.bucket))
+            wanted = half.layout.wanted and self._drafting is not None
+            coming = self._guides.coming(samples, self._device.tree(), wanted)
+            self._device.guide(slots, allowed, coming)
+            for live, possible in zip(lives, allowed[:, 0].any(axis=1).tolist(), strict=True):
+                if not possible:
                     self._abandon(live, "its guide allows none of the model's tokens")
         return InFlight(plan, step.bucket, self._device.sample(half))
+
+    def _drafts_of(self, slot: int, rows: int) -> list[int]:
+        """What a step verifies with at most `rows` rows of a slot, once the step before it was read."""
+        if self._proposed is None:
+            return []
+        tokens, count = self._proposed
+        return tokens[slot, : min(int(count[slot]), rows - 1)].tolist()
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
         return self._live[seq].stop_ids
@@ -463,7 +480,7 @@ class Engine:
     def _read(self, step: InFlight) -> None:
         assert step.outputs is not None
         outputs = jax.device_get(step.outputs)
-        self._failures = 0
+        self._failures, self._proposed = 0, outputs.drafts
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs, self._live.get)
         plan, bucket, now = step.plan, step.bucket, time.perf_counter()

@@ -231,8 +231,6 @@ class Scheduler(PageTables):
         rows = []
         for seq in decodes:
             n, available = min(most, seq.max_length - 1 - seq.computed), self.pool.num_available
-            if seq.params.guide is not None:  # what it may draw at a draft is not known before that was accepted
-                n = 1
             rows.append(n if n > 1 and self._lend(seq, seq.computed + seq.ahead + n + 1, spare, parts) else 1)
             spare -= available - self.pool.num_available
             seq.ahead += rows[-1] - 1

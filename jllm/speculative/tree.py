@@ -62,6 +62,18 @@ class Tree:
             found.append((*found[parent], node))
         return tuple(found)
 
+    @property
+    def first_path(self) -> tuple[int, ...]:
+        """The root, its first child, the first child of that, and so on."""
+        found = [0]
+        while found[-1] in self.parents:
+            found.append(1 + self.parents.index(found[-1]))
+        return tuple(found)
+
+    def leaves(self, size: int) -> tuple[int, ...]:
+        """Of the tree of its first `size` nodes."""
+        return tuple(node for node in range(size) if node not in self.parents[: size - 1])
+
     def ancestors(self) -> np.ndarray:
         """u32[Q, W]: bit j % 32 of word j // 32 of row i says that node j is i or its ancestor."""
         masks = np.zeros((self.size, -(-self.size // 32)), np.uint32)
