@@ -76,7 +76,8 @@ class Guides:
         from llguidance.numpy import fill_next_token_bitmask_par as fill
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafts
 
-        paths, short, long = [], [], []
+        paths: list[tuple[int, tuple[int, ...], Any]] = []
+        short, long = [], []
         for i, (matcher, tokens, drafts) in enumerate(samples):
             if not matcher.take(tokens):  # what was drawn by a mask always fits
                 continue
