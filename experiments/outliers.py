@@ -1,15 +1,15 @@
 """What activation outliers of large models do to quantization, seen on a small one with planted outliers.
 
     python -m experiments.outliers [--text FILE] [--strengths 1 4 16 64]
-    python -m experiments.outliers --draw experiments/results/outliers-20261122-cpu.json
+    python -m experiments.outliers --draw experiments/results/outliers-20261123-cpu.json
 
 Outliers are planted without changing the model's function (jllm.analysis.outliers), so that all that is lost is
 quantization's doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap
-over documents. Part "strength": int8 activations with one scale for all tokens or one a token, with and without
-SmoothQuant, by how much larger than others the outlier channels are; `massive` is the first token's massive activation
-alone. Part "group": int4 weights alone, by how many share a scale. Part "channel": the largest activation of each input
-channel of one layer's QKV projection, sorted. One picture of all three lies beside the JSON. A run that was interrupted
-goes on with the strength it was at.
+over documents. Part "strength": int8 activations with one scale for all tokens, one a token, or one a token beside
+outliers in 16 bits (LLM.int8), with and without SmoothQuant, by how much larger than others the outlier channels are;
+`massive` is the first token's massive activation alone. Part "group": int4 weights alone, by how many share a scale.
+Part "channel": the largest activation of each input channel of one layer's QKV projection, sorted. One picture of all
+three lies beside the JSON. A run that was interrupted goes on with the strength it was at.
 """
 
 import argparse
@@ -41,7 +41,9 @@ from jllm.quant.schemes import Scheme
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
-SCALES = {"tensor": Scheme("tensor", (("*_proj", "w8a8-tensor"),)), "token": Scheme("token", (("*_proj", "w8a8"),))}
+FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}
+SCALES = {name: Scheme(name, (("*_proj", fmt),)) for name, fmt in FORMATS.items()}
+LABELS = {"tensor": "one scale for all tokens", "token": "one scale a token", "outliers": "LLM.int8"}
 GROUPS = (8, 16, 32, 64)
 MASSIVE = "massive"  # in place of a strength
 LAYER = 4  # whose inputs part "channel" shows, in the middle of the bundled model
@@ -95,7 +97,8 @@ def channel_maxima(model: Model, tokens: np.ndarray, layer: int) -> np.ndarray:
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """At the greatest strength: one scale a token is better than one for all, and SmoothQuant better than neither."""
+    """At the greatest strength: one scale a token is better than one for all, and SmoothQuant and LLM.int8 are better
+    than neither."""
     of = [row for row in found if row["part"] == "strength" and row["strength"] != MASSIVE]
     greatest = max((row["strength"] for row in of), default=0)
     kl = {(row["scale"], row["smooth"]): row["kl"] for row in of if row["strength"] == greatest}
@@ -103,6 +106,7 @@ def bars(found: list[Row]) -> Iterator[Row]:
         ("one scale a token, over one for all", ("token", False), ("tensor", False)),
         ("one scale a token, SmoothQuant over rounding", ("token", True), ("token", False)),
         ("one scale for all, SmoothQuant over rounding", ("tensor", True), ("tensor", False)),
+        ("LLM.int8 over one scale a token", ("outliers", False), ("token", False)),
     ):
         if {better, worse} <= kl.keys():
             value, bar = kl[better], kl[worse]
@@ -149,14 +153,14 @@ def draw_channels(axes: Any, rows: list[Row]) -> None:
 
 def draw_strengths(axes: Any, rows: list[Row]) -> None:
     """Divergence by strength; the massive token alone as crosses on the left."""
-    for color, scale in enumerate(SCALES):
+    for color, scale in enumerate(dict.fromkeys(row["scale"] for row in rows)):
         for smooth in (False, True):
             some = [row for row in rows if (row["scale"], row["smooth"]) == (scale, smooth)]
             line = [row for row in some if row["strength"] != MASSIVE]
             x, y = [row["strength"] for row in line], np.asarray([row["kl"] for row in line])
             spread = np.abs(np.asarray([row["kl_95"] for row in line]).T - y)
             style: Any = {"color": f"C{color}", "linestyle": ":" if smooth else "-", "marker": "o", "markersize": 3}
-            name = f"one scale {'a token' if scale == 'token' else 'for all tokens'}" + ", SmoothQuant" * smooth
+            name = LABELS[scale] + ", SmoothQuant" * smooth
             axes.errorbar(x, y, yerr=spread, label=name, **style)
             alone = [row["kl"] for row in some if row["strength"] == MASSIVE]
             fill = "none" if smooth else f"C{color}"

@@ -98,7 +98,8 @@ def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[
     """Model, scheme, seed and method of each row; rounding before what is held against it."""
     found = []
     for model, scheme, seed in product(args.models, schemes, args.seeds):
-        activations = scheme in PRESETS and any("a8" in fmt or fmt == "fp8" for _, fmt in PRESETS[scheme].rules)
+        formats = PRESETS[scheme].rules if scheme in PRESETS else ()
+        activations = any("a8" in fmt or fmt in ("fp8", "llm-int8") for _, fmt in formats)
         methods = args.methods or (EIGHT if activations else FOUR)
         for method in dict.fromkeys(("round", *methods)):
             if method != "round" or seed == args.seeds[0]:  # which takes no tokens

@@ -150,6 +150,10 @@ def _linear(
         return _codes_product(x, w, **added, out_dtype=out_dtype, backend=backend)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if w.format.row_codes is not None:
+        if w.format.outliers is not None:
+            x, large = _part_outliers(x, w.format.outliers)
+            kept = weight_only_matmul(large, w, **added, out_dtype=out_dtype, backend=backend)
+            added = {"bias": None, "residual": kept}
         rows = quantize_rows(x, w.format.row_codes, per_tensor=w.format.per_tensor, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
@@ -214,8 +218,10 @@ def _straight(
         x = x + jax.lax.stop_gradient(round_blocks(x, w.format.activations, w.input_scale) - x)
     elif w.format.row_codes is not None:
         kind, shared = w.format.row_codes, w.format.per_tensor
-        codes = quantize_rows(jax.lax.stop_gradient(x), kind, per_tensor=shared, scale=w.input_scale)
-        x = x + (dequantize_rows(codes, x.dtype) - jax.lax.stop_gradient(x))
+        fixed = jax.lax.stop_gradient(x)
+        rest, large = (fixed, 0) if w.format.outliers is None else _part_outliers(fixed, w.format.outliers)
+        codes = quantize_rows(rest, kind, per_tensor=shared, scale=w.input_scale)
+        x = x + (dequantize_rows(codes, x.dtype) + large - fixed)
     w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
     y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
@@ -228,10 +234,18 @@ def _straight(
 
 def _rows_kind(reader: Weight) -> str | None:
     """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own, be it
-    found as they come or ahead (input_scale)."""
+    found as they come or ahead (input_scale), and so do outliers."""
     if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
-    return reader.format.row_codes
+    return reader.format.row_codes if reader.format.outliers is None else None
+
+
+def _part_outliers(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
+    """x as the sum of what is smaller and of what is not (LLM.int8, arXiv 2208.07339), value by value: bitsandbytes
+    takes a column out for all tokens of a batch where one has an outlier there, and a token then depends on others."""
+    large = jnp.abs(x) >= jnp.asarray(threshold, x.dtype)
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where(large, zero, x), jnp.where(large, x, zero)
 
 
 def _codes_product(

@@ -53,6 +53,8 @@ STORED = {  # dtypes of values, by codes
     "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "fp4": "uint8",
     "e2m1": "uint8",
 }  # fmt: skip
+LLM_INT8 = "llm-int8"
+THRESHOLD = 6.0  # of LLM.int8's outliers, where none is given (arXiv 2208.07339, section 3.2)
 _BLOCK = 256  # scales that share a step when they are quantized themselves
 _FP8_MAX = 448.0
 
@@ -69,6 +71,7 @@ class WeightFormat:
     # Or a kind of block_floats.py: rounded to it, and multiplied as numbers
     per_tensor: bool = False  # one activation scale for all tokens, for experiments: not batch-invariant
     scale_codes: str | None = None  # "e8m0" or "e4m3", as block_floats.py has them
+    outliers: float | None = None  # inputs of this magnitude or more stay in 16 bits, token by token (LLM.int8)
 
     @property
     def block_kind(self) -> str | None:
@@ -120,6 +123,8 @@ class WeightFormat:
             return "fp8" if self.activations else "fp8-weight"
         if self.codes == "int8" and self.zero_point and not group:
             return "uint8-zp"
+        if self.outliers is not None:
+            return LLM_INT8 if self.outliers == THRESHOLD else f"{LLM_INT8}-t{self.outliers!r}".removesuffix(".0")
         bits = "w4a16" if self.codes == "int4" else "w8a8" if self.activations else "w8a16"
         return bits + group + ("-zp" if self.zero_point else "") + ("-tensor" if self.per_tensor else "")
 
@@ -142,7 +147,8 @@ class QuantizedWeight:
 
 def parse_weight_format(name: str) -> WeightFormat:
     """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq],
-    fp8, fp8-weight, uint8-zp, or a kind of block_floats.py[-weight], N a multiple of 8. Raises ValueError for others.
+    fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-weight], N a multiple of 8, X a positive
+    threshold. Raises ValueError for others.
     """
     fixed = {
         "w8a8": WeightFormat("int8", activations="int8"),
@@ -153,17 +159,21 @@ def parse_weight_format(name: str) -> WeightFormat:
         **{codes: WeightFormat(codes, 64) for codes in TABLES},
         **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
         "w8a16": WeightFormat("int8"),
+        LLM_INT8: WeightFormat("int8", activations="int8", outliers=THRESHOLD),
         **{name: WeightFormat(k.codes, k.block, activations=name, scale_codes=k.scale) for name, k in KINDS.items()},
         **{f"{name}-weight": WeightFormat(k.codes, k.block, scale_codes=k.scale) for name, k in KINDS.items()},
     }
     if name in fixed:
         return fixed[name]
+    threshold = re.fullmatch(rf"{LLM_INT8}-t([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", name)
+    if threshold is not None and 0 < float(threshold[1]) < math.inf:
+        return replace(fixed[LLM_INT8], outliers=float(threshold[1]))
     match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4)-g([1-9][0-9]*)(-zp|-dq)?", name)
     suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq"), "fp4": (None, "-dq")}
     if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
         raise ValueError(
             f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
-            "fp4-gN[-dq] (N = 8, 16, ..)"
+            "fp4-gN[-dq] (N = 8, 16, ..), llm-int8-tX (X > 0)"
         )
     codes = {"w8a16": "int8", "w4a16": "int4"}.get(match[1], match[1])
     return WeightFormat(codes, int(match[2]), match[3] == "-zp", match[3] == "-dq")

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from jllm.errors import QuantizationError
-from pallas_kernels.quantized_weights import WeightFormat, check_shape, parse_weight_format
+from pallas_kernels.quantized_weights import LLM_INT8, WeightFormat, check_shape, parse_weight_format
 
 PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
 ROTATIONS = ("kv", "all")
@@ -169,6 +169,7 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
         *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "fp8", "fp8-weight", "uint8-zp")),
+        _linears(LLM_INT8, LLM_INT8),
     )
 }
 

@@ -23,7 +23,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
-    "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp",
+    "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp", "llm-int8", "llm-int8-t4.5",
+    "llm-int8-t1e-07",
 )  # fmt: skip
 ENCODED = (  # one of those whose codes and scales are made alike
     "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp4", "fp8",
@@ -52,7 +53,9 @@ def test_names_are_read_back(name):
     assert parse_weight_format(name).name == name
 
 
-@pytest.mark.parametrize("name", ["w8", "w4a16", "w4a16-g12", "w4a16-g0", "w4a16-g32-dq", "nf4-g64-zp", "fp8-g32", ""])
+@pytest.mark.parametrize(
+    "name", ["w8", "w4a16", "w4a16-g12", "w4a16-g0", "w4a16-g32-dq", "nf4-g64-zp", "fp8-g32", "llm-int8-t0", ""]
+)
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match="unknown weight format"):
         parse_weight_format(name)

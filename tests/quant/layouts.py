@@ -365,6 +365,20 @@ def modelopt(weights: Mapping[str, np.ndarray], *, older: bool = False) -> Writt
     return written
 
 
+def modelopt_fp8(weights: Mapping[str, np.ndarray], *, older: bool = False, kv_scale: float | None = 1.0) -> Written:
+    """FP8 of ModelOpt: one scale a tensor, one of its inputs, and of K and V where kv_scale is given."""
+    written = autofp8(weights, static=True)
+    if kv_scale is not None:
+        for x in ("k", "v"):
+            written.tensors[f"model.layers.0.self_attn.{x}_proj.{x}_scale"] = np.array(kv_scale, np.float32)
+    kv = {"dynamic": False, "num_bits": 8, "type": "float"} if kv_scale is not None else None
+    group = {"weights": kv, "input_activations": kv, "targets": ["Linear"]}
+    newer = {"quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": kv, "config_groups": {"group_0": group}}
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": kv and "FP8", "exclude_modules": ["lm_head"]}
+    written.config = {"quant_method": "modelopt"} | ({"quantization": said} if older else newer)
+    return written
+
+
 def nf4(
     weights: Mapping[str, np.ndarray],
     *,
@@ -407,9 +421,9 @@ def nf4(
     return out
 
 
-def llm_int8(weights: Mapping[str, np.ndarray]) -> Written:
+def llm_int8(weights: Mapping[str, np.ndarray], *, threshold: float = 6.0) -> Written:
     """weight int8, SCB the largest magnitude of each row."""
-    out = Written({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0})
+    out = Written({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": threshold})
     for module, w in weights.items():
         if module == "lm_head":
             continue

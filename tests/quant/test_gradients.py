@@ -77,7 +77,7 @@ def test_whole_model_against_finite_differences():
     np.testing.assert_allclose(stored, grads.layers[0].mlp.down.scales, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor"])
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor", "llm-int8-t2"])
 def test_rounding_of_activations_is_passed_straight_through(name):
     """Inputs get what the decoded weight says, weights what the rounded inputs say."""
     fmt = parse_weight_format(name)

@@ -95,7 +95,12 @@ CASES = {
     "mxfp8-weight": (partial(layouts.block_floats, kind="mxfp8", activations=False), "mxfp8-weight", 0),
     "modelopt": (layouts.modelopt, "nvfp4", 0),
     "modelopt-older": (partial(layouts.modelopt, older=True), "nvfp4", 0),
-    "llm_int8": (layouts.llm_int8, "w8a16", 2.0**-22),
+    "modelopt-fp8": (layouts.modelopt_fp8, "fp8", 0),
+    "modelopt-fp8-older": (partial(layouts.modelopt_fp8, older=True), "fp8", 0),
+    "modelopt-fp8-no-kv": (partial(layouts.modelopt_fp8, kv_scale=None), "fp8", 0),
+    "llm_int8": (layouts.llm_int8, "llm-int8", 2.0**-22),
+    "llm_int8-threshold": (partial(layouts.llm_int8, threshold=4.5), "llm-int8-t4.5", 2.0**-22),
+    "llm_int8-no-outliers": (partial(layouts.llm_int8, threshold=0.0), "w8a8", 2.0**-22),
 }  # fmt: skip
 
 
@@ -175,7 +180,10 @@ def test_seeded_faults_are_caught(fault, tmp_path, monkeypatch):
     assert furthest(name, tmp_path / "m")[0] > 0.01
 
 
-FIXED = ("int8-static", "fp8-static", "fp8-autofp8-static", "nvfp4", "modelopt", "modelopt-older")
+FIXED = (
+    "int8-static", "fp8-static", "fp8-autofp8-static", "nvfp4", "modelopt", "modelopt-older", "modelopt-fp8",
+    "modelopt-fp8-older", "modelopt-fp8-no-kv",
+)  # fmt: skip
 STATIC = {"qkv": 5, "o": 6, "gate_up": 5, "down": 4}
 REORDERED = (
     "gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "packed-4-actorder-true", "int8-actorder"

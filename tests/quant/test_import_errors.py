@@ -11,7 +11,7 @@ import pytest
 import jllm
 from jllm.errors import CheckpointError
 from tests.quant import layouts
-from tests.quant.layouts import autofp8, awq, block_floats, compressed, gptq, llm_int8, modelopt, nf4
+from tests.quant.layouts import autofp8, awq, block_floats, compressed, gptq, llm_int8, modelopt, modelopt_fp8, nf4
 
 Q, K, O = (f"model.layers.0.self_attn.{x}_proj" for x in "qko")
 packed = partial(compressed, form="pack-quantized", activations=False, bits=4, strategy="group", group=32)
@@ -99,8 +99,8 @@ UNSUPPORTED = {
     "ct-block-size": (nvfp4, weights(group_size=32), "group_size = 32 .* supported: 16"),
     "ct-block-inputs": (nvfp4, inputs(dynamic=True), 'dynamic = true .* supported: "local"'),
     "ct-mx-inputs": (mxfp4, inputs(strategy="token"), 'strategy = "token" .* supported: "group"'),
-    "modelopt-fp8": (modelopt, config(quant_algo="FP8"), 'quant_algo = "FP8" .* supported: "NVFP4"'),
-    "modelopt-kv": (modelopt, config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme = .* supported: null"),
+    "modelopt-algo": (modelopt, config(quant_algo="W4A8_AWQ"), 'quant_algo = "W4A8_AWQ" .* supported: "NVFP4", "FP8"'),
+    "modelopt-kv": (modelopt, config(kv_cache_scheme={"num_bits": 4}), "kv_cache_scheme = .* supported: null, or"),
     "ct-static": (compressed, inputs(dynamic=False), 'strategy = "token" .* supported: "tensor"'),
     "ct-local": (compressed, inputs(dynamic="local"), 'dynamic = "local" .* supported: true, false'),
     "ct-tensor": (compressed, inputs(strategy="tensor"), 'strategy = "tensor" .* supported: "token"'),
@@ -117,6 +117,7 @@ UNSUPPORTED = {
     "fp8-block": (autofp8, config(weight_block_size=[128, 128]), r"weight_block_size = \[128, 128\] .*null"),
     "bnb-af4": (nf4, config(bnb_4bit_quant_type="af4"), 'bnb_4bit_quant_type = "af4" .* supported: "nf4", "fp4"'),
     "bnb-fp4": (nf4, config(bnb_4bit_quant_type="fp4"), "bitsandbytes__fp4 is missing"),
+    "bnb-threshold": (llm_int8, config(llm_int8_threshold=-1), "llm_int8_threshold = -1 .* a number, 0 or more"),
     "bnb-neither": (nf4, config(load_in_4bit=False), "one of load_in_4bit and load_in_8bit"),
 }  # fmt: skip
 DISAGREE = {
@@ -161,6 +162,9 @@ DISAGREE = {
     "ct-no-global": (nvfp4, drop(f"{O}.input_global_scale"), f"missing, .* {O}.input_global_scale"),
     "modelopt-plain": (modelopt, drop(f"{O}.weight_scale_2"), f"tensor {O}.weight_scale_2 is missing"),
     "modelopt-ignored": (modelopt, config(ignore=["lm_head", "*.o_proj"]), f"{O}.weight_scale_2 is stored, but"),
+    "modelopt-kv-scale": (modelopt_fp8, put(f"{K}.k_scale", np.array(2, np.float32)), f"{K}.k_scale holds 2, .* 1"),
+    "modelopt-no-kv": (modelopt_fp8, config(kv_cache_scheme=None), f"no use for, .*{K}.k_scale"),
+    "modelopt-fp8-plain": (modelopt_fp8, drop(f"{O}.weight_scale"), f"tensor {O}.weight_scale is missing"),
     "fp8-static": (autofp8, config(activation_scheme="static"), f"missing.* {Q}.input_scale"),
     "fp8-dynamic": (
         partial(autofp8, static=True), config(activation_scheme="dynamic"), "no use for, .*proj.input_scale"

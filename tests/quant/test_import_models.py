@@ -106,6 +106,7 @@ OF_FILES = [
     (gptq, "quantize_config.json"),
     (awq, "quant_config.json"),
     (partial(layouts.modelopt, older=True), "hf_quant_config.json"),
+    (partial(layouts.modelopt_fp8, older=True), "hf_quant_config.json"),
 ]
 
 

@@ -18,6 +18,7 @@ FORMATS = [
     "w8a8",
     "fp8",
     "w8a8-tensor",
+    "llm-int8-t2",
     "w8a16",
     "fp8-weight",
     "uint8-zp",
@@ -57,6 +58,9 @@ def fake_quantized(x: np.ndarray, name: str) -> np.ndarray:
     if name == "fp8-static":
         scale = float(np.float32(STATIC / 4))
         return np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
+    if name == "llm-int8-t2":
+        large = np.abs(x) >= 2
+        return np.where(large, x, fake_quantized(np.where(large, 0, x), "w8a8"))
     largest = 127 if kind == "int8" else 448
     absmax = np.abs(x).max(axis=None if name.endswith("tensor") else -1, keepdims=True)
     codes = x / (absmax / largest)
@@ -92,7 +96,7 @@ def test_products(name, dtype):
     assert relative(got, want) < (1e-12 if dtype == "float64" else 1e-3 if fmt.activations else 1e-5)
 
 
-@pytest.mark.parametrize("name", [None, "w8a8", "fp8", "w8a8-tensor", "w4a16-g32", *FIXED])
+@pytest.mark.parametrize("name", [None, "w8a8", "fp8", "w8a8-tensor", "llm-int8-t2", "w4a16-g32", *FIXED])
 def test_norm_and_silu_give_what_the_reader_takes(name, dtype):
     """One pass quantizes; the rows are those of quantizing afterwards."""
     reader: QuantizedWeight | jax.Array = normal(0, 64, 128, dtype=dtype)

@@ -13,9 +13,9 @@ from jllm.param_specs import LeafSpec
 from jllm.quant import files
 from jllm.quant.importers import bitsandbytes, foreign
 from jllm.quant.importers.awq import AWQ
-from jllm.quant.importers.block_floats import ModelOpt
 from jllm.quant.importers.compressed_tensors import FP8, CompressedTensors
 from jllm.quant.importers.gptq import GPTQ
+from jllm.quant.importers.modelopt import ModelOpt
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import StoredTensor
 

@@ -16,8 +16,10 @@ FP4's weights is named bitsandbytes__fp4.
 |---|---|---|
 | weight, SCB, weight_format | int8 [N, K], float32 [N], uint8 (0: row by row) | w = weight * SCB / 127 |
 
-LLM.int8 quantizes inputs too, all but outliers; here they stay in 16 bits. Definition: bitsandbytes, functional.py
-(QuantState, dequantize_blockwise), backends/default/ops.py (dequantize_4bit), nn/modules.py (Linear8bitLt).
+LLM.int8 quantizes inputs too, all but outliers, which are those of llm_int8_threshold (6.0) or more; with a threshold
+of 0 there are none. Here they are chosen token by token, and there by columns of a batch: of one token alike.
+Definition: bitsandbytes, functional.py (QuantState, dequantize_blockwise), backends/default/ops.py (dequantize_4bit,
+int8_vectorwise_quant), nn/modules.py (Linear8bitLt).
 """
 
 import json
@@ -33,7 +35,7 @@ from jllm.quant.codes import group_weight, row_weight
 from jllm.quant.importers.fields import match_pattern, read_choice, read_flag, read_names, refuse
 from jllm.quant.importers.foreign import Wanted
 from jllm.safetensors_io import STORED
-from pallas_kernels.quantized_weights import TABLES, QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import TABLES, THRESHOLD, QuantizedWeight, WeightFormat
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # what the bytes pass for
@@ -96,6 +98,7 @@ class Int8Layout:
     """quantization_config with load_in_8bit."""
 
     skip: tuple[str, ...]
+    outliers: float | None  # their threshold
     mark: str = "SCB"
 
     def exempt(self, module: str) -> bool:
@@ -114,7 +117,8 @@ class Int8Layout:
             raise CheckpointError(
                 f"tensor {module}.weight_format is {found}, which is not supported; supported: 0 (row)"
             )
-        return row_weight(module, tensors["weight"], tensors["SCB"] / np.float32(127), WeightFormat("int8"))
+        fmt = WeightFormat("int8", activations="int8", outliers=self.outliers)
+        return row_weight(module, tensors["weight"], tensors["SCB"] / np.float32(127), fmt)
 
 
 def from_config(raw: Mapping[str, Any]) -> FourBitLayout | Int8Layout:
@@ -125,7 +129,10 @@ def from_config(raw: Mapping[str, Any]) -> FourBitLayout | Int8Layout:
         raise refuse(raw, "load_in_4bit", "one of load_in_4bit and load_in_8bit")
     skip = read_names(raw, "llm_int8_skip_modules")
     if eight:
-        return Int8Layout(skip)
+        threshold = raw.get("llm_int8_threshold", THRESHOLD)
+        if type(threshold) not in (int, float) or not 0 <= threshold < math.inf:
+            raise refuse(raw, "llm_int8_threshold", "a number, 0 or more")
+        return Int8Layout(skip, float(threshold) or None)
     codes = read_choice(raw, "bnb_4bit_quant_type", "fp4", tuple(TABLES))
     storage = _STORAGE[read_choice(raw, "bnb_4bit_quant_storage", "uint8", tuple(_STORAGE))]
     return FourBitLayout(codes, read_flag(raw, "bnb_4bit_use_double_quant", False), storage, skip)

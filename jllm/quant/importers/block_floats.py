@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jllm.errors import CheckpointError
 from jllm.quant.codes import block_weight, groups_of, positive_scale
-from jllm.quant.importers.fields import match_glob, read_choice, read_group, read_names, read_object, refuse
+from jllm.quant.importers.fields import read_choice, read_group, read_object, refuse
 from jllm.quant.importers.foreign import Wanted
 from pallas_kernels.block_floats import KINDS
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
@@ -92,35 +91,3 @@ def read(module: str, tensors: Mapping[str, np.ndarray], kind: str, activations:
     return block_weight(
         module, codes, tensors["weight_scale"], fmt, tensor=factor(names.tensor), input_scale=factor(names.inputs)
     )
-
-
-@dataclass(frozen=True)
-class ModelOpt:
-    """quant_method "modelopt" with quant_algo NVFP4: inputs are rounded with the float32 that is stored for them.
-    `ignore` (older: exclude_modules) are names with wildcards."""
-
-    ignore: tuple[str, ...]
-    mark: str = "weight_scale_2"
-
-    @staticmethod
-    def from_config(raw: Mapping[str, Any]) -> "ModelOpt":
-        """Reads quantization_config, or what hf_quant_config.json has under "quantization". Raises CheckpointError."""
-        raw = {**raw, **read_object(raw, "quantization")}
-        read_choice(raw, "quant_algo", None, ("NVFP4",))
-        if read_group(raw, "group_size", 16) != 16:
-            raise refuse(raw, "group_size", "16")
-        for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
-            if raw.get(key) is not None:
-                raise refuse(raw, key, "null (the KV cache's format is named when the model runs)")
-        return ModelOpt(read_names(raw, "ignore") + read_names(raw, "exclude_modules"))
-
-    def exempt(self, module: str) -> bool:
-        return any(match_glob(pattern, module) for pattern in self.ignore)
-
-    def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        if self.exempt(module):
-            raise CheckpointError(f"tensor {module}.{self.mark} is stored, but quantization_config ignores {module}")
-        return wanted(module, shape, "nvfp4", True, MODELOPT)
-
-    def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        return read(module, tensors, "nvfp4", True, MODELOPT)

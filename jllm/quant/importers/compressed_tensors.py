@@ -88,12 +88,12 @@ class CompressedTensors:
         scheme = self._scheme(module)
         if scheme is None:
             raise CheckpointError(f"tensor {module}.weight_scale is stored, but quantization_config ignores {module}")
-        return _wanted(module, shape, scheme)
+        return wanted(module, shape, scheme)
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
         scheme = self._scheme(module)
         assert scheme is not None, "wanted() has refused it"
-        return _read(module, shape, tensors, scheme)
+        return read(module, shape, tensors, scheme)
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ class FP8:
         read_choice(raw, "kv_cache_scheme", None, (None,))
         read_choice(raw, "weight_block_size", None, (None,))
         ignore = read_names(raw, "ignored_layers") + read_names(raw, "modules_to_not_convert")
-        return FP8(ignore, replace(_PLAIN_FP8, static=static))
+        return FP8(ignore, replace(PLAIN_FP8, static=static))
 
     def exempt(self, module: str) -> bool:
         return module == "lm_head" or any(name in module for name in self.ignore)
 
     def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        return _wanted(module, shape, self.scheme)
+        return wanted(module, shape, self.scheme)
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        return _read(module, shape, tensors, self.scheme)
+        return read(module, shape, tensors, self.scheme)
 
 
-_PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=False, activations="fp8", static=False)
+PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=False, activations="fp8", static=False)
 
 
 def _rank(target: str, module: str) -> int:
@@ -146,7 +146,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
         raise refuse(raw, "targets", "names, patterns (re:...) or Linear")
     if kind := block_floats.FORMATS.get(stored):
         activations = kind if block_floats.read_activations(raw, kind) else None
-        return replace(_PLAIN_FP8, targets=targets, activations=activations, static=False, block_kind=kind)
+        return replace(PLAIN_FP8, targets=targets, activations=activations, static=False, block_kind=kind)
     weights = read_object(raw, "weights")
     kinds = {"int-quantized": ("int",), "float-quantized": ("float",), "pack-quantized": ("int",)}
     kind = read_choice(weights, "type", "int", kinds.get(stored, ("int", "float")))
@@ -189,33 +189,33 @@ def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
     return "fp8" if kind == "float" else "int8", static
 
 
-def _wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wanted]:
+def wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wanted]:
     if scheme.block_kind is not None:
         return block_floats.wanted(module, shape, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
     N, K = shape
     each = 8 if scheme.codes == "int4" else 4  # values of a packed word
     groups = groups_of(module, K, scheme.group) if scheme.group > 0 else 1
     sizes = (1,) if scheme.group == 0 else (N, groups)
-    wanted = {"weight_scale": Wanted(sizes, FLOATS, instead=Wanted((), FLOATS) if scheme.group == 0 else None)}
+    found = {"weight_scale": Wanted(sizes, FLOATS, instead=Wanted((), FLOATS) if scheme.group == 0 else None)}
     plain_zeros = Wanted(sizes, ("I8",), optional=scheme.symmetric)
     if scheme.packed:
-        wanted["weight_packed"] = Wanted((N, -(-K // each)), ("I32",))
-        wanted["weight_shape"] = Wanted((2,), ("I64", "I32"))
-        wanted["weight_zero_point"] = replace(
+        found["weight_packed"] = Wanted((N, -(-K // each)), ("I32",))
+        found["weight_shape"] = Wanted((2,), ("I64", "I32"))
+        found["weight_zero_point"] = replace(
             plain_zeros, shape=(-(-N // each), groups), dtypes=("I32",), instead=plain_zeros
         )
     else:
-        wanted["weight"] = Wanted((N, K), ("F8_E4M3" if scheme.codes == "fp8" else "I8",))
-        wanted["weight_zero_point"] = plain_zeros
+        found["weight"] = Wanted((N, K), ("F8_E4M3" if scheme.codes == "fp8" else "I8",))
+        found["weight_zero_point"] = plain_zeros
     if scheme.static:
-        wanted["input_scale"] = Wanted((1,), FLOATS, instead=Wanted((), FLOATS))
-        wanted["input_zero_point"] = Wanted((1,), ("I8", "F8_E4M3"), optional=True)
+        found["input_scale"] = Wanted((1,), FLOATS, instead=Wanted((), FLOATS))
+        found["input_zero_point"] = Wanted((1,), ("I8", "F8_E4M3"), optional=True)
     if scheme.reordered:
-        wanted["weight_g_idx"] = Wanted((K,), ("I32", "I64"))
-    return wanted
+        found["weight_g_idx"] = Wanted((K,), ("I32", "I64"))
+    return found
 
 
-def _read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], scheme: Scheme) -> QuantizedWeight:
+def read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], scheme: Scheme) -> QuantizedWeight:
     if scheme.block_kind is not None:
         return block_floats.read(module, tensors, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
     (N, K), bits = shape, 4 if scheme.codes == "int4" else 8
