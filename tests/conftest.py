@@ -1,5 +1,6 @@
 """JAX as strict as it gets: what is implicit in library code fails here."""
 
+import contextlib
 import gc
 import os
 import time
@@ -30,6 +31,13 @@ from pallas_kernels.bench.command import RECORDED  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+with contextlib.suppress(ImportError):  # tests that need it are skipped without it
+    from hypothesis import HealthCheck, settings
+
+    # a busy machine is no failure
+    settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no clock")
 
 
 MAPPINGS = 15_000  # Linux lets a process have 65,530, a compiled step takes 180, and XLA crashes past that

@@ -149,7 +149,7 @@ def test_hold_out_takes_the_end_of_the_longest_book():
     assert train == [books[0], books[1][:85]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.sampled_from(["", "One.", "He said:", "Once upon a time.", "x" * 90]), max_size=30)), st.data()
 )
@@ -159,7 +159,7 @@ def test_passages_are_the_paragraphs_in_order_and_break_at_openings(books, data)
     assert not any("\nOnce" in passage for passage in passages)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(0, 99))
 def test_pack_keeps_every_passage_once(lengths, seed):
     rng = np.random.default_rng(seed)
@@ -228,7 +228,7 @@ def test_bundled_files_fit_together_and_are_small():
     assert stated["model_max_length"] == config.context
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_bundled_tokenizer_round_trips(text):
     # "▁" is how SentencePiece writes a space, and the names of special tokens would be read as such

@@ -5,8 +5,8 @@ The buffer is allocated anew for every step, because the runtime may still be re
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,27 +37,42 @@ class Layout:
     @property
     def size(self) -> int:
         """Integers in the buffer."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.empty()))
+        return _places(self).empty.size
 
     def pack(self) -> tuple[np.ndarray, RaggedBatch]:
         """A fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
-        leaves, tree = jax.tree.flatten(self.empty())
-        buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
-        views, at = [], 0
-        for leaf in leaves:
-            views.append(buffer[at : at + leaf.size].view(leaf.dtype).reshape(leaf.shape))
-            at += leaf.size
-        return buffer, jax.tree.unflatten(tree, views)
+        places = _places(self)
+        buffer = places.empty.copy()
+        views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in places.fields]
+        return buffer, jax.tree.unflatten(places.tree, views)
 
     def unpack(self, buffer: jax.Array) -> RaggedBatch:
         """The same batch on the device, under jit."""
-        leaves, tree = jax.tree.flatten(self.empty())
-        found, at = [], 0
-        for leaf in leaves:
-            part = buffer[at : at + leaf.size].reshape(leaf.shape)
-            found.append(part if leaf.dtype == np.int32 else jax.lax.bitcast_convert_type(part, leaf.dtype))
-            at += leaf.size
-        return jax.tree.unflatten(tree, found)
+        places = _places(self)
+        found = []
+        for at, end, dtype, shape in places.fields:
+            part = buffer[at:end].reshape(shape)
+            found.append(part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype))
+        return jax.tree.unflatten(places.tree, found)
+
+
+class _Places(NamedTuple):
+    """Of a layout: an empty buffer, and where its fields lie."""
+
+    empty: np.ndarray  # i32
+    fields: list[tuple[int, int, np.dtype, tuple[int, ...]]]  # first, end, dtype and shape of each
+    tree: Any  # of the batch that has them
+
+
+@cache
+def _places(layout: Layout) -> _Places:
+    """Worked out once a layout, for it takes longer than all else that packs a step."""
+    leaves, tree = jax.tree.flatten(layout.empty())
+    buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+    ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
+    fields = [(end - leaf.size, end, leaf.dtype, leaf.shape) for leaf, end in zip(leaves, ends)]
+    buffer.setflags(write=False)
+    return _Places(buffer, fields, tree)
 
 
 WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a step, and its halves: see jllm.merge_step

@@ -22,7 +22,8 @@ from jllm.engine.device import Device, Halfway
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts, drafting_of
 from jllm.engine.gate import Gate
-from jllm.engine.guides import Guided, Guides
+from jllm.engine.guides import Guides
+from jllm.engine.guiding import Proposed, guided_samples
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
 from jllm.engine.metrics import Metrics, RequestCounts, Times
 from jllm.engine.options import EngineKeywords, EngineSizes, make_options
@@ -90,7 +91,7 @@ class Engine:
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
         self._in_flight: InFlight | None = None
-        self._proposed: tuple[Any, Any] | None = None  # drafts for guided samples, by slot: Outputs.drafts of that step
+        self._proposed: Proposed | None = None  # for guided samples, by the step that was read last
         self._next_id = 0
         self._counts, self._times = RequestCounts(), Times()
         self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
@@ -447,32 +448,16 @@ class Engine:
     def _complete(self, step: InFlight, half: Halfway) -> InFlight:
         """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
         guided sample may draw depends on its tokens up to then."""
-        plan = step.plan
-        rows = {**dict(zip(plan.decodes, plan.rows)), **{c.seq: 1 for c in plan.chunks if c.final}}
-        slots, lives, samples = [], [], []
-        for seq, most in rows.items():
-            live = self._live.get(seq)
-            if live is not None and live.matcher is not None:
-                assert seq.slot is not None
-                slots.append(seq.slot)
-                lives.append(live)
-                samples.append(Guided(live.matcher, seq.output, self._drafts_of(seq.slot, most)))
+        lives, samples = guided_samples(step.plan, self._live.get, self._proposed)
         if samples:
             allowed = self._guides.masks(samples, self._device.tree(step.bucket))
             wanted = half.layout.wanted and self._drafting is not None
             coming = self._guides.coming(samples, self._device.tree(), wanted)
-            self._device.guide(slots, allowed, coming)
+            self._device.guide([live.seq.slot for live in lives if live.seq.slot is not None], allowed, coming)
             for live, possible in zip(lives, allowed[:, 0].any(axis=1).tolist(), strict=True):
                 if not possible:
                     self._abandon(live, "its guide allows none of the model's tokens")
-        return InFlight(plan, step.bucket, self._device.sample(half))
-
-    def _drafts_of(self, slot: int, rows: int) -> list[int]:
-        """What a step verifies with at most `rows` rows of a slot, once the step before it was read."""
-        if self._proposed is None:
-            return []
-        tokens, count = self._proposed
-        return tokens[slot, : min(int(count[slot]), rows - 1)].tolist()
+        return InFlight(step.plan, step.bucket, self._device.sample(half))
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
         return self._live[seq].stop_ids

@@ -54,7 +54,7 @@ def test_an_answer_keeps_its_ids(model):
     assert edited[: len(seen)] == seen
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_the_text_is_that_of_the_new_ids(model, data):
     """Whatever the model has seen, and however it was cut: the text is the new one, and no common token is lost."""

@@ -99,7 +99,7 @@ def close(got, want) -> bool:
     return got is None or all(abs(a - b) < 1e-9 for a, b in zip(got, want, strict=True))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=jobs, errors=errors)
 def test_same_tokens_or_closed(model, jobs, errors):
     with jax.enable_x64(True):

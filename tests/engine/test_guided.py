@@ -171,7 +171,7 @@ def teller(tales):
     engine.close()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(schema=schemas, seed=st.integers(0, 2**32 - 1))
 def test_json_of_a_schema_is_valid(teller, schema, seed):
     """At a temperature at which the model would write anything."""
@@ -268,7 +268,7 @@ def test_a_guide_goes_through_json(guide):
 
 
 @given(rows=st.integers(1, 3), vocab=st.integers(1, 70), data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_bits_from_the_definition(rows, vocab, data):
     words = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=rows * 3, max_size=rows * 3))
     bits = np.array(words, np.uint32).reshape(rows, 3)[:, : -(-vocab // 32)]

@@ -128,7 +128,7 @@ def model64():
 
 
 @pytest.mark.parametrize("company", COMPANY)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=st.lists(jobs, min_size=1, max_size=7))
 def test_any_company_same_tokens(model64, company, jobs):
     with jax.enable_x64(True):
@@ -273,7 +273,7 @@ def quantized64(request):
         yield replace(model, params=quantize(model.params, request.param))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=st.lists(jobs, min_size=2, max_size=7))
 def test_any_company_same_tokens_with_quantized_weights(quantized64, jobs):
     """A token's activations are quantized by a scale of its own."""
@@ -308,7 +308,7 @@ def test_the_oracle_notices_a_scale_that_all_tokens_share():
 TIE = 1e-3  # a top-two gap (natural log) under which float32 may choose either
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(prompts=st.lists(st.lists(tokens, min_size=1, max_size=30), min_size=2, max_size=6))
 def test_float32_up_to_the_first_near_tie(prompts):
     model = tiny_model()

@@ -162,7 +162,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.integers(1, 20), st.lists(actions, max_size=40))
 def test_pages_are_conserved(num_pages, actions):
     pool, model, held = PagePool(num_pages, 8), Model(num_pages), []

@@ -76,7 +76,7 @@ samplings = st.builds(
     seed=st.integers(0, 3),
 )
 waves = st.lists(st.lists(st.tuples(prompts, samplings), min_size=1, max_size=5), min_size=1, max_size=3)
-HYPOTHESIS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_policy": "extent"}, {"kv_policy": "reserve"}], ids=str)

@@ -88,7 +88,7 @@ def test_nibbles_are_in_the_order_of_a_bitcast():
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_error_is_at_most_half_a_step(name, data):
     element = st.floats(-60000, 60000, width=32)
@@ -137,7 +137,7 @@ def test_fp8_saturates():
 
 
 @pytest.mark.parametrize("name", ZEROED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_error_with_zero_points_is_at_most_half_a_step(name, data):
     """And what the zero's rounding to float16 leaves out of the range."""

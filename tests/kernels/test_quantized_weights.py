@@ -146,7 +146,7 @@ def test_shapes_that_do_not_fit(shape, name):
         check_shape(shape, parse_weight_format(name))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_packing_is_exact(seed, signed):
     low = -8 if signed else 0

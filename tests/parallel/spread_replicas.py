@@ -172,7 +172,7 @@ def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_known(mod
     engine.close()
 
 
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     fails=st.dictionaries(st.integers(0, 2), st.integers(0, 14), min_size=1, max_size=2),
     order=st.permutations(range(len(JOBS))),

@@ -332,7 +332,7 @@ def test_bodies_that_hypothesis_makes_get_4xx_and_one_line(small_app):
     cases = st.sampled_from(sorted(right)).flatmap(bodies)
     statuses = []
 
-    @hypothesis.settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @hypothesis.settings(max_examples=300, database=None, derandomize=True)
     @hypothesis.given(cases)
     def check(case):
         path, body = case

@@ -71,7 +71,7 @@ portions = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(portions, st.sampled_from([(4, 3, 1), (2, 8, 2), (5, 2, 2)]), st.sampled_from([8, 16, 64]))
 def test_drafts_are_what_followed_before(portions, sizes, context):
     drafter = NGram(*sizes, context=context)

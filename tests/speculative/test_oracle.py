@@ -47,7 +47,7 @@ def with_drafts(shape: str, jobs, wants, **options) -> dict:
 
 
 @pytest.mark.parametrize(("shape", "company"), RUNS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     jobs=st.lists(jobs, min_size=1, max_size=7),
     right=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
@@ -145,7 +145,7 @@ def test_policies(model64, policy):
             assert_same(completion, want, False)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=st.lists(jobs, min_size=1, max_size=MOST - 1), repeat=st.integers(1, 4))
 def test_ngrams(model64, jobs, repeat):
     """With what the prefix cache skips told to the drafter."""

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-modest = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+modest = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 # "▁" is how SentencePiece writes a space, so it cannot come back; names of special tokens are not plain text.
 texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30),

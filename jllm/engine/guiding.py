@@ -1,0 +1,30 @@
+"""Which samples of a step have guides, and the drafts that they verify."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jllm.engine.guides import Guided
+from jllm.engine.live import Live
+from jllm.engine.plan import StepPlan
+from jllm.engine.sequence import Sequence
+
+Proposed = tuple[Any, Any]  # Outputs.drafts on the host
+
+
+def guided_samples(
+    plan: StepPlan, live: Callable[[Sequence], Live | None], proposed: Proposed | None
+) -> tuple[list[Live], list[Guided]]:
+    """The samples with guides that a planned step draws of, once the step before it was read, which proposed drafts."""
+    rows = {**dict(zip(plan.decodes, plan.rows)), **{chunk.seq: 1 for chunk in plan.chunks if chunk.final}}
+    lives, samples = [], []
+    for seq, most in rows.items():
+        sample = live(seq)
+        if sample is None or sample.matcher is None:
+            continue
+        drafts = []
+        if proposed is not None:
+            tokens, count = proposed
+            drafts = tokens[seq.slot, : min(int(count[seq.slot]), most - 1)].tolist()
+        lives.append(sample)
+        samples.append(Guided(sample.matcher, seq.output, drafts))
+    return lives, samples
