@@ -56,7 +56,7 @@ def load_tokens(
     at = values + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if GROUP == 0:
         if stored == tl.uint8:
-            x = _from_e4m3(tl.load(at, mask=seen[:, None], other=0)).to(dtype)
+            x = from_e4m3(tl.load(at, mask=seen[:, None], other=0)).to(dtype)
         else:
             x = tl.load(at, mask=seen[:, None], other=0.0).to(dtype)
     else:
@@ -79,7 +79,7 @@ def load_tokens(
 
 
 @triton.jit
-def _from_e4m3(code):
+def from_e4m3(code):
     """float32 of float8_e4m3fn's bits: those of a float16 2^8 times smaller."""
     code = code.to(tl.uint16)
     size = code & 0x7F

@@ -8,9 +8,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import check_floats, check_listed, check_out_dtype, check_weight
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels.triton_call import check_unproved
 from pallas_kernels.weight_only_matmul import xla
-from pallas_kernels.weight_only_matmul.config import check_faster, check_supported
+from pallas_kernels.weight_only_matmul.config import check_faster, check_supported, check_triton
 
 
 def weight_only_matmul(
@@ -30,6 +31,7 @@ def weight_only_matmul(
     and xla on a GPU round the decoded weight, and the kernel its scales, to x's dtype; a row's bits do not depend on
     the other rows within one configuration. The mosaic backend takes bf16 and f16, groups of 32, 64 and 128, and K a
     multiple of 256 (128 for codes of eight bits); chosen by itself, it runs where it was measured to be the faster one.
+    The triton backend takes bf16 and f16, groups of 32, 64 and 128 and any K; it rounds tables alone, and scales sums.
     Raises ValueError where shapes or dtypes disagree.
     """
     N, K = w.shape
@@ -78,7 +80,19 @@ def _check_faster(w: QuantizedWeight, *sizes) -> None:
     check_faster(*sizes)
 
 
+def _triton(*args) -> jax.Array:
+    from pallas_kernels.weight_only_matmul import triton  # imports Triton
+
+    return triton.weight_only_matmul(*args)
+
+
+def _check_triton(w: QuantizedWeight, x_dtype: DTypeLike, m: int, n: int, k: int, fmt: WeightFormat) -> None:
+    check_listed(("scales in", str(w.scales.dtype), (str(fmt.scale_dtype),)), backend="triton")
+    check_triton(x_dtype, fmt)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, _check_supported, _check_faster),
+    "triton": Backend(_triton, _check_triton, check_unproved),
     "xla": Backend(xla.weight_only_matmul),
 }

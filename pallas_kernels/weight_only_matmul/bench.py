@@ -1,6 +1,7 @@
 """How long weight_only_matmul takes on the device, next to XLA's bf16 product of the same shape.
 
     python -m pallas_kernels.weight_only_matmul.bench [--json] [--rows 1 16] [--formats nf4 w8a16:1,16] [--tune nf4]
+        [--peers mosaic xla triton]
 
 Each figure is of several layers with weights of their own, more than the 60 MB of L2 in all, in one jit. `bf16` is
 XLA's product of weights that were never quantized; `xla` decodes the quantized ones and multiplies; `mosaic` is the
@@ -10,7 +11,7 @@ of a large copy in the same run.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
@@ -37,6 +38,7 @@ BARS = {
     ("w4a16-g128", False, 1): 2.0, ("nf4", True, 1): 2.4,
 }  # fmt: skip
 DECODED = 512  # rows from which decoding once may pay
+PEERS = ("mosaic", "xla")
 
 
 def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
@@ -75,13 +77,19 @@ def weights_for(name: str, n: int, k: int) -> list[Any]:
     return [first, *(make(jax.random.key(i)) for i in range(1, count))]
 
 
-def variants(name: str, m: int, n: int, k: int, tune: bool) -> list[tuple[str, Config | None]]:
+def variants(
+    name: str, m: int, n: int, k: int, tune: bool, peers: Sequence[str] = PEERS
+) -> list[tuple[str, Config | None]]:
     """Backends, and configurations of the kernel, to be measured."""
     if name == "bf16":
         return [("bf16", None)]
     configs = candidates(m, n, k, parse_weight_format(name))
-    kernels: list[tuple[str, Config | None]] = [("mosaic", config) for config in (configs if tune else configs[:1])]
-    return kernels + ([("xla", None)] if m >= DECODED else [])
+    made: dict[str, list[tuple[str, Config | None]]] = {
+        "mosaic": [("mosaic", config) for config in (configs if tune else configs[:1])],
+        "xla": [("xla", None)] if m >= DECODED else [],
+        "triton": [("triton", None)],
+    }
+    return [variant for peer in peers for variant in made[peer]]
 
 
 def compiled(weights: list[Any], m: int, k: int, backend: str, config: Config | None) -> Callable[[], list[jax.Array]]:
@@ -100,7 +108,7 @@ def compiled(weights: list[Any], m: int, k: int, backend: str, config: Config | 
 
 
 def measure_shape(
-    n: int, k: int, rows: dict[str, list[int]], tuned: list[str], pool: ThreadPoolExecutor
+    n: int, k: int, rows: dict[str, list[int]], tuned: list[str], peers: list[str], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Any]]:
     """Rows of one shape, of each format's numbers of rows of x; one that fails says why."""
     weights = {name: weights_for(name, n, k) for name in rows}
@@ -108,7 +116,7 @@ def measure_shape(
         (name, m, *variant)
         for name in rows
         for m in rows[name]
-        for variant in variants(name, m, n, k, tune=name in tuned)
+        for variant in variants(name, m, n, k, tune=name in tuned, peers=peers)
     ]
     runs = [pool.submit(compiled, weights[name], m, k, backend, config) for name, m, backend, config in cells]
     wait(runs)  # compiling may run things on the device
@@ -130,12 +138,12 @@ def describe(config: Config) -> str:
     return ", ".join(f"{name}={value}" for name, value in asdict(config).items() if value != getattr(Config, name))
 
 
-def table(rows: dict[str, list[int]], tuned: list[str]) -> Iterator[dict[str, Any]]:
+def table(rows: dict[str, list[int]], tuned: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
     """All rows, after a copy's."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     with ThreadPoolExecutor(8) as pool:
         for k, n in BENCH_SHAPES:
-            yield from measure_shape(n, k, rows, tuned, pool)
+            yield from measure_shape(n, k, rows, tuned, peers, pool)
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -163,12 +171,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=list(BENCH_ROWS), help="of x")
     parser.add_argument("--formats", nargs="+", default=list(BENCH_FORMATS), help="each with rows of its own: NAME:M,M")
     parser.add_argument("--tune", nargs="+", default=[], help="formats whose every candidate configuration is measured")
+    parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=list(PEERS), help="beside bf16")
     args = parser.parse_args(argv)
     rows = {"bf16": args.rows}
     for name, _, own in (option.partition(":") for option in args.formats):
         parse_weight_format(name)
         rows[name] = [int(m) for m in own.split(",")] if own else args.rows
-    return record("weight_only_matmul", args, argv, table(rows, args.tune), bars)
+    return record("weight_only_matmul", args, argv, table(rows, args.tune, args.peers), bars)
 
 
 if __name__ == "__main__":

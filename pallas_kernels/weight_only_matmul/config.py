@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.checks import check_listed
 from pallas_kernels.hopper import SMS
 from pallas_kernels.quantized_weights import WeightFormat
+from pallas_kernels.triton_call import check_installed
 
 # Weights that share a scale, by codes, as the kernel knows them; and codes that may have zero points.
 ROW = "a row"
@@ -163,3 +164,41 @@ def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: Wei
     most = MOST_ROWS[fmt.codes]
     if m > most:
         raise NotImplementedError(f"the mosaic kernel takes up to {most} rows of {fmt.name} unless named, not M={m}")
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """A tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result, in steps of
+    `depth` columns of x (a group at least with one row, at most with more). rows and columns don't change bits, but
+    whether rows is 1 does."""
+
+    rows: int
+    columns: int
+    depth: int = 128
+    warps: int = 4
+    stages: int = 4
+
+
+# The largest M, and a tile that fits the shared memory of compute capability 8.6.
+TRITON = (
+    (1, TritonConfig(1, 8, depth=1024, warps=8)),
+    (16, TritonConfig(16, 32, warps=2)),
+    (64, TritonConfig(64, 64)),
+    (1 << 30, TritonConfig(64, 128, depth=64, warps=8)),
+)
+
+
+def triton_config(m: int) -> TritonConfig:
+    """The configuration for M rows of x."""
+    return next(config for most, config in TRITON if m <= most)
+
+
+def check_triton(x_dtype: jax.typing.DTypeLike, fmt: WeightFormat) -> None:
+    """Raises NotImplementedError for what the Triton kernels do not do, naming what they do."""
+    check_installed()
+    check_listed(
+        ("x of", str(x_dtype), ("bfloat16", "float16")),
+        ("codes", fmt.codes, ("int8", "fp8", "int4", "nf4", "fp4", "e2m1")),
+        ("groups of", fmt.group or ROW, (32, 64, 128) if fmt.packed else (ROW, 32, 64, 128)),
+        backend="triton",
+    )

@@ -1,0 +1,97 @@
+"""Triton products by weights alone quantized: interpreted against the formula, compiled for GPUs of four kinds, and run
+where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import triton_call
+from pallas_kernels.quantized_weights import encode, group_scales, parse_weight_format
+from pallas_kernels.weight_only_matmul import api, weight_only_matmul
+from pallas_kernels.weight_only_matmul.cases import CASES, Case
+from pallas_kernels.weight_only_matmul.config import triton_config
+from tests.kernels.helpers import same_bits
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_weights_cases import run, within
+
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+ROOT = Path(__file__).parents[2]
+HALVES = [case for case in CASES if case.dtype != "float32"]
+LARGE = [  # configurations of all rows, loops that do not end at once
+    Case((m,), 4096, 11008, fmt, residual=True)
+    for m, fmt in ((1, "w4a16-g128"), (16, "nf4"), (64, "w4a16-g64"), (512, "w8a16"))
+]
+
+
+def test_interpreted():
+    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_weights.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_compiles(capability, tmp_path, monkeypatch):
+    """Within the shared memory and the registers of a block, and nothing spilled."""
+    from pallas_kernels.weight_only_matmul import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for m, name, added in (
+        (1, "w4a16-g128", True), (1, "nf4", False), (1, "w8a16", True), (16, "w4a16-g32-zp", True),
+        (64, "w4a16-g64", True), (512, "w4a16-g128-zp", True), (512, "nf4", True), (512, "w8a16", False),
+        (512, "fp8-weight", True),
+    ):  # fmt: skip
+        fmt = parse_weight_format(name)
+        w = jax.eval_shape(lambda fmt=fmt: encode(jnp.zeros((4096, 4096)), fmt))
+        x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
+        launch = triton.launch(x, w, added, added, x.dtype, triton_config(m))
+        scales = jax.eval_shape(group_scales, w).dtype
+        zeros = "int8" if fmt.zero_point else scales
+        made = compile_for(launch, [x.dtype, "uint8", scales, zeros, *[x.dtype] * 3], capability, tmp_path)
+        assert f".target sm_{capability}" in made.ptx
+        assert made.shared <= SHARED_MEMORY[capability], name
+        assert made.spilled == 0, (m, name)
+        assert made.registers * 32 * launch.num_warps <= 65536, name
+
+
+def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    x, w, *_ = Case((3,), 64, 128, "nf4").inputs()
+    assert same_bits(weight_only_matmul(x, w), weight_only_matmul(x, w, backend="xla"))
+    arguments = w, x.dtype, 3, 64, 128, w.format
+    assert api.BACKENDS["triton"].supports(*arguments) is None
+    assert api.BACKENDS["triton"].supports(*arguments, unasked=True) == triton_call.UNPROVED
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case((3,), 64, 128, "nf4", "float32"), "x of float32 is not supported by backend triton, which does bfloat16"),
+        (Case((3,), 64, 128, "w4a16-g8"), "groups of 8 is not supported by backend triton, which does 32, 64, 128"),
+        (Case((3,), 64, 128, "mxfp8-e5m2-weight"), "codes e5m2 is not supported by backend triton, which does int8"),
+    ],
+)
+def test_what_is_refused(case, message):
+    with pytest.raises(NotImplementedError, match=message):
+        run(case, case.inputs())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*HALVES, *LARGE], ids=str)
+def test_gpu_matches_the_formula(case):
+    x, w, bias, residual = arrays = case.inputs()
+    out = run(case, arrays)
+    assert within(case, out, arrays)
+    assert same_bits(out, run(case, arrays))
+    m = int(np.prod(case.leading))
+    if len(case.leading) == 1 and triton_config(m) == triton_config(max(m - 1, 1)):
+        fewer = x[1:], w, bias, None if residual is None else residual[1:]
+        assert same_bits(out[1:], run(case, fewer))
