@@ -82,7 +82,7 @@ def _order(name: str | None) -> tuple[str, ...]:
     if name in BACKEND_NAMES:
         return (name,)
     if name is None:
-        name = "hopper" if on_hopper() else "ampere" if _capability().startswith("8.") else "xla"
+        name = "hopper" if on_hopper() else "ampere" if capability().startswith("8.") else "xla"
     return DEVICES.get(name, ("xla",))
 
 
@@ -94,10 +94,10 @@ def where_faster(backend: str | None) -> str | None:
 
 def on_hopper() -> bool:
     """Whether computations run on a GPU of compute capability 9.0 unless told otherwise."""
-    return _capability() == "9.0"
+    return capability() == "9.0"
 
 
-def _capability() -> str:
+def capability() -> str:
     """The compute capability of the GPU that computes; an empty string where none does."""
     if jax.default_backend() != "gpu":
         return ""

@@ -9,7 +9,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
 from pallas_kernels.scaled_matmul import xla
-from pallas_kernels.scaled_matmul.config import check_supported, check_triton, choose_config, is_skinny
+from pallas_kernels.scaled_matmul.config import (
+    check_supported,
+    check_triton,
+    check_triton_fp8,
+    choose_config,
+    is_skinny,
+)
 from pallas_kernels.triton_call import check_unproved
 
 
@@ -37,7 +43,7 @@ def scaled_matmul(
             check_floats(**{name: addend})
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
     out_dtype = check_out_dtype(out_dtype)
-    backends = {name: each for name, each in BACKENDS.items() if operand == jnp.int8 or name != "triton"}
+    backends = BACKENDS if operand == jnp.int8 else BACKENDS | {"triton": FP8_TRITON}
     chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
     return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
@@ -68,6 +74,7 @@ def _triton(*args) -> jax.Array:
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
-    "triton": Backend(_triton, check_triton, check_unproved),  # of int8
+    "triton": Backend(_triton, check_triton, check_unproved),
     "xla": Backend(xla.scaled_matmul),
 }
+FP8_TRITON = Backend(_triton, check_triton_fp8, check_unproved)

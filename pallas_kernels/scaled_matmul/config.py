@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backends
 from pallas_kernels.checks import check_listed
 from pallas_kernels.gemm_sm90 import skinny_config, tall_config
 from pallas_kernels.gemm_sm90.support import check_result
@@ -76,7 +77,7 @@ TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """A tile of the Triton kernel: sums of int8 are exact, so that nothing here changes bits."""
+    """A tile of the Triton kernel: sums of int8 are exact, so that nothing here changes their bits."""
 
     rows: int
     columns: int
@@ -107,3 +108,10 @@ def check_triton(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, r
         ("scales of", str(scale_dtype), ("float32",)), ("results of", str(out_dtype), narrow),
         ("a residual of", "float32" if residual is None else str(residual.dtype), narrow), backend="triton",
     )  # fmt: skip
+
+
+def check_triton_fp8(*arguments) -> None:
+    """check_triton for float8, which GPUs before compute capability 8.9 do not multiply."""
+    check_triton(*arguments)
+    if (found := backends.capability()) in ("8.0", "8.6", "8.7"):
+        raise NotImplementedError(f"float8 is not supported by backend triton on {found}, but from 8.9 on")

@@ -1,4 +1,7 @@
-"""int8_matmul for Ampere, Ada and Hopper: a program has a tile of the result, and sums exactly, in int32."""
+"""int8_matmul for Ampere, Ada and Hopper, and fp8_matmul for the latter two: a program has a tile of the result.
+
+int8 is summed exactly, in int32; float8 in float32, of which Hopper's tensor cores keep fewer bits.
+"""
 
 from functools import partial
 
@@ -24,7 +27,8 @@ def scaled_matmul(
     residual: jax.Array | None,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """x int8[M, K], w int8[N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see int8_matmul."""
+    """x [M, K], w [N, K], both int8 or e4m3, x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see
+    int8_matmul and fp8_matmul."""
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[0]), out_dtype)
     added = [x_scale if each is None else each for each in (bias, residual)]  # what is not there is not read
@@ -69,14 +73,15 @@ def _tile(
     deep = tl.arange(0, DEPTH)
     of_x = x + (row % M).to(tl.int64)[:, None] * K + deep[None, :]  # rows and columns beyond are not stored
     of_w = w + (column % N).to(tl.int64)[None, :] * K + deep[:, None]
-    sums = tl.zeros([ROWS, COLUMNS], tl.int32)
+    kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    sums = tl.zeros([ROWS, COLUMNS], kind)
     for k in range(0, K, DEPTH):
         if K % DEPTH == 0:
             left, right = tl.load(of_x + k), tl.load(of_w + k)
         else:
-            left = tl.load(of_x + k, mask=(k + deep < K)[None, :], other=0)
-            right = tl.load(of_w + k, mask=(k + deep < K)[:, None], other=0)
-        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+            left = tl.load(of_x + k, mask=(k + deep < K)[None, :], other=0.0)
+            right = tl.load(of_w + k, mask=(k + deep < K)[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, out_dtype=kind)
     in_rows, in_columns = row < M, column < N
     y = sums.to(tl.float32) * tl.load(x_scale + row, mask=in_rows, other=0.0)[:, None]
     y *= tl.load(w_scale + column, mask=in_columns, other=0.0)[None, :]

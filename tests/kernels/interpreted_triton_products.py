@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import triton_call
+from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul import reference, triton
 from pallas_kernels.scaled_matmul.cases import Case
@@ -20,6 +21,8 @@ CASES = (
     Case(127, 33, 50, "int8", residual=True, out_dtype="float16"),
     Case(130, 160, 32, "int8", bias=True, zero_rows=True),
     Case(3, 32, 11008, "int8", saturated=True, out_dtype="float32"),
+    Case(1, 96, 160, "float8_e4m3fn", bias=True, out_dtype="float32"),
+    Case(66, 33, 50, "float8_e4m3fn", residual=True),
 )
 
 
@@ -31,16 +34,17 @@ def interpreted(monkeypatch):
 def run(case, arrays, backend="triton"):
     x, w, x_scale, w_scale, bias, residual = arrays
     added = {"bias": bias, "residual": residual, "out_dtype": case.out_dtype}
-    return int8_matmul(x, w, x_scale, w_scale, **added, backend=backend)
+    matmul = int8_matmul if case.operand == "int8" else fp8_matmul
+    return matmul(x, w, x_scale, w_scale, **added, backend=backend)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_int8_matmul_matches_the_formula(case):
+def test_matches_the_formula(case):
     arrays = case.inputs()
     out = run(case, arrays)
     assert error(out, reference.scaled_matmul(*arrays)) < TOLERANCE[case.out_dtype]
     last = [a if a is None or a.shape[:1] != (case.m,) else a[-1:] for a in arrays]
-    assert same_bits(out[-1:], run(case, last))
+    assert case.operand != "int8" or same_bits(out[-1:], run(case, last))
     assert (
         run(case, [None if a is None else a[:0] if i in (0, 2, 5) else a for i, a in enumerate(arrays)]).shape[0] == 0
     )

@@ -94,7 +94,7 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
 
 
 def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
     gate_up = jnp.ones((2, 256), jnp.bfloat16)
     for name in (None, "ampere"):
         assert same_bits(silu_mul_quant(gate_up, backend=name), silu_mul_quant(gate_up, backend="xla"))

@@ -135,7 +135,7 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
 
 
 def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
     q, pages, table, lengths = SMALL_DECODE.inputs()
     ours, plain = (decode_attention(q, pages, table, lengths, scale=0.1, backend=name) for name in (None, "xla"))
     assert same_bits(ours, plain)

@@ -63,7 +63,7 @@ def test_compiles(capability, tmp_path, monkeypatch):
 
 
 def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends._capability", lambda: "8.6")
+    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
     x, w, *_ = Case((3,), 64, 128, "nf4").inputs()
     assert same_bits(weight_only_matmul(x, w), weight_only_matmul(x, w, backend="xla"))
     arguments = w, x.dtype, 3, 64, 128, w.format

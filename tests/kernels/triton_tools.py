@@ -80,11 +80,12 @@ def _nearest(convert: Any) -> Any:
 
 
 def _dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
-    """A product of tiles: the interpreter would multiply the bits of bfloat16."""
+    """A product of tiles: the interpreter would multiply the bits of bfloat16 and float8."""
     from triton.runtime.interpreter import TensorHandle
 
     def numbers(x: Any) -> np.ndarray:
-        return x.data.view(jnp.bfloat16) if str(x.dtype.scalar) == "bf16" else x.data
+        stored = {"bf16": jnp.bfloat16, "fp8e4nv": jnp.float8_e4m3fn}.get(str(x.dtype.scalar))
+        return x.data if stored is None else x.data.view(stored)
 
     kind = total.data.dtype
     return TensorHandle(numbers(a).astype(kind) @ numbers(b).astype(kind) + total.data, total.dtype.scalar)
