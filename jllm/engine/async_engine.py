@@ -23,8 +23,8 @@ class Stream:
     Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while it waits for
     an event closes it too. The pages are free again within two steps."""
 
-    def __init__(self, engine: "AsyncEngine", samples: int):
-        self.samples = samples
+    def __init__(self, engine: "AsyncEngine", samples: int, ends_only: bool):
+        self.samples, self.ends_only = samples, ends_only
         self._engine, self._left = engine, samples
         self._events: deque[Event] = deque()
         self._error: JllmError | None = None
@@ -133,13 +133,22 @@ class AsyncEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        ends_only: bool = False,
     ) -> Stream:
         """Queues a prompt, checked in a thread of its own, as Engine.submit does. RequestError for a bad one, QueueFull
-        where too many wait, EngineClosed after close()."""
+        where too many wait, EngineClosed after close(). ends_only: the stream has the end of each sample and nothing
+        before it, which spares the event loop a wake-up for each token."""
         ids = await asyncio.to_thread(self.check, prompt, sampling)
-        return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline)
+        return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline, ends_only=ends_only)
 
-    def submit_all(self, requests: Iterable[Request], *, priority: int = 0, deadline: float | None = None) -> Stream:
+    def submit_all(
+        self,
+        requests: Iterable[Request],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        ends_only: bool = False,
+    ) -> Stream:
         """Queues several requests that check() has taken, or none of them; they end together, where one has to."""
         check_urgency(priority, deadline)
         requests = list(requests)
@@ -150,7 +159,7 @@ class AsyncEngine:
             raise RequestError(f"{samples} samples at once are too many: at most {self.limit} may run and wait")
         if self.unfinished + samples > self.limit:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
-        stream = Stream(self, samples)
+        stream = Stream(self, samples, ends_only)
         self._open.add(stream)
         self._ask(lambda: self._submit(stream, requests, priority, deadline))
         return stream
@@ -242,7 +251,8 @@ class AsyncEngine:
         for event in events:
             request = self._requests[event.id]
             stream, place, left = request
-            yield stream, event._replace(id=place)
+            if event.completion is not None or not stream.ends_only:
+                yield stream, event._replace(id=place)
             if event.completion is not None:
                 request[2] = left - 1
                 if left == 1:

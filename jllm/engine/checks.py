@@ -1,7 +1,7 @@
 """What a prompt and its parameters must satisfy before they may wait for a slot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,8 @@ def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfi
         raise RequestError(f"sampling must be SamplingParams, not {params!r}")
     named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
     for name, tokens in named.items():
+        if _are_ints(tokens) and min(tokens) >= 0 and max(tokens) < config.vocab_size:
+            continue
         for token in tokens:
             if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
                 vocabulary = f"[0, {config.vocab_size}), the model's vocabulary"
@@ -57,6 +59,11 @@ def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfi
         raise RequestError(f"a prompt of {len(ids)} tokens is too long: {room}")
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+
+
+def _are_ints(tokens: Collection[object]) -> bool:
+    """Whether there are some, and all of Python's own kind, as nearly all are: known without a look at each."""
+    return set(map(type, tokens)) == {int}
 
 
 def check_urgency(priority: int, deadline: float | None) -> None:

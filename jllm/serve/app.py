@@ -55,7 +55,9 @@ class Generate:
         body = await read_body(scope, receive, self._limits)
         wanted = await asyncio.to_thread(lambda: self._parse(parse_json(body), self._served))
         requests = [(ids, wanted.sampling) for ids in wanted.prompts]
-        stream = self._engine.submit_all(requests, priority=wanted.priority, deadline=self._deadline)
+        stream = self._engine.submit_all(
+            requests, priority=wanted.priority, deadline=self._deadline, ends_only=not wanted.stream
+        )
         async with stream:
             answer = Answer(wanted, self._served)
             work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)

@@ -159,6 +159,27 @@ def test_requests_that_come_together_share_a_stream(model):
     assert [found[i, 0] for i in range(3)] == [completion.token_ids for completion in want]
 
 
+def test_a_stream_of_ends_alone(model):
+    """Beside one of all events; what ends is the same."""
+
+    async def work(engine):
+        asked = [(PROMPT, greedy(6, n=2)), ([7], greedy(3))]
+        whole, ends = engine.submit_all(asked), engine.submit_all(asked, ends_only=True)
+        found = [[event async for event in stream] for stream in (whole, ends)]
+        one = [event async for event in await engine.submit(PROMPT, greedy(6), ends_only=True)]
+        return *found, one
+
+    whole, ends, one = run(work, model)
+
+    def by_sample(events):
+        return {(e.id, e.sample): e.completion.token_ids for e in events if e.completion}
+
+    assert len(whole) > 3
+    assert [bool(event.completion) for event in ends + one] == [True] * 4
+    assert by_sample(ends) == by_sample(whole)
+    assert one[0].completion.token_ids == by_sample(whole)[0, 0]
+
+
 def test_close_reports_what_it_cuts_and_ends_it(model):
     async def work(engine):
         streams = [await engine.submit(PROMPT, greedy(tokens)) for tokens in (2, 120, 120)]
