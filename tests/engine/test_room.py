@@ -25,6 +25,7 @@ from jllm.memory import GIB, gib
 from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
+from jllm.speculative.quantized_copy import QuantizedCopy
 from tests.tiny import greedy, serve, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -209,6 +210,8 @@ def test_a_drafter_s_pools_and_memory_are_reckoned_with():
     assert (model.pool, words.pool) == (2 * plain.pool, plain.pool)
     assert model.slots - plain.slots == 8 * 4, "the newest token of each slot"
     assert words.slots - plain.slots == 8 * 1000 * 4
+    copy = need(speculate=QuantizedCopy(params))
+    assert (copy.pool, copy.slots) == (plain.pool, plain.slots), "it reads the target's own K and V"
 
 
 def test_a_cpu_keeps_its_memory_for_others_too():

@@ -1,8 +1,10 @@
-"""What is compiled for steps with drafts: pools are changed in place, never copied."""
+"""What is compiled for steps with drafters: pools are changed in place, never copied; drafts at rest cost nothing."""
 
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from jllm.batch import Bucket
 from jllm.engine.drafters import copy_of
 from jllm.engine.layout import Layout, packed_step
 from jllm.merge_step import eager_step
+from jllm.speculative import quantized_copy
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import Tree, chain
@@ -44,3 +47,21 @@ def test_no_pool_is_copied(name, kv_cache):
         return eager_step(params, state, layout.unpack(buffer), drafter, config=model.config)
 
     assert copies(jax.jit(kept).lower(*arguments).compile()), "a copy would be seen"
+
+
+def test_a_copy_at_rest_computes_nothing(monkeypatch):
+    """It has no K and V of its own to keep up with the target's, as a draft model has."""
+    model = tiny_model()
+    drafter = copy_of(model.params, "w8a16", chain(3))
+    state = init_state(model.config, slots=4, num_pages=PAGES, page_size=8, dtype="float32", drafter=drafter)
+    layout = Layout(Bucket(4, 0, 0), 8)
+    batch = layout.unpack(jnp.zeros(layout.size, jnp.int32))
+
+    def trace(wanted: bool) -> None:
+        jax.eval_shape(partial(eager_step, config=model.config, wanted=wanted), model.params, state, batch, drafter)
+
+    trace(True)
+    monkeypatch.setattr(quantized_copy, "backbone", None)
+    trace(False)
+    with pytest.raises(TypeError, match="NoneType"):
+        trace(True)
