@@ -9,6 +9,7 @@ import pytest
 
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
+from jllm.engine.drafters import find_drafter
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
@@ -149,6 +150,8 @@ def test_a_drafter_with_weights():
     medusa = Medusa((MedusaHead(jnp.ones((64, 64)), jnp.ones(64)),), chain(1))
     with pytest.raises(ConfigError, match="Medusa has weights, and a model on several devices"):
         init_state(two.config, slots=1, num_pages=2, drafter=medusa)
+    with pytest.raises(ConfigError, match="copy:w8a16 has weights, and a model on several devices"):
+        find_drafter("copy:w8a16", two)
 
 
 def test_the_command(capsys):
