@@ -334,6 +334,39 @@ ACCURACY = (
         of_bars("{:.2g} to {:.2g} of rounding's divergence at most, where a method should be better"),
     ),
     Section(
+        "mixed_precision",
+        "Mixed precision: the format of each layer by its sensitivity, under a budget of bytes",
+        "Divergence from the unquantized model in nats a token, and over that of the best uniform format that fits "
+        "(`ratio`), with 95 % intervals by bootstrap over documents. Shuffled: the same formats in other layers.",
+        (
+            Table(("formats", "bytes_per_weight", "kl", "kl_95"), "all layers alike", _is(part="uniform")),
+            Table(
+                ("part", "budget", "seed", "formats", "bytes_per_weight", "kl", "kl_95", "over", "ratio", "ratio_95"),
+                "by layer",
+            ),
+        ),
+        of_bars("{:.2g} to {:.2g} of the divergence left"),
+    ),
+    Section(
+        "continuations",
+        "What quantization does to texts that are generated, and serving beside the forward pass",
+        "Greedy continuations against those of the unquantized model: after how many tokens they become others "
+        "(`agreed`, 95 % intervals by bootstrap over prompts), the share that is the same after N tokens (`same_N`), "
+        "and what teacher forcing would make of it (`expected_N`). `gap`: log-probabilities as served and by the "
+        "forward pass without a cache, in nats.",
+        (
+            Table(
+                (
+                    "scheme", "forced_kl", "forced_top1", "agreed", "agreed_95", "same_8", "expected_8", "same_32",
+                    "expected_32", "same_64", "expected_64", "activations", "gap", "gap_mean",
+                ),
+                "schemes",
+                _is(kv="model"),
+            ),
+            Table(("kv", "agreed", "agreed_95", "same_8", "same_32", "same_64"), "KV formats", _is(scheme="bf16")),
+        ),
+    ),
+    Section(
         "outliers",
         "What outliers of activations do to quantization, and what SmoothQuant mends",
         "Divergence from the unquantized model in nats a token, by how much larger planted outlier channels are than "

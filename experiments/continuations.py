@@ -1,0 +1,194 @@
+"""What quantization does to texts that are generated, beside teacher forcing; and serving beside the forward pass.
+
+    python -m experiments.continuations [--schemes w8a8-all nf4] [--kv model int8-g8] [--new-tokens 64]
+
+Greedy continuations of the beginnings of documents, by each scheme with K and V in the model's dtype and each KV format
+with weights as loaded, against those of the model as loaded. `agreed` is after how many tokens a continuation becomes
+another (all of them where it never does), the mean over prompts, with its interval by bootstrap; `same_N` the share of
+continuations that are the same after N tokens. `forced_top1` and `forced_kl` are of teacher forcing along the model's
+own continuations, by forward passes without a cache, and `expected_N` is forced_top1 to the power of N: the share that
+would be the same if tokens differed independently.
+
+`gap` is the largest difference between a token's log-probability as served (engine, pages, batch) and by the forward
+pass that training takes, over the scheme's own continuations in nats, and `gap_mean` the mean: of schemes alone, since
+that pass has no K and V in a cache. Both passes sum in other orders. Where activations are rounded that moves some of
+them to the next code, and those all that follow, so that the bound is of their bits (`activations`): 16, 8 or 4. A run
+that was interrupted goes on where it stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import jllm
+from experiments.accuracy.rows import PLAIN_KV, kv_name
+from experiments.accuracy.support import check_all_run
+from experiments.arguments import by_name, positive
+from experiments.ptq_methods import rounded, run_of
+from experiments.result_file import ResumedFile
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.analysis.protocols import encode, find_protocol
+from jllm.engine.request import Completion
+from jllm.errors import ConfigError, JllmError
+from jllm.model import Packed, packed_logits
+from jllm.params import linears
+from jllm.pretrained import BUNDLED, Model
+from jllm.quant.rotation import quantize_model
+from jllm.quant.schemes import PLAIN, PRESETS
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.quantized_weights import QuantizedWeight
+
+Row = dict[str, Any]
+SCHEMES = (*(name for name in PRESETS if name not in (PLAIN, "w8a8")), "mxfp8", "nvfp4", "mxfp4")
+KV = ("int8-g8", "fp8", "int4-g8")
+LENGTHS = (8, 32, 64)
+GAPS = {16: 1e-4, 8: 0.25, 4: 1.0}  # nats: bounds of `gap` by the bits of activations, in float32
+logits_of = jax.jit(packed_logits, static_argnums=1)
+
+
+def beginnings(model: Model, args: argparse.Namespace) -> list[list[int]]:
+    """Of each document that is long enough, as token ids. Raises ConfigError where there are fewer than two."""
+    protocol = find_protocol("document")
+    found = [encode(model.tokenizer, text, protocol)[: args.prompt_tokens] for text in read_documents(args.text)]
+    found = [list(ids) for ids in found if len(ids) == args.prompt_tokens][: args.prompts]
+    if len(found) < 2:
+        raise ConfigError(f"--text: fewer than two documents have {args.prompt_tokens} tokens")
+    return found
+
+
+def continuations(model: Model, prompts: Sequence[Sequence[int]], count: int, kv: str) -> list[Completion]:
+    greedy = jllm.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, logprobs=0)
+    return jllm.generate(model, [list(ids) for ids in prompts], greedy, kv_cache=kv_name(kv, model.params.dtype))
+
+
+def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray:
+    """f64[count, V]: what the forward pass without a cache says before each of the last `count` tokens."""
+    tokens = jnp.asarray(ids, jnp.int32)
+    batch = Packed(tokens, jnp.arange(len(ids), dtype=jnp.int32), jnp.zeros_like(tokens))
+    logits = logits_of(model.params, model.config, batch)[-count - 1 : -1]
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+
+def gaps(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> np.ndarray:
+    """f64: how far the log-probability of each generated token is from that of the forward pass."""
+    each = []
+    for prompt, completion in zip(prompts, found, strict=True):
+        ids = completion.token_ids
+        wanted = forward_logprobs(model, [*prompt, *ids], len(ids))[np.arange(len(ids)), list(ids)]
+        each.append(np.abs(wanted - [token.logprob for token in completion.logprobs or ()]))
+    return np.concatenate(each)
+
+
+def agreed(ours: Sequence[int], plain: Sequence[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    differs = np.flatnonzero(np.asarray(ours) != np.asarray(plain))
+    return int(differs[0]) if differs.size else len(plain)
+
+
+def agreement(found: Sequence[Completion], plain: Sequence[Completion], *, samples: int = 1000, seed: int = 0) -> Row:
+    lengths = np.array([agreed(ours.token_ids, want.token_ids) for ours, want in zip(found, plain, strict=True)])
+    drawn = np.random.default_rng(seed).integers(len(lengths), size=(samples, len(lengths)))
+    interval = np.quantile(lengths[drawn].mean(axis=1), [0.025, 0.975])
+    total = len(plain[0].token_ids)
+    row: Row = {"prompts": len(lengths), "agreed": rounded(lengths.mean()), "agreed_95": [rounded(x) for x in interval]}
+    return row | {f"same_{n}": rounded((lengths >= n).mean()) for n in LENGTHS if n <= total}
+
+
+def forced(model: Model, prompts: Sequence[Sequence[int]], plain: Sequence[Completion], wide: list[np.ndarray]) -> Row:
+    """Teacher forcing along the continuations of the model as loaded, whose log-probabilities are `wide`."""
+    kl, top1 = [], []
+    for prompt, completion, want in zip(prompts, plain, wide, strict=True):
+        ids = completion.token_ids
+        got = forward_logprobs(model, [*prompt, *ids], len(ids))
+        kl.append((np.exp(want) * (want - got)).sum(axis=1))
+        top1.append(got.argmax(axis=1) == want.argmax(axis=1))
+    same = float(np.mean(top1))
+    expected = {f"expected_{n}": rounded(same**n) for n in LENGTHS if n <= len(plain[0].token_ids)}
+    return {"forced_kl": rounded(float(np.mean(kl))), "forced_top1": rounded(same), **expected}
+
+
+def activation_bits(model: Model) -> int:
+    """The fewest that inputs of a linear layer are rounded to."""
+    leaves = linears(model.params).values()
+    formats = [leaf.format.activations for leaf in leaves if isinstance(leaf, QuantizedWeight)]
+    return min((4 if "fp4" in name else 8 for name in formats if name is not None), default=16)
+
+
+def rows(
+    model: Model, args: argparse.Namespace, pairs: Sequence[tuple[Any, str]], before: Sequence[Row]
+) -> Iterator[Row]:
+    """One a pair of scheme and KV format; those that are there before are not computed again."""
+    prompts = beginnings(model, args)
+    plain = continuations(model, prompts, args.new_tokens, PLAIN_KV)
+    wide = [forward_logprobs(model, [*ids, *c.token_ids], len(c.token_ids)) for ids, c in zip(prompts, plain)]
+    done = {(row["scheme"], row["kv"]): row for row in before}
+    for (name, scheme), kv in tqdm(pairs, delay=2, disable=None):
+        if (name, kv) in done:
+            yield done[name, kv]
+            continue
+        quantized = quantize_model(model, scheme)
+        found = continuations(quantized, prompts, args.new_tokens, kv)
+        row = {"scheme": name, "kv": kv, **agreement(found, plain)}
+        if kv == PLAIN_KV:
+            apart = gaps(quantized, prompts, found)
+            row |= forced(quantized, prompts, plain, wide)
+            row |= {"activations": activation_bits(quantized)}
+            row |= {"gap": rounded(float(apart.max())), "gap_mean": rounded(float(apart.mean()))}
+        yield row
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    for row in found:
+        if "gap" in row:
+            name = f"largest difference of log-probabilities, served and by the forward pass, {row['scheme']}"
+            yield bar(name, row["gap"], "nats", GAPS[row["activations"]], most=True)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help=".jsonl of documents")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--kv", nargs="*", default=list(KV), help="KV formats, with weights as loaded")
+    parser.add_argument("--prompts", type=positive, default=24, help="documents, at most")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, help="of each")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="of each continuation")
+    add_result_options(parser)
+    return parser.parse_args(argv)
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.continuations", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        schemes = by_name([PLAIN, *args.schemes])
+        model = jllm.load(args.model, dtype=args.dtype)
+        names = [(name, PLAIN_KV) for name in schemes] + [(PLAIN, kv) for kv in args.kv]
+        check_all_run(model, names, (), None, schemes)
+        pairs = [((name, schemes[name]), kv) for name, kv in dict.fromkeys(names)]
+        with ResumedFile(args.results, "continuations", command, args.label, run=run_of(args)) as result:
+            for row in rows(model, args, pairs, result.before):
+                result.add(row)
+                print(row, flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Mixed precision by sensitivity: the format of each layer, chosen under a budget of bytes.
+
+    python -m experiments.mixed_precision [--formats w4a16-g64-zp w8a16] [--budgets 0.6 0.75] [--seeds 0 1 2]
+    python -m experiments.mixed_precision --budgets 0.65 --write mixed.toml     # a scheme that --quantize takes
+
+A layer's sensitivity to a format is the divergence where it alone has that format (jllm.analysis.layer_divergence), on
+tokens that the model wrote itself. The choice is that of the least sum of these within the budget, in bytes a weight of
+all linear layers, scales included: a knapsack with one choice a layer, solved exactly.
+
+Part "uniform" has each format for all layers, part "mixed" the choice for a budget by the tokens of a seed, and part
+"shuffled" the same formats given to layers at random: as many bytes, and no sensitivity. kl is the divergence of the
+whole from the model as loaded, `kl_95` its interval by bootstrap over documents; `over` is the uniform format of least
+divergence that fits the budget, and `ratio` the divergence over its, `ratio_95` its interval. A run that was
+interrupted goes on where it stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from tqdm import tqdm
+
+import jllm
+from experiments.accuracy.rows import bytes_per_weight
+from experiments.arguments import by_name, positive
+from experiments.ptq_methods import as_row, read_tokens, rounded, run_of, score
+from experiments.result_file import ResumedFile
+from experiments.texts.read import BUNDLED_TEXT
+from jllm.analysis.evaluate import Evaluation, record
+from jllm.analysis.layer_divergence import divergence_by_layer
+from jllm.analysis.own_tokens import own_tokens
+from jllm.errors import ConfigError, JllmError
+from jllm.params import matrices
+from jllm.pretrained import BUNDLED, Model
+from jllm.quant.quantize import quantize
+from jllm.quant.schemes import Scheme, find_scheme
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+Row = dict[str, Any]
+FORMATS = ("w4a16-g128-zp", "w4a16-g64-zp", "w4a16-g32-zp", "w8a16")
+BUDGETS = (0.5625, 0.594, 0.65, 0.75)
+
+
+def check_formats(schemes: Mapping[str, Scheme]) -> None:
+    """Raises ConfigError for a scheme that does more than to give all linear layers one format."""
+    for name, scheme in schemes.items():
+        if len(scheme.rules) != 1 or scheme.rules[0][0] != "*_proj" or scheme.rotate is not None:
+            raise ConfigError(f"--formats: {name} is not one format for all linear layers, as w8a16 is")
+
+
+def mixed_scheme(name: str, chosen: Sequence[str], schemes: Mapping[str, Scheme]) -> Scheme:
+    """The scheme of each layer's format, by the names that `schemes` has."""
+    return Scheme(name, tuple((f"layers.{i}.*_proj", schemes[fmt].rules[0][1]) for i, fmt in enumerate(chosen)))
+
+
+def layer_bytes(model: Model, schemes: Mapping[str, Scheme]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes i64[L, formats] of the linear layers, and how many weights i64[L] they have. Nothing is quantized."""
+    plain = jax.eval_shape(lambda: model.params)
+    found = [quantize(plain, scheme).layers for scheme in schemes.values()]
+
+    def stored(layer: Any) -> int:
+        leaves = jax.tree.leaves(matrices(layer))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    weights = [sum(leaf.size for leaf in jax.tree.leaves(matrices(layer))) for layer in plain.layers]
+    return np.array([[stored(layer) for layer in layers] for layers in found], np.int64).T, np.array(weights, np.int64)
+
+
+def sensitivities(model: Model, schemes: Mapping[str, Scheme], tokens: np.ndarray) -> np.ndarray:
+    """f64[L, formats]: the divergence where one layer alone has the format, the mean over rows of tokens i32[W, T]."""
+    quantized = [replace(model, params=quantize(model.params, scheme)) for scheme in schemes.values()]
+    return np.array([np.mean([divergence_by_layer(q, model, row) for row in tokens], axis=0) for q in quantized]).T
+
+
+def choose(costs: np.ndarray, sizes: np.ndarray, budget: float) -> list[int]:
+    """The format of each layer: the least sum of costs f64[L, formats] whose sizes, likewise, add up to the budget or
+    less, as some do."""
+    layers, formats = costs.shape
+    one_each = LinearConstraint(np.kron(np.eye(layers), np.ones(formats)), 1, 1)
+    fits = LinearConstraint(sizes.reshape(1, -1) / budget, -np.inf, 1)
+    scale = max(float(costs.max()), np.finfo(float).tiny)  # so that the solver's tolerances are none
+    found = milp(costs.ravel() / scale, constraints=[one_each, fits], integrality=1, bounds=Bounds(0, 1))
+    assert found.x is not None, found.message
+    return np.argmax(found.x.reshape(layers, formats), axis=1).tolist()
+
+
+def rows(model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row]) -> Iterator[Row]:
+    """Formats alone, then each budget with each seed; what is there before is not computed again."""
+    ids, protocol = read_tokens(model, args)
+    recorded = record(model, ids, protocol)
+    sizes, weights = layer_bytes(model, schemes)
+    budgets = {budget: budget * int(weights.sum()) for budget in args.budgets}
+    for budget, total in budgets.items():
+        if (least := int(sizes.sum(axis=0).min())) > total:
+            smallest = least / int(weights.sum())
+            raise ConfigError(f"--budgets: none of the formats fits {budget:g}: the smallest takes {smallest:.4f}")
+    done = {key(row): row for row in before}
+
+    def scored(scheme: Scheme) -> tuple[Evaluation, float]:
+        params = quantize(model.params, scheme)
+        return score(replace(model, params=params), ids, protocol, recorded), bytes_per_weight(params)
+
+    uniform = {name: scored(scheme) for name, scheme in schemes.items()}
+    for name, (found, size) in uniform.items():
+        yield row_of(found, found, part="uniform", formats=[name], bytes_per_weight=round(size, 4))
+    for seed in tqdm(args.seeds, delay=2, disable=None):
+        wanted = [(part, budget, seed) for budget in args.budgets for part in ("mixed", "shuffled")]
+        if all(each in done for each in wanted):
+            yield from (done[each] for each in wanted)
+            continue
+        costs = sensitivities(model, schemes, own_tokens(model, rows=args.rows, length=args.length, seed=seed))
+        for budget, total in budgets.items():
+            chosen = [list(schemes)[i] for i in choose(costs, sizes, total)]
+            over = min((n for n, (_, size) in uniform.items() if size <= budget), key=lambda n: uniform[n][0].kl)
+            shuffled = np.random.default_rng(seed).permutation(chosen).tolist()
+            for part, formats in (("mixed", chosen), ("shuffled", shuffled)):
+                found, size = scored(mixed_scheme(part, formats, schemes))
+                names = {"part": part, "budget": budget, "seed": seed, "formats": formats, "over": over}
+                yield row_of(found, uniform[over][0], **names, bytes_per_weight=round(size, 4))
+
+
+def key(row: Row) -> tuple[str, float | None, int | None]:
+    return row["part"], row.get("budget"), row.get("seed")
+
+
+def row_of(found: Evaluation, plain: Evaluation, **names: Any) -> Row:
+    """As ptq_methods has them, without a time."""
+    return {name: value for name, value in as_row(found, plain, seconds=0, **names).items() if name != "seconds"}
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    """By budget, the worst of seeds: the choice is no worse than the best uniform format that fits (the upper end of
+    ratio_95), and than its formats in other layers."""
+    mixed = [row for row in found if row["part"] == "mixed"]
+    shuffled = {key(row)[1:]: row["kl"] for row in found if row["part"] == "shuffled"}
+    for budget in dict.fromkeys(row["budget"] for row in mixed):
+        some = [row for row in mixed if row["budget"] == budget]
+        over = [rounded(row["kl"] / shuffled[key(row)[1:]]) for row in some if key(row)[1:] in shuffled]
+        name = f"chosen by sensitivity, {budget:g} bytes a weight, over"
+        worst = max(row["ratio_95"][1] for row in some)
+        yield bar(f"{name} the best uniform format: upper end of the ratio's interval", worst, "1", 1.0, most=True)
+        if over:
+            yield bar(f"{name} the same formats in other layers", max(over), "of kl", 1.0, most=True)
+
+
+def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]) -> None:
+    """The choice of the first seed."""
+    row = next(row for row in found if row["part"] == "mixed")
+    file.write_text(mixed_scheme(file.stem, row["formats"], schemes).to_toml(), encoding="utf-8")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
+    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of which each layer gets one")
+    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="bytes a weight")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the tokens for sensitivity")
+    parser.add_argument("--rows", type=positive, default=4, help="of these tokens, the model's own")
+    parser.add_argument("--length", type=positive, default=256, help="tokens a row")
+    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="the scheme of the one budget and first seed")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    if args.write is not None and (len(args.budgets) != 1 or args.write.suffix != ".toml"):
+        parser.error("--write takes a .toml file and one of --budgets")
+    return args
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.mixed_precision", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.formats).items()}
+        check_formats(schemes)
+        model = jllm.load(args.model, dtype=args.dtype)
+        how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
+        with ResumedFile(args.results, "mixed_precision", command, args.label, **how) as result:
+            for row in rows(model, args, schemes, result.before):
+                result.add(row)
+                print(row, flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
+        if args.write is not None:
+            write_scheme(args.write, result.document["rows"], schemes)
+    except (JllmError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
