@@ -43,6 +43,8 @@ PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operatio
     "fp8_matmul": (fp8_matmul, "float8_e4m3fn"),
     "xla int8": (partial(int8_matmul, backend="xla"), "int8"),
     "xla fp8": (partial(fp8_matmul, backend="xla"), "float8_e4m3fn"),
+    "triton int8": (partial(int8_matmul, backend="triton"), "int8"),
+    "triton fp8": (partial(fp8_matmul, backend="triton"), "float8_e4m3fn"),
     "xla bf16": (lambda x, w, *_: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))), "bfloat16"),
 }
 TORCH = {"torch int8": "int8", "torch fp8": "float8_e4m3fn"}  # their operands
@@ -218,12 +220,14 @@ def main(operation: str, description: str | None, peers: Sequence[str], argv: li
     parser: argparse.ArgumentParser = make_parser(description)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
     parser.add_argument("--own-only", action="store_true", help="leave out the peers")
+    parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument("--peer-rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M", help="where peers run")
     parser.add_argument("--seconds", type=float, default=600.0, help="time after which no measurement begins")
     args = parser.parse_args(argv)
     operand = PRODUCTS[operation][1]
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
     names = [operation] if args.own_only else [operation, *peers]
+    names += ["triton " + operation.removesuffix("_matmul")] if args.triton else []
     return record(
         operation, args, argv, table(cases, names, args.peer_rows, args.seconds), partial(summarize, operation)
     )

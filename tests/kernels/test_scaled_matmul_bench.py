@@ -81,8 +81,9 @@ def test_a_run_leaves_its_result(monkeypatch, tmp_path, capsys, module, operatio
     monkeypatch.setattr(bench, "layers_for", lambda case: 2)
     product = (lambda x, w, *scales: x @ w.T), "float32"
     monkeypatch.setattr(bench, "PRODUCTS", dict.fromkeys(bench.PRODUCTS, product))
-    assert module.main(["--rows", "5", "--peer-rows", "5", "--results", str(tmp_path), "--json"]) == 0
+    assert module.main(["--rows", "5", "--peer-rows", "5", "--triton", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(next(tmp_path.iterdir()).read_text())
     assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
     own = [row for row in document["rows"] if row.get("peer") == operation]
     assert [(row["us"], row["M"], row["K"], row["N"]) for row in own] == [(10.0, 5, 32, 96)]
+    assert "triton " + operation.removesuffix("_matmul") in {row.get("peer") for row in document["rows"]}
