@@ -12,9 +12,10 @@ Proposed = tuple[Any, Any]  # Outputs.drafts on the host
 
 
 def guided_samples(
-    plan: StepPlan, live: Callable[[Sequence], Live | None], proposed: Proposed | None
+    plan: StepPlan, most_rows: int, live: Callable[[Sequence], Live | None], proposed: Proposed | None
 ) -> tuple[list[Live], list[Guided]]:
-    """The samples with guides that a planned step draws of, once the step before it was read, which proposed drafts."""
+    """The samples with guides that a planned step draws of, once the step before it was read, which proposed drafts.
+    most_rows: of a decode, in the compiled size that the step takes: it may be one of fewer rows than were planned."""
     rows = {**dict(zip(plan.decodes, plan.rows)), **{chunk.seq: 1 for chunk in plan.chunks if chunk.final}}
     lives, samples = [], []
     for seq, most in rows.items():
@@ -24,7 +25,7 @@ def guided_samples(
         drafts = []
         if proposed is not None:
             tokens, count = proposed
-            drafts = tokens[seq.slot, : min(int(count[seq.slot]), most - 1)].tolist()
+            drafts = tokens[seq.slot, : min(int(count[seq.slot]), most - 1, most_rows - 1)].tolist()
         lives.append(sample)
         samples.append(Guided(sample.matcher, seq.output, drafts))
     return lives, samples

@@ -448,7 +448,7 @@ class Engine:
     def _complete(self, step: InFlight, half: Halfway) -> InFlight:
         """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
         guided sample may draw depends on its tokens up to then."""
-        lives, samples = guided_samples(step.plan, self._live.get, self._proposed)
+        lives, samples = guided_samples(step.plan, step.bucket.rows, self._live.get, self._proposed)
         if samples:
             allowed = self._guides.masks(samples, self._device.tree(step.bucket))
             wanted = half.layout.wanted and self._drafting is not None

@@ -10,7 +10,9 @@ import pytest
 
 import jllm
 from jllm import merge_step, rows
+from jllm.batch import choose_bucket
 from jllm.engine.guide import Guide
+from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.forced import coming_tokens, with_forced
@@ -172,6 +174,26 @@ def test_any_drafts_same_tokens(model64, shape, company, right):
     assert seen["draft_tokens_mean"] > 1.2
     if company == POOL:
         assert seen["preemptions"]
+
+
+def test_a_step_of_fewer_rows_than_planned(model64):
+    """The size with rows for drafts is not compiled yet: the step takes another, and no draft is verified."""
+    jobs = some_jobs()[:2]
+    with jax.enable_x64(True):
+        wants = list(alone(model64, jobs))
+        options = COMPANY["two slots, pages of 16"] | with_drafts("chain", jobs, wants, right=0.9)
+        engine = Engine(model64, **options)
+        plain = [bucket for bucket in engine.sizes.buckets if bucket.rows == 1]
+
+        def choose(need, decodes, tokens, chunks, rows):
+            return choose_bucket(plain, decodes, tokens, chunks), need
+
+        engine._device.programs.choose = choose
+        ids = [engine.submit(job.prompt, job.params) for job in jobs]
+        done = {event.id: event.completion for event in engine.run() if event.completion}
+    for id, want in zip(ids, wants, strict=True):
+        assert_same(done[id], want, False)
+    assert not engine.metrics()["draft_segments"]
 
 
 def check_forced(model64, shape) -> None:
