@@ -1,7 +1,7 @@
 """Which tokens guided samples may draw next, by llguidance (the extra `guided`).
 
 A sample's matcher is a function of the tokens that it has so far, and takes them in when a mask is asked for: what is
-preempted, forked or resumed needs nothing else.
+preempted or forked needs nothing else.
 """
 
 import json

@@ -248,7 +248,8 @@ class Engine:
         """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
         are in it, are taken as they are: edited ones too, so they are never shared but with samples and forks of this
         request; unless `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
-        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have.
+        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have; but a
+        guide is of what is generated from here on, and begins anew.
         SnapshotError for one of other weights or another cache."""
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
@@ -387,13 +388,13 @@ class Engine:
             raise EngineClosed(f"this engine takes no more work: {self._closed}")
 
     def _add(self, seq: Sequence) -> Live:
+        matcher = None if seq.params.guide is None else self._guides.matcher(seq.params.guide)
         self._gate.add(seq)
         if self._trace:
             self._trace.request(seq)
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
-        matcher = None if seq.params.guide is None else self._guides.matcher(seq.params.guide)
         live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter(), matcher)
         self._live[seq] = self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())

@@ -215,6 +215,21 @@ def test_forks_and_aborts(model64):
     assert done[first, 0].token_ids[:3] == done[first, fork].token_ids[:3]
 
 
+def test_a_guide_begins_anew_after_a_snapshot(model64):
+    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20, guide=Guide.regex("[a-f]{4}-[0-9]{4}"))
+    with jax.enable_x64(True):
+        engine = Engine(model64, max_slots=2, page_size=8, max_step_tokens=40, buckets=(Bucket(2, 38, 2),))
+        first = engine.submit([9] * 12, params)
+        for _ in range(5):
+            engine.step()
+        snapshot = engine.snapshot(first)
+        again = engine.resume(snapshot, params)
+        done = {event.id: event.completion for event in engine.run() if event.completion}
+    assert len(snapshot.tokens) > 13
+    for id in (first, again):
+        assert re.fullmatch("[a-f]{4}-[0-9]{4}", done[id].text)
+
+
 def test_what_no_token_can_write_ends_as_an_error(model64):
     with jax.enable_x64(True):
         ask = {"temperature": 0.0, "max_new_tokens": 5}
