@@ -61,7 +61,8 @@ class Rows:
 
     def accept(self, drawn: jax.Array, possible: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """What drawn i32[R Q + B] accepts: the nodes that each segment reaches i32[R, W], and how many tokens each
-        sequence draws i32[R + B]. No draft is accepted after which nothing is `possible` bool[R Q + B]."""
+        sequence draws i32[R + B]. A draft is not accepted where its row is not `possible`
+        bool[R Q + B]: no token is allowed after it."""
         R, Q = self.tokens.shape
         drafted = self.tokens
         if possible is not None:

@@ -123,13 +123,15 @@ class Device:
 
     def tree(self, bucket: Bucket | None = None) -> Tree:
         """The shape of each sequence's drafts in a step of this size; by default of the largest."""
-        none = self._drafter is None or (bucket is not None and bucket.rows == 1)
-        return chain(0) if none or self._drafter is None else self._drafter.tree
+        if self._drafter is None or (bucket is not None and bucket.rows == 1):
+            return chain(0)
+        return self._drafter.tree
 
     def guide(self, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> None:
         """Before the second half of a step: what its guided slots may draw at the nodes that it has, and what probably
         comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
         assert self._state is not None
+        assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
         for at in range(0, len(slots), MASKS):
             some = slice(at, at + MASKS)
             where = np.full(MASKS, np.iinfo(np.int32).max, np.int32)

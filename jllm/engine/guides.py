@@ -46,7 +46,7 @@ class Guided(NamedTuple):
 
     matcher: Matcher
     tokens: Sequence[int]  # so far
-    drafts: Sequence[int] = ()  # that its step verifies: the first nodes of their tree after the root
+    drafts: Sequence[int] = ()  # that its step verifies, in the order of their tree's nodes, without the root
 
 
 class Guides:
@@ -97,14 +97,15 @@ class Guides:
             fill(self._threads, short, rows.reshape(-1, rows.shape[2]))
         bits = np.zeros((len(samples), tree.size, rows.shape[2]), np.int32)
         for row, (i, path, state) in zip(rows, paths):
-            known = len(path) - state.is_error()  # an error has a mask of end tokens
-            bits[i, path[:known]] = row[:known]
+            if state.is_error():  # nothing can follow the last node, whose mask llguidance fills with end tokens
+                path = path[:-1]
+            bits[i, path] = row[: len(path)]
         return bits.view(np.uint32)
 
     def coming(self, samples: Sequence[Guided], tree: Tree, wanted: bool) -> np.ndarray:
         """The tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py): the first
         path of its drafts as far as its guide allows them, and what is forced after that; none unless they are wanted.
-        For samples that masks has seen."""
+        After masks, which takes the samples' tokens in."""
         found = np.full((len(samples), coming_tokens(tree)), -1, np.int32)
         for row, (matcher, _, drafts) in zip(found, samples if wanted else ()):
             if matcher.state.is_error():

@@ -91,7 +91,7 @@ class Engine:
         self._requests: dict[int, Samples] = {}  # the unfinished ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
         self._in_flight: InFlight | None = None
-        self._proposed: Proposed | None = None  # for guided samples, by the step that was read last
+        self._proposed: Proposed | None = None  # drafts of the step in flight, for guided samples
         self._next_id = 0
         self._counts, self._times = RequestCounts(), Times()
         self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences

@@ -27,7 +27,7 @@ def with_forced(found: Proposal, advance: Advance, coming: jax.Array, tree: Tree
     step = jnp.arange(advance.tokens.shape[1], dtype=jnp.int32)[None, :]
     fits = (step >= advance.count[:, None]) | (coming[:, : step.shape[1]] == advance.tokens)
     place = advance.count[:, None] + jnp.arange(len(path), dtype=jnp.int32)[None, :]
-    after = jnp.take_along_axis(coming, place, axis=1, mode="clip")  # place is never past the last
+    after = jnp.take_along_axis(coming, place, axis=1, mode="clip")  # place is at most 2 depth, the last
     forced = jnp.cumprod(fits.all(axis=1, keepdims=True) & (after >= 0), axis=1).astype(bool)
     tokens = found.tokens.at[:, path - 1].set(jnp.where(forced, after, found.tokens[:, path - 1]))
     reach = jnp.max(jnp.where(forced, path, 0), axis=1, initial=0)
