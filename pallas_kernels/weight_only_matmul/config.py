@@ -169,28 +169,36 @@ def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: Wei
 @dataclass(frozen=True)
 class TritonConfig:
     """A tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result, in steps of
-    `depth` columns of x (a group at least with one row, at most with more). rows and columns don't change bits, but
-    whether rows is 1 does."""
+    `depth` columns of x (a group at most; with one row, four words a thread), which `parts` programs share. rows and columns don't
+    change bits, but whether rows is 1 does, and parts."""
 
     rows: int
     columns: int
     depth: int = 128
     warps: int = 4
     stages: int = 4
+    parts: int = 1
 
 
 # The largest M, and a tile that fits the shared memory of compute capability 8.6.
 TRITON = (
-    (1, TritonConfig(1, 8, depth=1024, warps=8)),
-    (16, TritonConfig(16, 32, warps=2)),
+    (1, TritonConfig(1, 8)),
+    (16, TritonConfig(16, 64)),
     (64, TritonConfig(64, 64)),
     (1 << 30, TritonConfig(64, 128, depth=64, warps=8)),
 )
+PROGRAMS = 256  # about as many as the largest GPUs run at a time
+MOST_PARTS = 8
 
 
-def triton_config(m: int) -> TritonConfig:
-    """The configuration for M rows of x."""
-    return next(config for most, config in TRITON if m <= most)
+def triton_config(m: int, k: int, n: int) -> TritonConfig:
+    """The configuration for M rows of x: up to 64 rows, few columns of the result are shared by several programs."""
+    config = next(config for most, config in TRITON if m <= most)
+    if not 1 < m <= 64:
+        return config
+    programs = -(-n // config.columns)
+    parts = next((p for p in (1, 2, 4, MOST_PARTS) if p * programs >= PROGRAMS), MOST_PARTS)
+    return replace(config, parts=max(1, min(parts, k // (4 * config.depth))))
 
 
 def check_triton(x_dtype: jax.typing.DTypeLike, fmt: WeightFormat) -> None:

@@ -1,7 +1,7 @@
 """weight_only_matmul for Ampere, Ada and Hopper: codes become floats in registers, in tiles or for one row of x.
 
 Codes meet x as they are, less their zeros, which 16 bits hold; entries of tables are rounded to x's dtype. Scales
-multiply the float32 sum of a group.
+multiply the float32 sum of a group. Weights are read as words of 32 bits, of eight codes or four.
 """
 
 import math
@@ -33,9 +33,13 @@ def weight_only_matmul(
     scales = group_scales(w)
     table = jnp.asarray(_TABLES[w.format.codes], x.dtype) if w.format.codes in _TABLES else None
     optional = [scales if each is None else each for each in (w.zeros, table, bias, residual)]  # not read where None
-    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(x.shape[0]))
-    values = jax.lax.bitcast_convert_type(w.values, jnp.uint8)
-    return triton_call.call(made, x, values, scales, *optional)[0]
+    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(*x.shape, w.shape[0]))
+    (sums,) = triton_call.call(made, x, w.values, scales, *optional)
+    if sums.ndim == 2:
+        return sums
+    y = jnp.sum(sums, axis=0)  # of parts of x's columns, always in the same order
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return (y if residual is None else y + residual.astype(jnp.float32)).astype(out_dtype)
 
 
 def launch(
@@ -46,10 +50,12 @@ def launch(
     out_dtype: DTypeLike,
     config: TritonConfig,
 ) -> Launch:
-    """The launch for arrays or their shapes and dtypes. Arguments: x, values as uint8, scales, zeros, table, bias and
-    residual."""
+    """The launch for arrays or their shapes and dtypes. Arguments: x, values, scales, zeros, table, bias and residual.
+
+    The output is the result [M, N], or where the configuration has parts their sums, float32 [parts, M, N].
+    """
     (M, K), N, fmt = x.shape, w.shape[0], w.format
-    step = 32 if config.rows == 1 else math.gcd(config.depth, K)  # without groups: a row's scale waits for the last sum
+    step = math.gcd(config.depth, K)  # without groups: a row's scale waits for the last sum
     group = fmt.group or step
     constants = {
         "M": M, "N": N, "K": K, "STORED": w.values.shape[0], "GROUP": group, "GROUPED": fmt.group is not None,
@@ -57,13 +63,14 @@ def launch(
         "ZEROS": fmt.zero_point, "BIAS": bias, "RESIDUAL": residual, "COLUMNS": config.columns,
     }  # fmt: skip
     if config.rows == 1:
-        constants["GROUPS"] = max(1, config.depth // group)
+        constants["QUADS"] = 32 * config.warps
     else:
-        constants |= {"STEP": min(group, config.depth), "ROWS": config.rows}
+        constants |= {"STEP": min(group, config.depth), "ROWS": config.rows, "PARTS": config.parts}
+    whole = config.parts == 1
     return Launch(
         _row if config.rows == 1 else _tile,
-        (jax.ShapeDtypeStruct((M, N), out_dtype),),
-        (triton.cdiv(M, config.rows) * triton.cdiv(N, config.columns),),
+        (jax.ShapeDtypeStruct((M, N) if whole else (config.parts, M, N), out_dtype if whole else jnp.float32),),
+        (triton.cdiv(M, config.rows) * triton.cdiv(N, config.columns), config.parts),
         constants,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -76,40 +83,63 @@ def _tile(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr,
     GROUPED: tl.constexpr, PACKED: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     # Columns of the result are rows of the product: Hopper's tensor cores take its left operand from registers.
-    BYTES: tl.constexpr = STEP // 2 if PACKED else STEP
     tiles: tl.constexpr = (M + ROWS - 1) // ROWS
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
     stored = column % STORED  # rows and columns beyond are not written
-    of_x = x + (row % M).to(tl.int64)[:, None] * K + tl.arange(0, STEP)[None, :]
-    of_w = w + stored.to(tl.int64)[:, None] * (K // STEP * BYTES) + tl.arange(0, BYTES)[None, :]
-    later_scale, later_offset = tl.load(scales + stored).to(tl.float32), _offset(zeros, stored, MIDDLE, ZEROS)
+    of_x = x + (row % M).to(tl.int64)[:, None] * K
+    CODES: tl.constexpr = 8 if PACKED else 4  # of a word
+    of_w = w.to(tl.pointer_type(tl.int32), bitcast=True) + stored.to(tl.int64)[:, None] * (K // CODES)
+    of_w += tl.arange(0, STEP // CODES)[None, :]
+    steps: tl.constexpr = K // STEP
+    begin = tl.program_id(1) * steps // PARTS
+    end = (tl.program_id(1) + 1) * steps // PARTS
+    at = stored + begin // (GROUP // STEP) * STORED if GROUPED else stored
+    later_scale, later_zero = tl.load(scales + at).to(tl.float32), _zero(zeros, at, ZEROS)
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for step in range(K // STEP):
-        code = tl.load(of_w + step * BYTES).to(tl.int32)
-        tokens = tl.load(of_x + step * STEP)
-        scale, offset = later_scale, later_offset
+    for step in range(begin, end):
+        code = tl.load(of_w + step * (STEP // CODES))
+        scale, zero = later_scale, later_zero
         if GROUPED:  # the next step's are under way during this one
-            at = stored + tl.minimum(step + 1, K // STEP - 1) // (GROUP // STEP) * STORED
-            later_scale, later_offset = tl.load(scales + at).to(tl.float32), _offset(zeros, at, MIDDLE, ZEROS)
-        offset = offset[:, None]
+            at = stored + tl.minimum(step + 1, steps - 1) // (GROUP // STEP) * STORED
+            later_scale, later_zero = tl.load(scales + at).to(tl.float32), _zero(zeros, at, ZEROS)
         part = tl.zeros([COLUMNS, ROWS], tl.float32) if GROUPED else sums
         if PACKED:
-            low, high = _halves(tokens)
-            part = tl.dot(_numbers(code & 15, offset, table, MIDDLE, TABLE).to(tokens.dtype), tl.trans(low), part)
-            part = tl.dot(_numbers(code >> 4, offset, table, MIDDLE, TABLE).to(tokens.dtype), tl.trans(high), part)
+            for p in tl.static_range(2 if STEP == 32 else 4):
+                if STEP == 32:  # a product is 16 deep at least: columns 16 p on of 32
+                    deep = p * 16 + tl.arange(0, 16)
+                    pairs = tl.join(
+                        _pairs(code, 2 * p, zero, table, x.dtype.element_ty, MIDDLE, TABLE),
+                        _pairs(code, 2 * p + 1, zero, table, x.dtype.element_ty, MIDDLE, TABLE),
+                    )
+                    numbers = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (COLUMNS, 16))
+                else:  # columns 8 p to 8 p + 7 of each 32
+                    deep = tl.arange(0, STEP // 4)
+                    deep = deep // 8 * 32 + p * 8 + deep % 8
+                    pairs = _pairs(code, p, zero, table, x.dtype.element_ty, MIDDLE, TABLE)
+                    numbers = tl.reshape(pairs, (COLUMNS, STEP // 4))
+                tokens = tl.load(of_x + (step * STEP + deep)[None, :])
+                part = tl.dot(numbers, tl.trans(tokens), part)
         else:
-            part = tl.dot(_numbers(code, offset, table, MIDDLE, TABLE).to(tokens.dtype), tl.trans(tokens), part)
+            tokens = tl.load(of_x + (step * STEP + tl.arange(0, STEP))[None, :])
+            even = tl.join(_byte(code, 0, zero, MIDDLE), _byte(code, 2, zero, MIDDLE))
+            odd = tl.join(_byte(code, 1, zero, MIDDLE), _byte(code, 3, zero, MIDDLE))
+            numbers = tl.reshape(tl.join(even, odd), (COLUMNS, STEP)).to(tokens.dtype)
+            part = tl.dot(numbers, tl.trans(tokens), part)
         sums = sums + part * scale[:, None] if GROUPED else part
     y = sums if GROUPED else sums * later_scale[:, None]
     in_columns = column < N
-    if BIAS:
-        y += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
     at, inside = row.to(tl.int64)[None, :] * N + column[:, None], (row < M)[None, :] & in_columns[:, None]
-    if RESIDUAL:
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if PARTS == 1:
+        if BIAS:
+            y += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+        if RESIDUAL:
+            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        at += tl.program_id(1).to(tl.int64) * M * N
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -118,31 +148,38 @@ def _row(
     x, w, scales, zeros, table, bias, residual, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr,
     GROUPED: tl.constexpr, PACKED: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    # All in float32, without tensor cores; GROUPS groups of COLUMNS rows of the weight at a time.
-    BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
+    # All in float32, without tensor cores. A thread has quads of words, each with COLUMNS rows of the weight: what it
+    # makes of x meets all of these.
+    CODES: tl.constexpr = 8 if PACKED else 4  # of a word
     row, column = tl.program_id(0) % M, tl.program_id(0) // M * COLUMNS + tl.arange(0, COLUMNS)
     stored = column % STORED
-    of_w = w + stored.to(tl.int64)[:, None, None] * (K // GROUP * BYTES) + tl.arange(0, BYTES)[None, None, :]
-    sums = tl.zeros([COLUMNS, GROUPS, BYTES], tl.float32)
-    for first in tl.range(0, K // GROUP, GROUPS, num_stages=3):
-        group = first + tl.arange(0, GROUPS)
-        inside = group < K // GROUP
-        code = tl.load(of_w + group[None, :, None] * BYTES, mask=inside[None, :, None], other=0).to(tl.int32)
-        deep = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        tokens = tl.load(x + row.to(tl.int64) * K + deep, mask=inside[:, None], other=0.0)
-        at = stored[:, None] + group[None, :] * STORED if GROUPED else stored[:, None] + tl.zeros([1, GROUPS], tl.int32)
-        at = tl.where(inside[None, :], at, 0)
-        offset = _offset(zeros, at, MIDDLE, ZEROS)[:, :, None]
-        if PACKED:
-            low, high = _halves(tokens)
-            part = _numbers(code & 15, offset, table, MIDDLE, TABLE) * low.to(tl.float32)[None, :, :]
-            part += _numbers(code >> 4, offset, table, MIDDLE, TABLE) * high.to(tl.float32)[None, :, :]
-        else:
-            part = _numbers(code, offset, table, MIDDLE, TABLE) * tokens.to(tl.float32)[None, :, :]
-        sums += part * tl.load(scales + at).to(tl.float32)[:, :, None] if GROUPED else part
-    y = tl.sum(tl.sum(sums, axis=2), axis=1)
+    of_w = w.to(tl.pointer_type(tl.int32), bitcast=True) + stored.to(tl.int64)[None, :, None] * (K // CODES)
+    of_x = x.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (K // 2)
+    word = tl.arange(0, 4)[None, None, :]
+    sums = tl.zeros([QUADS, COLUMNS], tl.float32)
+    for first in range(0, K // (4 * CODES), QUADS):
+        quad = first + tl.arange(0, QUADS)
+        inside = quad < K // (4 * CODES)
+        code = tl.load(of_w + quad[:, None, None] * 4 + word, mask=inside[:, None, None], other=0)
+        part = tl.zeros([QUADS, COLUMNS, 4], tl.float32)
+        total = tl.zeros([QUADS, 1, 4], tl.float32)
+        for p in tl.static_range(CODES // 2):
+            at = quad[:, None, None] * (2 * CODES) + (p * 4 + word if PACKED else word * 2 + p)
+            pair = tl.load(of_x + at, mask=inside[:, None, None], other=0)
+            for i in tl.static_range(2):
+                token = (pair >> (16 * i)).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+                part += _number(code, p, i, table, PACKED, MIDDLE, TABLE) * token
+                total += token
+        part, total = tl.sum(part, axis=2), tl.sum(total, axis=2)
+        at = stored[None, :]
+        if GROUPED:
+            at = tl.where(inside[:, None], at + (quad * (4 * CODES) // GROUP)[:, None] * STORED, 0)
+        if MIDDLE != 0:
+            part = part * (2.0 * MIDDLE) - total * (3.0 * MIDDLE + _zero(zeros, at, ZEROS))
+        sums += part * tl.load(scales + at).to(tl.float32) if GROUPED else part
+    y = tl.sum(sums, axis=0)
     if not GROUPED:
         y *= tl.load(scales + stored)
     inside, at = column < N, row.to(tl.int64) * N + column
@@ -154,31 +191,64 @@ def _row(
 
 
 @triton.jit
-def _halves(x):
-    """What meets the low and the high halves of bytes as pack4 orders them: [R, G] -> two [R, G/2]."""
-    R: tl.constexpr = x.shape[0]
-    G: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, (R, G // 32, 2, 2, 4, 2))  # column 16 a + 8 half + 2 c + i of a block is in byte 4 c + 2 i + a
-    x = tl.permute(x, (0, 1, 4, 5, 2, 3))
-    return tl.split(tl.reshape(x, (R, G // 2, 2)))
-
-
-@triton.jit
-def _offset(zeros, at, MIDDLE: tl.constexpr, ZEROS: tl.constexpr):
-    """What _numbers subtracts from integer codes."""
-    offset = tl.full(at.shape, 8388608.0 + MIDDLE, tl.float32)
+def _zero(zeros, at, ZEROS: tl.constexpr):
+    """What is subtracted from integer codes, float32."""
+    zero = tl.zeros(at.shape, tl.float32)
     if ZEROS:
-        offset += tl.load(zeros + at).to(tl.float32)
-    return offset
+        zero += tl.load(zeros + at).to(tl.float32)
+    return zero
 
 
 @triton.jit
-def _numbers(code, offset, table, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
-    """float32 of codes, int32 of 4 or 8 bits, in units of scales."""
-    if MIDDLE != 0:  # as the low bits of a float whose unit in the last place is 1: conversions are slow
-        x = ((code ^ MIDDLE) | 0x4B000000).to(tl.float32, bitcast=True) - offset
+def _number(
+    word, p: tl.constexpr, i: tl.constexpr, table, PACKED: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr
+):
+    """float32 of code i of pair p of each word. Of integers c between -MIDDLE and MIDDLE it is 1.5 + c / (2 MIDDLE),
+    which are their bits below a 1: conversions are slow."""
+    at: tl.constexpr = 4 * p + 16 * i if PACKED else 16 * p + 8 * i
+    if MIDDLE != 0:
+        BITS: tl.constexpr = 4 if PACKED else 8
+        shift: tl.constexpr = 23 - BITS - at
+        bits = word << shift if shift > 0 else word >> -shift
+        mask: tl.constexpr = (2 * MIDDLE - 1) << (23 - BITS)
+        flip: tl.constexpr = 0x3F800000 | (MIDDLE << (23 - BITS))
+        x = ((bits & mask) ^ _opaque(flip)).to(tl.float32, bitcast=True)
     elif TABLE:
-        x = tl.load(table + code).to(tl.float32)
+        x = tl.load(table + ((word >> at) & 15)).to(tl.float32)
+    else:
+        x = from_e4m3((word >> at) & 255)
+    return x
+
+
+@triton.jit
+def _opaque(number: tl.constexpr):
+    """The number, in a register: ptxas makes one instruction of two operations that have one constant, not of two."""
+    return tl.num_programs(2) * number  # there is one
+
+
+@triton.jit
+def _pairs(
+    word, p: tl.constexpr, zero, table, dtype: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr
+):
+    """The two codes of pair p of each word [N, W] in units of scales, as numbers of 16 bits [N, W, 2]; see pack4."""
+    if TABLE:
+        low, high = tl.load(table + ((word >> (4 * p)) & 15)), tl.load(table + ((word >> (4 * p + 16)) & 15))
+    else:  # the low bits of numbers whose unit in the last place is 1: 128 and more, or 1024
+        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+        flip: tl.constexpr = (0x43004300 if dtype == tl.bfloat16 else 0x64006400) | (MIDDLE * 0x10001)
+        both = ((word >> (4 * p)) & 0x000F000F) ^ flip
+        offset = (zero + (base + MIDDLE)).to(dtype)[:, None]
+        low = both.to(tl.int16).to(dtype, bitcast=True) - offset
+        high = (both >> 16).to(tl.int16).to(dtype, bitcast=True) - offset
+    return tl.join(low, high)
+
+
+@triton.jit
+def _byte(word, i: tl.constexpr, zero, MIDDLE: tl.constexpr):
+    """float32 of byte i of each word [N, W], in units of scales."""
+    code = (word >> (8 * i)) & 255
+    if MIDDLE != 0:  # the low bits of a number whose unit in the last place is 1
+        x = (code ^ (0x4B000000 | MIDDLE)).to(tl.float32, bitcast=True) - (zero + (8388608.0 + MIDDLE))[:, None]
     else:
         x = from_e4m3(code)
     return x

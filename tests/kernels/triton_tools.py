@@ -59,6 +59,7 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            patch.setattr(interpreter.InterpreterBuilder, "create_fsub", _minus)
             patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
             executor(*(_pointer(array) for array in (*held, *outputs)), **launch.constants)
         for position, (before, after) in enumerate(zip(inputs, held)):
@@ -89,6 +90,15 @@ def _dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
 
     kind = total.data.dtype
     return TensorHandle(numbers(a).astype(kind) @ numbers(b).astype(kind) + total.data, total.dtype.scalar)
+
+
+def _minus(_: Any, a: Any, b: Any) -> Any:
+    """A difference: the interpreter would subtract the bits of bfloat16."""
+    from triton.runtime.interpreter import TensorHandle
+
+    if str(a.dtype.scalar) != "bf16":
+        return TensorHandle(a.data - b.data, a.dtype.scalar)
+    return TensorHandle((a.data.view(jnp.bfloat16) - b.data.view(jnp.bfloat16)).view(np.uint16), a.dtype.scalar)
 
 
 def _with_index(give: Any) -> Any:
