@@ -21,6 +21,11 @@ def arrays(pool: Pages) -> tuple[jax.Array, jax.Array]:
     return pool.values, pool.values if pool.scales is None else pool.scales
 
 
+def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """q and a scale that is not negative, with the same logits."""
+    return (q, scale) if scale >= 0 else (-q, -scale)
+
+
 @triton.jit
 def load_queries(at, in_use, values, D: tl.constexpr):
     """The queries [M, D] whose numbers begin at pointers `at` [M], in the dtype of products with `values`, and what
@@ -60,20 +65,24 @@ def load_tokens(
         else:
             x = tl.load(at, mask=seen[:, None], other=0.0).to(dtype)
     else:
-        codes = tl.load(at, mask=seen[:, None], other=0)
+        codes = tl.load(at, mask=seen[:, None], other=0).to(tl.uint8, bitcast=True)
         if int4:
-            packed = codes.to(tl.int8, bitcast=True)
-            codes = tl.interleave((packed << 4).to(tl.int8) >> 4, packed >> 4)
+            codes = tl.interleave(codes & 15, codes >> 4)
+        middle: tl.constexpr = 8 if int4 else 128
+        # The low bits of a float16 whose unit in the last place is 1: conversions are slow.
+        x = ((codes.to(tl.uint16) ^ middle) | 0x6400).to(tl.float16, bitcast=True) - (
+            1024.0 if ZEROS else 1024.0 + middle
+        )
         GROUPS: tl.constexpr = D // GROUP
         numbers: tl.constexpr = 2 * GROUPS if ZEROS else GROUPS
         near = scales + row[:, None] * numbers + tl.arange(0, GROUPS)[None, :]
-        scale = tl.load(near, mask=seen[:, None], other=0.0).to(tl.float32)
-        x = tl.reshape(codes.to(tl.float32), (codes.shape[0], GROUPS, GROUP))
+        scale = tl.load(near, mask=seen[:, None], other=0.0)[:, :, None]
+        x = tl.reshape(x, (codes.shape[0], GROUPS, GROUP))
         if ZEROS:
-            zero = tl.load(near + GROUPS, mask=seen[:, None], other=0.0).to(tl.float32)
-            x = (x + (8.0 if int4 else 128.0)) * scale[:, :, None] + zero[:, :, None]
+            zero = tl.load(near + GROUPS, mask=seen[:, None], other=0.0).to(tl.float32)[:, :, None]
+            x = x.to(tl.float32) * scale.to(tl.float32) + zero
         else:
-            x = x * scale[:, :, None]
+            x = x * scale  # a float16 once rounded, as a product of 8 and 11 bits is one of float32
         x = tl.reshape(x, (codes.shape[0], D)).to(dtype)
     return x
 
@@ -90,11 +99,12 @@ def from_e4m3(code):
 @triton.jit
 def attend(queries, k, v, visible, peak, total, out, scale):
     """One step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T, D]:
-    queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]; logits are in base 2."""
-    logits = tl.where(visible, tl.dot(queries, tl.trans(k)) * scale[:, None], float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - new_peak[:, None]).to(v.dtype)
+    queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]; logits, products times a scale
+    that is not negative, are in base 2."""
+    products = tl.where(visible, tl.dot(queries, tl.trans(k)), float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(products, axis=1) * scale)
+    weights = tl.exp2(products * scale[:, None] - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
-    out = tl.dot(weights, v, out * decay[:, None])
-    total = total * decay + tl.sum(weights.to(tl.float32), axis=1)  # as they were multiplied: their rounding cancels
+    out = tl.dot(weights.to(v.dtype), v, out * decay[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
     return new_peak, total, out

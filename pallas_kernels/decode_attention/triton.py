@@ -33,6 +33,7 @@ def decode_attention(
     if R == 0:
         return q
     Q = q.shape[0] // R
+    q, scale = pages_triton.upright(q, scale)
     check_triton(q, pages, Q)
     rows = jnp.full(R, Q, jnp.int32) if segments is None else segments.rows
     rows = jnp.where(lengths > 0, rows, 0)

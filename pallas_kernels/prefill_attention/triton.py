@@ -33,6 +33,7 @@ def prefill_attention(
     work = work or plan(q, pages, cu_q_lens, kv_lens, window=window)
     if work.window != window:
         raise ValueError(f"work was made for window {work.window}, not {window}")
+    q, scale = pages_triton.upright(q, scale)
     pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
     made = launch(q, pages, page_table, work, scale)
     return triton_call.call(made, q, *pools, page_table, work.tiles, work.count)[0]
@@ -86,8 +87,8 @@ def _tile(
     PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr,
     V_ZEROS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)
-    if tile < tl.load(count):
+    head, tile = tl.program_id(0), tl.load(count) - 1 - tl.program_id(1)  # a chunk's last tiles, the longest, first
+    if tile >= 0:
         chunk, first, rows = tl.load(tiles + tile * 5), tl.load(tiles + tile * 5 + 1), tl.load(tiles + tile * 5 + 2)
         begin = tl.load(tiles + tile * 5 + 3)  # the first row's position
         row = tl.arange(0, BLOCK_Q)
@@ -99,23 +100,31 @@ def _tile(
         start = 0
         if WINDOW > 0:
             start = tl.maximum(begin + 1 - WINDOW, 0)
+        before = start // BLOCK_KV * BLOCK_KV
+        whole = before if WINDOW > 0 else (begin + 1) // BLOCK_KV * BLOCK_KV  # up to here all rows see all keys
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         sums = tl.zeros([BLOCK_Q, D], tl.float32)
-        for block in range(start // BLOCK_KV * BLOCK_KV, end, BLOCK_KV):
-            key = block + tl.arange(0, BLOCK_KV)
-            seen = (key >= start) & (key < end)
-            page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
-            keys = pages_triton.load_tokens(
-                k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries.dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS
-            )
-            values = pages_triton.load_tokens(
-                v, v_scales, page, key % PAGE, head * HEADS // H, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS
-            )
-            visible = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible &= key[None, :] > position[:, None] - WINDOW
-            peak, total, sums = pages_triton.attend(queries, keys, values, visible, peak, total, sums, factor * SCALE)
+        for masked in tl.static_range(2):
+            for block in range(whole if masked else before, end if masked else whole, BLOCK_KV):
+                key = block + tl.arange(0, BLOCK_KV)
+                seen = (key >= start) & (key < end) if masked else tl.full([BLOCK_KV], True, tl.int1)
+                page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
+                keys = pages_triton.load_tokens(
+                    k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries.dtype, HEADS, PAGE, D,
+                    K_GROUP, K_ZEROS,
+                )  # fmt: skip
+                values = pages_triton.load_tokens(
+                    v, v_scales, page, key % PAGE, head * HEADS // H, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS
+                )
+                visible = tl.full([BLOCK_Q, BLOCK_KV], True, tl.int1)
+                if masked:
+                    visible = key[None, :] <= position[:, None]
+                    if WINDOW > 0:
+                        visible &= key[None, :] > position[:, None] - WINDOW
+                peak, total, sums = pages_triton.attend(
+                    queries, keys, values, visible, peak, total, sums, factor * SCALE
+                )
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
         place = out + at[:, None] + tl.arange(0, D)[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None])
