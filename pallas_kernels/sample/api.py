@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats, check_int32
 from pallas_kernels.sample import xla
-from pallas_kernels.sample.config import check_supported
+from pallas_kernels.sample.config import check_supported, check_triton
 from pallas_kernels.sample.noise import KEYS
 
 
@@ -57,7 +57,14 @@ def _mosaic(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mosaic_sm90.sample(*args)
 
 
+def _triton(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.sample import triton  # imports Triton
+
+    return triton.sample(*args)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
+    "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.sample),
 }

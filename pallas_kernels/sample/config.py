@@ -1,6 +1,9 @@
-"""What the Mosaic GPU kernel supports, and its tunables. Light to import."""
+"""What the kernels support, and their tunables. Light to import."""
 
 from dataclasses import dataclass
+
+from pallas_kernels.checks import check_listed
+from pallas_kernels.triton_call import check_installed
 
 VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
@@ -60,3 +63,27 @@ CONFIGS = (Config(), Config(pieces=2), Config(pieces=1), Config(2, 1), Config(1,
 def choose_config(vocabulary: int) -> Config:
     """The configuration for rows of so many logits: the largest chunks that they fill."""
     return next(config for config in CONFIGS if config.chunk <= vocabulary)
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """How the Triton kernels cut a row: `block` decides the order of sums."""
+
+    part: int = 4096  # logits of a program
+    warps: int = 8
+    block: int = 8192  # that the program of a row with filters reads at once
+    row_warps: int = 16
+
+
+TRITON = TritonConfig()
+
+
+def check_triton(dtype: str, rows: int, vocabulary: int) -> None:
+    """Raises NotImplementedError for what the Triton kernels do not do, naming what they do."""
+    check_installed()
+    check_listed(("logits of", dtype, ("float32", "bfloat16", "float16")), backend="triton")
+    if rows < 1 or vocabulary > LARGEST:
+        raise NotImplementedError(
+            f"[R, V]=[{rows}, {vocabulary}] is not supported by backend triton, which does at least one row, and up to "
+            f"{LARGEST} logits"
+        )
