@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser, scheme=False)
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
-    parser.add_argument("--backend", nargs="+", default=["default"], help="xla, mosaic, or default")
+    parser.add_argument("--backend", nargs="+", default=["default"], help="xla, mosaic, triton, or default")
     add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)
     return parser.parse_args(argv)

@@ -171,7 +171,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--protocol", help="of analysis.protocols (default: document; windows-512 where there is but one)"
     )
     parser.add_argument("--tokens", type=positive, help=f"of the text (default: all of the bundled one, else {TOKENS})")
-    parser.add_argument("--backend", help="xla or mosaic (default: the best for the device and each format)")
+    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")
     parser.add_argument(
         "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="table and pictures of results"

@@ -261,7 +261,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="begin no stage after so long")
     parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")
     parser.add_argument("--input", type=int, default=8, help="tokens of each prompt")
-    parser.add_argument("--backend", help="xla or mosaic (default: the best for the device)")
+    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device)")
     add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=int, default=12, help="that compile at once")
     add_result_options(parser)

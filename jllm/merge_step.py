@@ -42,6 +42,7 @@ from jllm.speculative.drafter import Advance, Drafter
 from jllm.speculative.forced import with_forced
 from jllm.speculative.rejection import accept_or_draw, certain
 from jllm.state import NOT_FINITE, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant
+from pallas_kernels.backends import or_xla
 from pallas_kernels.move_tokens import move_tokens
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
@@ -413,7 +414,7 @@ def _compact(state: State, rows: Rows, nodes: jax.Array, count: jax.Array, backe
     first = rows.start[:R, None] - 1
     e = jnp.arange(W, dtype=jnp.int32)[None, :]
     source, target = jnp.where(e < count[:R, None], first + nodes, -1), first + e
-    return move_tokens(state.cache, state.slots.pages[rows.slot[:R]], source, target, backend=backend)
+    return move_tokens(state.cache, state.slots.pages[rows.slot[:R]], source, target, backend=or_xla(backend))
 
 
 def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) -> TokenCounts:

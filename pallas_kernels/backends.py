@@ -28,10 +28,10 @@ from typing import Any
 import jax
 
 BACKEND_NAMES = ("xla", "mosaic", "triton")
-OF_MODELS = ("xla", "mosaic")  # those with every operation of a step
+OF_MODELS = ("xla", "mosaic", "triton")  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 # Backends of a kind of device, the first choice first; of others: xla.
-DEVICES = {"hopper": ("mosaic", "xla"), "ampere": ("triton", "xla")}
+DEVICES = {"hopper": ("mosaic", "triton", "xla"), "ampere": ("triton", "xla")}
 
 
 def check_nothing(*_: Any) -> None:
@@ -47,6 +47,7 @@ class Backend:
     check: Callable[..., None] = check_nothing  # what the backend lacks
     check_unasked: Callable[..., None] | None = None  # that, and what it should not run unless named; None: the same
     plan: Callable[..., Any] | None = None  # what all layers of a step share
+    unasked_on: tuple[str, ...] = tuple(DEVICES)  # kinds of devices on which it runs without being named
 
     def supports(self, *args: Any, unasked: bool = False) -> str | None:
         """The reason why the backend does not run these arguments; None if it does."""
@@ -65,9 +66,10 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
     if name is not None and name not in (*BACKEND_NAMES, *DEVICES):
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join((*BACKEND_NAMES, *DEVICES))}")
     unasked = name not in BACKEND_NAMES
+    kind = _kind() if name is None else name
     reasons = []
-    for each in _order(name):
-        if each in backends:
+    for each in (name,) if name in BACKEND_NAMES else DEVICES.get(kind, ("xla",)):
+        if each in backends and not (unasked and kind in DEVICES and kind not in backends[each].unasked_on):
             reason = backends[each].supports(*args, unasked=unasked)
             if reason is None:
                 if each == "mosaic":
@@ -77,19 +79,20 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
     raise NotImplementedError("; ".join(reasons) or f"no {name} kernel yet; backends: {', '.join(backends)}")
 
 
-def _order(name: str | None) -> tuple[str, ...]:
-    """The names of the backends that may run, the first choice first."""
-    if name in BACKEND_NAMES:
-        return (name,)
-    if name is None:
-        name = "hopper" if on_hopper() else "ampere" if capability().startswith("8.") else "xla"
-    return DEVICES.get(name, ("xla",))
+def _kind() -> str:
+    """The kind of the device that computes; an empty string for those that DEVICES does not have."""
+    return "hopper" if on_hopper() else "ampere" if capability().startswith("8.") else ""
 
 
 def where_faster(backend: str | None) -> str | None:
     """A model's `backend`, for an operation that XLA does well too: the kernel that "mosaic" names runs there where it
     was measured to be the faster one. So for "triton"."""
     return {"mosaic": "hopper", "triton": "ampere"}.get(backend or "", backend)
+
+
+def or_xla(backend: str | None) -> str | None:
+    """A model's `backend`, for an operation that has no Triton kernel."""
+    return "ampere" if backend == "triton" else backend
 
 
 def on_hopper() -> bool:

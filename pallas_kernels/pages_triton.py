@@ -99,8 +99,8 @@ def from_e4m3(code):
 @triton.jit
 def attend(queries, k, v, visible, peak, total, out, scale):
     """One step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T, D]:
-    queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]; logits, products times a scale
-    that is not negative, are in base 2."""
+    queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]. Logits, which are products
+    times a scale that is not negative, are in base 2."""
     products = tl.where(visible, tl.dot(queries, tl.trans(k)), float("-inf"))
     new_peak = tl.maximum(peak, tl.max(products, axis=1) * scale)
     weights = tl.exp2(products * scale[:, None] - new_peak[:, None])

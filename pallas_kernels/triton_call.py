@@ -11,9 +11,6 @@ from typing import Any
 
 import jax
 
-# What no GPU has run yet is not chosen unasked (backends.py).
-UNPROVED = "no GPU of 8.0 to 8.9 has run the triton kernel yet, for which it is meant: it runs where it is named"
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -67,8 +64,3 @@ def check_installed() -> None:
     """Raises NotImplementedError where there is no jax_triton."""
     if importlib.util.find_spec("jax_triton") is None:
         raise NotImplementedError("backend triton needs jax-triton, which the extras cuda12 and cuda13 install")
-
-
-def check_unproved(*_: Any) -> None:
-    """The check of a kernel that no GPU has run: raises NotImplementedError unless the backend is named."""
-    raise NotImplementedError(UNPROVED)

@@ -85,6 +85,27 @@ def test_company_changes_no_bit(case):
         assert got.logprobs == want.logprobs
 
 
+TRITON = [
+    Case("D=128"),
+    Case("D=64", kv_cache="int4-g16", dtype="float16"),
+    Case("D=128", "w8a8-all", "int8-g8-zp"),
+    Case("D=64", "fp8", "fp8"),
+    Case("D=128", "w4a16-g128", "int8-g8"),
+]
+
+
+@pytest.mark.parametrize("case", TRITON, ids=str)
+def test_company_changes_no_bit_under_triton(case):
+    pytest.importorskip("jax_triton")
+    together = play(case.engine(backend="triton"), jobs())
+    other = play(case.engine(backend="xla"), jobs(sampled=False)[:1])
+    for job, got in zip(jobs(), together, strict=True):
+        (want,) = play(case.engine(backend="triton"), [Job(job.prompt, job.params)])
+        assert got.token_ids == want.token_ids
+        assert got.logprobs == want.logprobs
+    assert compare(together[0], other[0]) > 4  # jobs()[0] is greedy
+
+
 TIE = 0.25  # a gap (natural log) under which rounding to bfloat16 may choose either
 DRIFT = 0.2  # what rounding moves a token's log-probability by, at most
 OTHERS = {

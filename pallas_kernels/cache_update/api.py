@@ -12,7 +12,6 @@ from pallas_kernels.cache_update import xla
 from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.triton_call import check_unproved
 
 
 def cache_update(
@@ -127,11 +126,11 @@ def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPage
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
-    "triton": Backend(_triton, check_triton, check_unproved),
+    "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.cache_update),
 }
 FUSED = {
     "mosaic": Backend(partial(_in_place, _mosaic), check_supported),
-    "triton": Backend(partial(_in_place, _triton), check_triton, check_unproved),
+    "triton": Backend(partial(_in_place, _triton), check_triton),
     "xla": Backend(_xla_fused),
 }

@@ -21,7 +21,6 @@ from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import MOST_ROWS, Segments, words_of
 from pallas_kernels.tiled_attention import check_page_size
-from pallas_kernels.triton_call import check_unproved
 
 
 def decode_attention(
@@ -131,6 +130,6 @@ def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_proven, plan=_mosaic_plan),
-    "triton": Backend(_triton, check_triton, check_unproved),
+    "triton": Backend(_triton, check_triton),
     "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
 }

@@ -1,6 +1,7 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
+        [--triton]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive]
         [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
@@ -38,6 +39,7 @@ PEERS = {
     (32, 8, 16, 1024): 22.6, (32, 8, 64, 1024): 73.3, (32, 8, 128, 2048): 256.4, (32, 8, 256, 512): 142.0,
 }  # fmt: skip
 SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
+TRITON = 1 / 0.85  # of mosaic's time, at (64, 1024) and above: the most that backend triton may take
 SLACK = {"fp8": 1.15, "int8": 1.15, "int4": 1.4}  # time over bf16's, at most this times the ratio of bytes
 
 
@@ -154,10 +156,10 @@ def cudnn(case: Case) -> Run:
 
 
 def runs(
-    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], **changes: Any
+    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], triton: bool, **changes: Any
 ) -> Iterator[tuple[Case, str, str | int, Run]]:
-    """(case, who, length, run), what decides first: this kernel, then cuDNN, then XLA. `cells` (rows, length) are asked
-    for besides what the parts have."""
+    """(case, who, length, run), what decides first: this kernel, then Triton's if asked for, then cuDNN, then XLA.
+    `cells` (rows, length) are asked for besides what the parts have."""
     cases: dict[Case, str | int] = {}
     for one in {(case.heads, case.k_format): case for case in BENCH_CASES}.values():
         cases |= {replace(one, lengths=(length,) * rows): length for rows, length in cells}
@@ -174,6 +176,9 @@ def runs(
     cases = {case: cases[case] for case in asked}
     for case, length in cases.items():
         yield case, "mosaic", length, paged(case, "mosaic", **changes)
+    if triton:
+        for case, length in cases.items():
+            yield case, "triton", length, paged(case, "triton")
     if "bf16" in parts:
         equal = {case: x for case, x in cases.items() if case.k_format == "bf16" and case in BENCH_CASES}
         for case, length in equal.items():
@@ -184,13 +189,13 @@ def runs(
 
 
 def table(
-    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], **changes: Any
+    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], triton: bool, **changes: Any
 ) -> Iterator[dict[str, Any]]:
     """One row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
         found: list[tuple[Case, str, str | int, Future[Run]]] = [
             (case, who, length, pool.submit(run.compiled))
-            for case, who, length, run in runs(parts, heads, formats, cells, **changes)
+            for case, who, length, run in runs(parts, heads, formats, cells, triton, **changes)
         ]
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     for case, who, length, future in found:
@@ -209,12 +214,15 @@ def table(
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """FlashInfer's time in bf16; for other formats bf16's time by the ratio of bytes and the slack; for skewed lengths
-    uniform ones' time and 15 %; for segments one row's time and 5 %."""
-    found = {
-        (row["H"], row["K"], row["R"], row["length"], row["kv"], row.get("Q", 1)): row["us"]
-        for row in rows
-        if row.get("peer") == "mosaic" and "us" in row
-    }
+    uniform ones' time and 15 %; for segments one row's time and 5 %; for backend triton mosaic's."""
+    found, triton = (
+        {
+            (row["H"], row["K"], row["R"], row["length"], row["kv"], row.get("Q", 1)): row["us"]
+            for row in rows
+            if row.get("peer") == who and "us" in row
+        }
+        for who in ("mosaic", "triton")
+    )
     own = {(*case,): us for (*case, width), us in found.items() if width == 1}
     for (heads, kv_heads, count, length, kv), us in own.items():
         limit = PEERS.get((heads, kv_heads, count, length)) if kv == "bf16" else None
@@ -234,6 +242,10 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if one is not None and SEGMENT_BARS.get((heads, kv_heads)) == width:
             name = f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv} Q={width}"
             yield bar(name, us, "us", round(1.05 * one, 2), most=True)
+    for (heads, kv_heads, count, length, kv, width), us in triton.items():
+        if isinstance(length, int) and count * length >= 64 * 1024 and width == 1:
+            limit = round(found[heads, kv_heads, count, length, kv, width] * TRITON, 2)
+            yield bar(f"triton (R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv}", us, "us", limit, most=True)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -263,6 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
     formats = sorted({case.k_format for case in BENCH_CASES})
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
+    parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
     parser.add_argument("--computing", type=int, choices=[1, 2], help="warpgroups, of a head each")
     parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
@@ -275,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
     changes |= {name: value for name, value in tuned.items() if value is not None}
-    rows = table(args.parts, args.heads, args.formats, args.cells, **changes)
+    rows = table(args.parts, args.heads, args.formats, args.cells, args.triton, **changes)
     return record("decode_attention", args, argv, rows, summarize)
 
 

@@ -9,7 +9,6 @@ from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported, check_triton
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
-from pallas_kernels.triton_call import check_unproved
 
 
 @overload
@@ -73,6 +72,6 @@ def _triton(*args, **options):
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
-    "triton": Backend(_triton, check_triton, check_unproved),
+    "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.norm_quant),
 }

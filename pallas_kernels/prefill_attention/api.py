@@ -17,7 +17,6 @@ from pallas_kernels.prefill_attention import xla
 from pallas_kernels.prefill_attention.config import check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
 from pallas_kernels.tiled_attention import check_page_size
-from pallas_kernels.triton_call import check_unproved
 
 
 def prefill_attention(
@@ -99,6 +98,6 @@ def _xla(q, pages, page_table, cu_q_lens, kv_lens, scale, window, _) -> jax.Arra
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, plan=make_work),
-    "triton": Backend(_triton, check_triton, check_unproved, plan=_triton_plan),
+    "triton": Backend(_triton, check_triton, plan=_triton_plan),
     "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
 }

@@ -1,6 +1,6 @@
 """How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
-    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--record]
+    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
@@ -21,12 +21,13 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
-from pallas_kernels.prefill_attention import make_work, prefill_attention
+from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, choose_config
 
 # Microseconds of FlashInfer 0.7.2 (fa3) over pages, on an H200, from another run, noted on 2026-11-20.
 FLASHINFER = {((2048,), (2048,)): 93.6, ((1024,) * 8, (1024,) * 8): 191.0, ((16384,), (16384,)): 3904.0}
+TRITON_RATE = 0.65  # of mosaic's, that backend triton must have
 CUDNN_RATE = 0.8  # of it, for 2048 tokens after 6144
 XLA_FLOPS = 1e12  # of a case: the xla backend does some 10 TFLOP/s
 
@@ -82,6 +83,21 @@ def mosaic(case: Case, pack: bool | None = None) -> Contender:
     return Contender(make, attend, case.flops, sets_for(case))
 
 
+def triton(case: Case) -> Contender:
+    """Backend triton, with a work list made outside too."""
+
+    def make(seed: int) -> tuple[Any, ...]:
+        q, pages, table, *lengths = inputs(case, seed)
+        options: dict[str, Any] = {"scale": case.scale, "window": case.window, "backend": "triton"}
+        return q, pages, table, *lengths, plan(q, pages, *lengths, **options)
+
+    def attend(*arguments: Any) -> jax.Array:
+        *rest, work = arguments
+        return prefill_attention(*rest, scale=case.scale, window=case.window, work=work, backend="triton")
+
+    return Contender(make, attend, case.flops, sets_for(case))
+
+
 def xla(case: Case) -> Contender:
     attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="xla")
     return Contender(partial(inputs, case), attend, case.flops, 1)  # far too slow for caches to matter
@@ -103,10 +119,12 @@ def cudnn(case: Case) -> Contender:
     return Contender(make, attend, flops, sets_for(case))
 
 
-def contenders(case: Case, peers: bool) -> dict[str, Callable[[Case], Contender]]:
+def contenders(case: Case, peers: bool, with_triton: bool) -> dict[str, Callable[[Case], Contender]]:
     """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds; and the
     kernel without packing, where all sequences are short."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
+    if with_triton:
+        found["triton"] = triton
     if max(case.kv_lens) <= WARPGROUP_ROWS:
         found["mosaic, unpacked"] = partial(mosaic, pack=False)
     if peers and case.k_format == "bf16":
@@ -151,11 +169,11 @@ def matmul_ceiling(size: int = 8192) -> float:
     return 2 * size**3 / (device_us(lambda: multiply(x, y)) * 1e-6)
 
 
-def table(cases: list[Case], peers: bool) -> Iterator[dict[str, Any]]:
+def table(cases: list[Case], peers: bool, with_triton: bool) -> Iterator[dict[str, Any]]:
     """One row a case and implementation, the run's ceiling first."""
     ceiling = round(matmul_ceiling() / 1e12)
     yield {"kernel": "matmul", "tflop_s": ceiling}
-    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, peers).items()]
+    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, peers, with_triton).items()]
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
         jobs = [pool.submit(build, contender) for _, _, contender in runs]
         wait(jobs)  # and is over before anything is timed
@@ -172,7 +190,8 @@ def table(cases: list[Case], peers: bool) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The bars of bf16 with 32 heads each: FlashInfer's times, and cuDNN's rate for a continued chunk."""
+    """The bars of bf16 with 32 heads each: FlashInfer's times, and cuDNN's rate for a continued chunk; and of backend
+    triton mosaic's rate."""
     found = {
         (row["peer"], tuple(row["q_lens"]), tuple(row["kv_lens"])): row
         for row in rows
@@ -185,15 +204,20 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if (row := found.get(("mosaic", *continued))) and (peer := found.get(("cudnn", *continued))):
         rate = round(row["tflop_s"] / peer["tflop_s"], 3)
         yield bar("2048 after 6144, of cuDNN's rate", rate, "1", CUDNN_RATE)
+    for (peer, q_lens, kv_lens), row in found.items():
+        if peer == "triton" and (own := found.get(("mosaic", q_lens, kv_lens))):
+            name = f"triton, {len(q_lens)}x{q_lens[0]} of {kv_lens[0]}: of mosaic's rate"
+            yield bar(name, round(own["us"] / row["us"], 3), "1", TRITON_RATE)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--kv", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}), metavar="FORMAT")
+    parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
     args = parser.parse_args(argv)
     cases = [case for case in BENCH_CASES if case.k_format in args.kv]
-    return record("prefill_attention", args, argv, table(cases, not args.mosaic_only), bars)
+    return record("prefill_attention", args, argv, table(cases, not args.mosaic_only, args.triton), bars)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,6 @@ def _triton(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
-    "triton": Backend(_triton, check_triton),
+    "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.sample),
 }

@@ -1,6 +1,6 @@
 """How long sample takes on the device, next to the same in plain jnp and to sorting each row.
 
-    python -m pallas_kernels.sample.bench [--json] [--rows 1 64 512] [--record]
+    python -m pallas_kernels.sample.bench [--json] [--rows 1 64 512] [--triton] [--record]
 
 Bytes are those that must move: the logits in, once. Times are of kernels and copies, without the gaps in which the host
 waits for what plain jnp asks it: `wall_us` has these.
@@ -63,9 +63,11 @@ def measure(case: Case, peer: str) -> dict[str, float]:
     return {"us": us, "wall_us": (time.perf_counter() - start) * 1e6 / (CALLS * COPIES)}
 
 
-def table(cases: list[Case], measured: Callable[[Case, str], dict[str, float]]) -> Iterator[dict[str, Any]]:
+def table(
+    cases: list[Case], measured: Callable[[Case, str], dict[str, float]], peers: tuple[str, ...] = PEERS
+) -> Iterator[dict[str, Any]]:
     for case in cases:
-        for peer in PEERS:
+        for peer in peers:
             times = {name: round(value, 2) for name, value in measured(case, peer).items()}
             gb_s = round(case.moved_bytes / times["us"] / 1e3)
             yield {"kernel": "sample", "peer": peer, **case.labels, "dtype": case.dtype, **times, "gb_s": gb_s}
@@ -85,9 +87,11 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    parser.add_argument("--triton", action="store_true", help="backend triton too")
     args = parser.parse_args(argv)
+    peers = ("triton", *PEERS) if args.triton else PEERS
     cases = [case for case in BENCH_CASES if case.rows in args.rows]
-    return record("sample", args, argv, table(cases, measure), bars)
+    return record("sample", args, argv, table(cases, measure, peers), bars)
 
 
 if __name__ == "__main__":

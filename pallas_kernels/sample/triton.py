@@ -1,12 +1,10 @@
-"""sample for Ampere, Ada and Hopper, in three kernels; what a row asks for is a branch of its own programs, and the host
-need not know it.
+"""sample for Ampere, Ada and Hopper, in three kernels; what a row asks for is a branch of its own programs, and the
+host need not know it.
 
-The first gives each part of a row its largest logit. The second has a program for each row with filters, which finds the
-threshold by bisection over the float's integer image, as xla.py does, over L1 or L2 with three pivots a pass. The third
-draws a token of each part among the logits that reach it. How a row is cut depends on its length alone.
+The first gives each part of a row its largest logit. The second has a program for each row with filters, which finds
+the threshold by bisection over the float's integer image, as xla.py does, over L1 or L2 with three pivots a pass. The
+third draws a token of each part among the logits that reach it. How a row is cut depends on its length alone.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +37,7 @@ def sample(
     return found, jnp.all(finite > 0, axis=1)
 
 
-def launches(
-    logits: jax.Array | jax.ShapeDtypeStruct, config: TritonConfig = TRITON
-) -> tuple[Launch, Launch, Launch]:
+def launches(logits: jax.Array | jax.ShapeDtypeStruct, config: TritonConfig = TRITON) -> tuple[Launch, Launch, Launch]:
     """The three launches; of logits [R, V] shape and dtype are enough. The first takes logits and gives each part's
     largest f32[R, parts], the token that has it and whether all are finite, i32[R, parts]; the second takes logits,
     the largest, temperature, top_k, top_p and min_p and gives thresholds f32[R]; the third takes logits, the first's
@@ -168,7 +164,7 @@ def _number(image):
 
 @triton.jit
 def _sums(row, a, b, c, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many logits of a row reach a, b and c, or with MASS their weights: probabilities in units of the largest's."""
+    """How many logits of a row reach a, b and c; with MASS their weights, probabilities in units of the largest's."""
     of_a, of_b, of_c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -182,8 +178,7 @@ def _sums(row, a, b, c, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def _last(row, low, high, target, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The last image from low on, before high, whose number's sum reaches the target; of counts, any with the count that
-    is asked for."""
+    """The last image from low on, before high, whose number's sum reaches the target; of counts, any that has it."""
     while low + 1 < high:
         quarter = (high - low + 3) // 4
         a = low + quarter

@@ -16,7 +16,6 @@ from pallas_kernels.scaled_matmul.config import (
     choose_config,
     is_skinny,
 )
-from pallas_kernels.triton_call import check_unproved
 
 
 def scaled_matmul(
@@ -74,7 +73,7 @@ def _triton(*args) -> jax.Array:
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
-    "triton": Backend(_triton, check_triton, check_unproved),
+    "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.scaled_matmul),
 }
-FP8_TRITON = Backend(_triton, check_triton_fp8, check_unproved)
+FP8_TRITON = Backend(_triton, check_triton_fp8, unasked_on=("ampere",))

@@ -9,7 +9,6 @@ from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import check_faster, check_supported, check_triton
-from pallas_kernels.triton_call import check_unproved
 
 
 @overload
@@ -52,6 +51,6 @@ def _triton(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRow
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, lambda _, *sizes: check_supported(*sizes), check_faster),
-    "triton": Backend(_triton, check_triton, check_unproved),
+    "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.silu_mul_quant),
 }

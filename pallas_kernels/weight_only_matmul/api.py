@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import check_floats, check_listed, check_out_dtype, check_weight
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
-from pallas_kernels.triton_call import check_unproved
 from pallas_kernels.weight_only_matmul import xla
 from pallas_kernels.weight_only_matmul.config import check_faster, check_supported, check_triton
 
@@ -93,6 +92,6 @@ def _check_triton(w: QuantizedWeight, x_dtype: DTypeLike, m: int, n: int, k: int
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, _check_supported, _check_faster),
-    "triton": Backend(_triton, _check_triton, check_unproved),
+    "triton": Backend(_triton, _check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.weight_only_matmul),
 }

@@ -168,9 +168,9 @@ def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: Wei
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """A tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result, in steps of
-    `depth` columns of x (a group at most; with one row, four words a thread), which `parts` programs share. rows and columns don't
-    change bits, but whether rows is 1 does, and parts."""
+    """A tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result, in steps of `depth`
+    columns of x (a group at most; with one row, four words a thread), which `parts` programs share. rows and columns
+    don't change bits, but whether rows is 1 does, and parts."""
 
     rows: int
     columns: int

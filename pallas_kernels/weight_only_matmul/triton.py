@@ -33,7 +33,7 @@ def weight_only_matmul(
     scales = group_scales(w)
     table = jnp.asarray(_TABLES[w.format.codes], x.dtype) if w.format.codes in _TABLES else None
     optional = [scales if each is None else each for each in (w.zeros, table, bias, residual)]  # not read where None
-    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(*x.shape, w.shape[0]))
+    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(x.shape[0], x.shape[1], w.shape[0]))
     (sums,) = triton_call.call(made, x, w.values, scales, *optional)
     if sums.ndim == 2:
         return sums
@@ -227,9 +227,7 @@ def _opaque(number: tl.constexpr):
 
 
 @triton.jit
-def _pairs(
-    word, p: tl.constexpr, zero, table, dtype: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr
-):
+def _pairs(word, p: tl.constexpr, zero, table, dtype: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
     """The two codes of pair p of each word [N, W] in units of scales, as numbers of 16 bits [N, W, 2]; see pack4."""
     if TABLE:
         low, high = tl.load(table + ((word >> (4 * p)) & 15)), tl.load(table + ((word >> (4 * p + 16)) & 15))

@@ -81,7 +81,7 @@ def test_pages_in_formats_without_a_kernel(name):
     for fmt in (KVFormat("int8", 8, hadamard=True), KVFormat("bfloat16", hadamard=True), KVFormat("int8", 64, True)):
         with pytest.raises(NotImplementedError, match=f"K stored as {fmt.codes} is not supported by backend mosaic"):
             call(name, fmt, "mosaic")
-        call(name, fmt, "hopper")
+        call(name, fmt, "hopper" if fmt.hadamard else "xla")  # triton would run the other where it is installed
 
 
 def test_e5m2_is_read_as_such():

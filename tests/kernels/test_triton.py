@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_call
+from pallas_kernels.backends import choose
 from pallas_kernels.norm_quant import api as norm_api
 from pallas_kernels.norm_quant import cases as norm_cases
 from pallas_kernels.norm_quant import norm_quant, reference
@@ -93,14 +93,13 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
     assert len(set(seen)) == 3
 
 
-def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
-    gate_up = jnp.ones((2, 256), jnp.bfloat16)
-    for name in (None, "ampere"):
-        assert same_bits(silu_mul_quant(gate_up, backend=name), silu_mul_quant(gate_up, backend="xla"))
+@pytest.mark.parametrize(("capability", "expected"), [("8.0", "triton"), ("8.9", "triton"), ("7.5", "xla")])
+def test_it_is_what_ampere_and_ada_run_unasked(monkeypatch, capability, expected):
+    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: capability)
     for each, arguments in ((norm_api, ("bfloat16", 2, 128)), (silu_api, (None, "bfloat16", 2, 128))):
-        assert each.BACKENDS["triton"].supports(*arguments) is None
-        assert each.BACKENDS["triton"].supports(*arguments, unasked=True) == triton_call.UNPROVED
+        assert choose(each.BACKENDS, None, *arguments) is each.BACKENDS[expected]
+        assert choose(each.BACKENDS, "ampere", *arguments) is each.BACKENDS["triton"]
+    assert choose(silu_api.BACKENDS, "hopper", None, "bfloat16", 2, 100) is silu_api.BACKENDS["xla"]
 
 
 def test_what_is_refused(monkeypatch):
@@ -112,7 +111,7 @@ def test_what_is_refused(monkeypatch):
     ):
         with pytest.raises(NotImplementedError, match=message):
             silu_mul_quant(arguments, backend="triton")
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("pallas_kernels.triton_call.importlib.util.find_spec", lambda _: None)
     with pytest.raises(NotImplementedError, match="needs jax-triton, which the extras cuda12 and cuda13 install"):
         silu_mul_quant(x, backend="triton")
 

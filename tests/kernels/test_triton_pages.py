@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import pages_triton, triton_call
+from pallas_kernels import pages_triton
+from pallas_kernels.backends import choose
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import cases as update_cases
 from pallas_kernels.cache_update import reference as update_reference
@@ -134,13 +135,13 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
 
 
-def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
-    q, pages, table, lengths = SMALL_DECODE.inputs()
-    ours, plain = (decode_attention(q, pages, table, lengths, scale=0.1, backend=name) for name in (None, "xla"))
-    assert same_bits(ours, plain)
-    assert decode_api.BACKENDS["triton"].supports(q, pages, 1) is None
-    assert decode_api.BACKENDS["triton"].supports(q, pages, 1, unasked=True) == triton_call.UNPROVED
+def test_hopper_runs_it_unasked_where_mosaic_has_no_kernel():
+    q, pages, *_ = SMALL_DECODE.inputs()
+    zeros = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-zp", 64)] * 2))
+    for kind, stored, expected in (
+        ("hopper", pages, "mosaic"), ("hopper", zeros, "triton"), ("ampere", pages, "triton"),
+    ):  # fmt: skip
+        assert choose(decode_api.BACKENDS, kind, q, stored, 1) is decode_api.BACKENDS[expected]
 
 
 def test_what_is_refused():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import triton_call
+from pallas_kernels.backends import choose
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul import api, reference
@@ -57,13 +57,10 @@ def test_compiles(capability, tmp_path, monkeypatch):
         assert made.registers * 32 * launch.num_warps <= 65536, launch
 
 
-def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
-    arrays = make_cases("int8")[0].inputs()[:4]
-    assert same_bits(int8_matmul(*arrays), int8_matmul(*arrays, backend="xla"))
+def test_it_is_what_ampere_and_ada_run_unasked():
     sizes = 96, 96, jnp.dtype("float32"), jnp.dtype("bfloat16"), None
-    assert api.BACKENDS["triton"].supports(*sizes) is None
-    assert api.BACKENDS["triton"].supports(*sizes, unasked=True) == triton_call.UNPROVED
+    assert choose(api.BACKENDS, "ampere", *sizes) is api.BACKENDS["triton"]
+    assert choose(api.BACKENDS, "hopper", *sizes) is not api.BACKENDS["triton"]
 
 
 def test_what_is_refused(monkeypatch):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_call
+from pallas_kernels.backends import choose
 from pallas_kernels.quantized_weights import encode, group_scales, parse_weight_format
-from pallas_kernels.weight_only_matmul import api, weight_only_matmul
+from pallas_kernels.weight_only_matmul import api
 from pallas_kernels.weight_only_matmul.cases import CASES, Case
 from pallas_kernels.weight_only_matmul.config import triton_config
 from tests.kernels.helpers import same_bits
@@ -52,23 +52,20 @@ def test_compiles(capability, tmp_path, monkeypatch):
         fmt = parse_weight_format(name)
         w = jax.eval_shape(lambda fmt=fmt: encode(jnp.zeros((4096, 4096)), fmt))
         x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
-        launch = triton.launch(x, w, added, added, x.dtype, triton_config(m))
+        launch = triton.launch(x, w, added, added, x.dtype, triton_config(m, 4096, 4096))
         scales = jax.eval_shape(group_scales, w).dtype
         zeros = "int8" if fmt.zero_point else scales
-        made = compile_for(launch, [x.dtype, "uint8", scales, zeros, *[x.dtype] * 3], capability, tmp_path)
+        made = compile_for(launch, [x.dtype, w.values.dtype, scales, zeros, *[x.dtype] * 3], capability, tmp_path)
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], name
         assert made.spilled == 0, (m, name)
         assert made.registers * 32 * launch.num_warps <= 65536, name
 
 
-def test_unasked_no_gpu_runs_what_none_has_proved(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.backends.capability", lambda: "8.6")
+def test_it_is_what_ampere_and_ada_run_unasked():
     x, w, *_ = Case((3,), 64, 128, "nf4").inputs()
-    assert same_bits(weight_only_matmul(x, w), weight_only_matmul(x, w, backend="xla"))
-    arguments = w, x.dtype, 3, 64, 128, w.format
-    assert api.BACKENDS["triton"].supports(*arguments) is None
-    assert api.BACKENDS["triton"].supports(*arguments, unasked=True) == triton_call.UNPROVED
+    for kind, expected in (("ampere", "triton"), ("hopper", "mosaic")):
+        assert choose(api.BACKENDS, kind, w, x.dtype, 3, 64, 128, w.format) is api.BACKENDS[expected]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +89,6 @@ def test_gpu_matches_the_formula(case):
     assert within(case, out, arrays)
     assert same_bits(out, run(case, arrays))
     m = int(np.prod(case.leading))
-    if len(case.leading) == 1 and triton_config(m) == triton_config(max(m - 1, 1)):
+    if len(case.leading) == 1 and triton_config(m, case.k, case.n) == triton_config(max(m - 1, 1), case.k, case.n):
         fewer = x[1:], w, bias, None if residual is None else residual[1:]
         assert same_bits(out[1:], run(case, fewer))
