@@ -39,7 +39,7 @@ def weight_only_matmul(
     if sums.ndim == 2:
         return sums
     y = jnp.sum(sums, axis=0)  # of parts of x's columns, always in the same order
-    y = y if bias is None else y + bias.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)[None, :]
     return (y if residual is None else y + residual.astype(jnp.float32)).astype(out_dtype)
 
 
