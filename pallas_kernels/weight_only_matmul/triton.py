@@ -38,7 +38,9 @@ def weight_only_matmul(
     (sums,) = triton_call.call(made, x, w.values, scales, *optional)
     if sums.ndim == 2:
         return sums
-    y = jnp.sum(sums, axis=0)  # of parts of x's columns, always in the same order
+    y = sums[0]
+    for part in range(1, len(sums)):  # of x's columns: one by one, as a reduction's order could depend on M
+        y = y + sums[part]
     y = y if bias is None else y + bias.astype(jnp.float32)[None, :]
     return (y if residual is None else y + residual.astype(jnp.float32)).astype(out_dtype)
 
@@ -108,28 +110,21 @@ def _tile(
             at = stored + tl.minimum(step + 1, steps - 1) // (GROUP // STEP) * STORED
             later_scale, later_zero = tl.load(scales + at).to(tl.float32), _zero(zeros, at, ZEROS)
         part = tl.zeros([COLUMNS, ROWS], tl.float32) if GROUPED else sums
-        if PACKED:
-            for p in tl.static_range(2 if STEP == 32 else 4):
-                if STEP == 32:  # a product is 16 deep at least: columns 16 p on of 32
-                    deep = p * 16 + tl.arange(0, 16)
-                    pairs = tl.join(
-                        _pairs(code, 2 * p, zero, table, x.dtype.element_ty, MIDDLE, TABLE),
-                        _pairs(code, 2 * p + 1, zero, table, x.dtype.element_ty, MIDDLE, TABLE),
-                    )
-                    numbers = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (COLUMNS, 16))
-                else:  # columns 8 p to 8 p + 7 of each 32
-                    deep = tl.arange(0, STEP // 4)
-                    deep = deep // 8 * 32 + p * 8 + deep % 8
-                    pairs = _pairs(code, p, zero, table, x.dtype.element_ty, MIDDLE, TABLE)
-                    numbers = tl.reshape(pairs, (COLUMNS, STEP // 4))
-                tokens = tl.load(of_x + (step * STEP + deep)[None, :])
-                part = tl.dot(numbers, tl.trans(tokens), part)
+        tokens = tl.load(of_x + (step * STEP + tl.arange(0, STEP))[None, :])
+        if PACKED:  # of each 32 columns pair p of word c has columns 8 p + 2 c and the next
+            even = tl.join(
+                _pairs(code, 0, zero, table, x, MIDDLE, TABLE), _pairs(code, 2, zero, table, x, MIDDLE, TABLE)
+            )
+            odd = tl.join(
+                _pairs(code, 1, zero, table, x, MIDDLE, TABLE), _pairs(code, 3, zero, table, x, MIDDLE, TABLE)
+            )
+            numbers = tl.reshape(tl.join(even, odd), (COLUMNS, STEP // 32, 4, 2, 2, 2))
+            numbers = tl.reshape(tl.permute(numbers, (0, 1, 4, 5, 2, 3)), (COLUMNS, STEP))
         else:
-            tokens = tl.load(of_x + (step * STEP + tl.arange(0, STEP))[None, :])
             even = tl.join(_byte(code, 0, zero, MIDDLE), _byte(code, 2, zero, MIDDLE))
             odd = tl.join(_byte(code, 1, zero, MIDDLE), _byte(code, 3, zero, MIDDLE))
             numbers = tl.reshape(tl.join(even, odd), (COLUMNS, STEP)).to(tokens.dtype)
-            part = tl.dot(numbers, tl.trans(tokens), part)
+        part = tl.dot(numbers, tl.trans(tokens), part)
         sums = sums + part * scale[:, None] if GROUPED else part
     y = sums if GROUPED else sums * later_scale[:, None]
     in_columns = column < N
@@ -228,8 +223,9 @@ def _opaque(number: tl.constexpr):
 
 
 @triton.jit
-def _pairs(word, p: tl.constexpr, zero, table, dtype: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
-    """The two codes of pair p of each word [N, W] in units of scales, as numbers of 16 bits [N, W, 2]; see pack4."""
+def _pairs(word, p: tl.constexpr, zero, table, x, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
+    """The two codes of pair p of each word [N, W] in units of scales, as numbers of x's dtype [N, W, 2]; see pack4."""
+    dtype: tl.constexpr = x.dtype.element_ty
     if TABLE:
         low, high = tl.load(table + ((word >> (4 * p)) & 15)), tl.load(table + ((word >> (4 * p + 16)) & 15))
     else:  # the low bits of numbers whose unit in the last place is 1: 128 and more, or 1024
