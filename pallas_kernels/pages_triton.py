@@ -1,14 +1,15 @@
 """What the Triton kernels over pages share: tokens of K or V of one head, and a step of attention to them.
 
 K and V are multiplied in float16, but bfloat16 by queries of bfloat16: that would round all else as much as results
-are, and float16 holds what float16 scales are for (past 65504 it overflows). float8 is read with integers, since GPUs
-before compute capability 8.9 convert nothing from it.
+are, and float16 holds what float16 scales are for (past 65504 it overflows). GPUs before compute capability 8.9, which
+convert nothing from float8, read it with integers.
 """
 
 import jax
 import triton
 import triton.language as tl
 
+from pallas_kernels.backends import capability
 from pallas_kernels.kv_pages import Pages
 
 LOG2_E = 1.4426950408889634
@@ -21,16 +22,23 @@ def arrays(pool: Pages) -> tuple[jax.Array, jax.Array]:
     return pool.values, pool.values if pool.scales is None else pool.scales
 
 
+def reads_float8() -> bool:
+    """Whether the device that computes converts from float8."""
+    return capability() not in ("", "8.0", "8.6", "8.7")
+
+
 def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     """q and a scale that is not negative, with the same logits."""
     return (q, scale) if scale >= 0 else (-q, -scale)
 
 
 @triton.jit
-def load_queries(at, in_use, values, D: tl.constexpr):
-    """The queries [M, D] whose numbers begin at pointers `at` [M], in the dtype of products with `values`, and what
-    their logits are to be multiplied by [M]: to fit float16, bfloat16 comes as fractions of a power of two."""
-    x = tl.load(at[:, None] + tl.arange(0, D)[None, :], mask=in_use[:, None], other=0.0)
+def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr):
+    """The queries [M, D] whose numbers begin at pointers `at` [M], in the dtype of products with `values` and in their
+    order of columns, and what their logits are to be multiplied by [M]: to fit float16, bfloat16 comes as fractions of
+    a power of two."""
+    column = columns(D, codes_of_a_word(values, GROUP))
+    x = tl.load(at[:, None] + column[None, :], mask=in_use[:, None], other=0.0)
     dtype: tl.constexpr = product_dtype(values, x.dtype)
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if dtype != x.dtype:
@@ -50,41 +58,80 @@ def product_dtype(values, queries):
 
 @triton.jit
 def load_tokens(
-    values, scales, page, slot, head, seen, dtype: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    values, scales, page, slot, head, seen, dtype: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """[T, D] of a 16-bit dtype: token i is at slot[i] of page[i]; zero where it is not seen, and nothing read."""
+    """[T, D] of a 16-bit dtype, in the order of `columns`: token i is at slot[i] of page[i]; zero where it is not seen,
+    and nothing read. FLOAT8: the device converts from float8."""
     row = (page.to(tl.int64) * HEADS + head) * PAGE + slot
     stored: tl.constexpr = values.dtype.element_ty
-    int4: tl.constexpr = GROUP > 0 and stored == tl.uint8
-    WIDTH: tl.constexpr = D // 2 if int4 else D
-    at = values + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if GROUP == 0:
+        at = values + row[:, None] * D + tl.arange(0, D)[None, :]
         if stored == tl.uint8:
-            x = from_e4m3(tl.load(at, mask=seen[:, None], other=0)).to(dtype)
+            code = tl.load(at, mask=seen[:, None], other=0)
+            if FLOAT8:
+                x = code.to(tl.float8e4nv, bitcast=True).to(dtype)
+            else:
+                x = from_e4m3(code).to(dtype)
         else:
             x = tl.load(at, mask=seen[:, None], other=0.0).to(dtype)
     else:
-        codes = tl.load(at, mask=seen[:, None], other=0).to(tl.uint8, bitcast=True)
-        if int4:
-            codes = tl.interleave(codes & 15, codes >> 4)
-        middle: tl.constexpr = 8 if int4 else 128
-        # The low bits of a float16 whose unit in the last place is 1: conversions are slow.
-        x = ((codes.to(tl.uint16) ^ middle) | 0x6400).to(tl.float16, bitcast=True) - (
-            1024.0 if ZEROS else 1024.0 + middle
-        )
+        x = _codes(values, row, seen, D, ZEROS)
         GROUPS: tl.constexpr = D // GROUP
         numbers: tl.constexpr = 2 * GROUPS if ZEROS else GROUPS
         near = scales + row[:, None] * numbers + tl.arange(0, GROUPS)[None, :]
         scale = tl.load(near, mask=seen[:, None], other=0.0)[:, :, None]
-        x = tl.reshape(x, (codes.shape[0], GROUPS, GROUP))
+        x = tl.reshape(x, (row.shape[0], GROUPS, GROUP))
         if ZEROS:
             zero = tl.load(near + GROUPS, mask=seen[:, None], other=0.0).to(tl.float32)[:, :, None]
             x = x.to(tl.float32) * scale.to(tl.float32) + zero
         else:
             x = x * scale  # a float16 once rounded, as a product of 8 and 11 bits is one of float32
-        x = tl.reshape(x, (codes.shape[0], D)).to(dtype)
+        x = tl.reshape(x, (row.shape[0], D)).to(dtype)
     return x
+
+
+@triton.constexpr_function
+def codes_of_a_word(values, GROUP):
+    """How many codes 32 bits hold that are read at once; 1 for numbers that are read one by one."""
+    stored = values.type.element_ty if hasattr(values, "type") else values.dtype.element_ty
+    return 1 if GROUP == 0 else 8 if stored == tl.uint8 else 4
+
+
+@triton.jit
+def columns(D: tl.constexpr, CODES: tl.constexpr):
+    """The columns of a head in the order of load_tokens: of CODES ones that share a word, the first of its lower half,
+    the first of its upper half, the second of its lower half, and so on."""
+    i = tl.arange(0, D)
+    return i if CODES == 1 else i // CODES * CODES + i % CODES // 2 + i % 2 * (CODES // 2)
+
+
+@triton.jit
+def _codes(values, row, seen, D: tl.constexpr, ZEROS: tl.constexpr):
+    """float16 [T, D] of the codes of 8 or 4 bits in rows [T], in the order of `columns`."""
+    int4: tl.constexpr = values.dtype.element_ty == tl.uint8
+    WORDS: tl.constexpr = D // 8 if int4 else D // 4
+    at = values.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    word = tl.load(at, mask=seen[:, None], other=0)
+    if int4:
+        even = tl.join(_pair(word, 0, 4, ZEROS), _pair(word, 2, 4, ZEROS))
+        odd = tl.join(_pair(word, 1, 4, ZEROS), _pair(word, 3, 4, ZEROS))
+        x = tl.permute(tl.join(even, odd), (0, 1, 3, 4, 2))  # [T, W, number's upper bit, lower bit, half]
+    else:
+        x = tl.permute(tl.join(_pair(word, 0, 8, ZEROS), _pair(word, 1, 8, ZEROS)), (0, 1, 3, 2))
+    return tl.reshape(x, (row.shape[0], D))
+
+
+@triton.jit
+def _pair(word, i: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
+    """float16 [T, W, 2] of code i of the lower and of the upper half of each word [T, W], as the low bits of a number
+    whose unit in the last place is 1: conversions are slow."""
+    middle: tl.constexpr = 1 << (BITS - 1)
+    mask: tl.constexpr = (2 * middle - 1) * 0x10001
+    both = ((word >> (BITS * i)) & mask) ^ (0x64006400 | (middle * 0x10001))
+    offset: tl.constexpr = 1024.0 if ZEROS else 1024.0 + middle
+    low, high = both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(low, high) - offset
 
 
 @triton.jit

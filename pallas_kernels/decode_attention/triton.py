@@ -75,6 +75,7 @@ def launches(
         "PAGES": page_table.shape[1], "WORDS": triton.cdiv(Q, 32) if trees else 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
+        "FLOAT8": pages_triton.reads_float8(),
         "BLOCK_Q": config.queries, "BLOCK_KV": config.keys,
     }  # fmt: skip
     split = Launch(
@@ -102,7 +103,7 @@ def _split(
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0) // (HEADS * CHUNKS)
     head = tl.program_id(0) // CHUNKS % HEADS
@@ -116,8 +117,8 @@ def _split(
     in_use = row < used
     if (low < high) & (used > 0):
         at = (segment * Q + row).to(tl.int64) * H + head * GROUP + query % GROUP
-        column = tl.arange(0, D)
-        queries, factor = pages_triton.load_queries(q + at * D, in_use, k, D)
+        column = pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))
+        queries, factor = pages_triton.load_queries(q + at * D, in_use, k, D, K_GROUP)
         v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
         committed = length - used
         position = committed + row
@@ -131,10 +132,10 @@ def _split(
             seen = (key >= low) & (key < high)
             page = tl.load(table + segment.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
             keys = pages_triton.load_tokens(
-                k, k_scales, page, key % PAGE, head, seen, queries.dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS
+                k, k_scales, page, key % PAGE, head, seen, queries.dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS, FLOAT8
             )
             values = pages_triton.load_tokens(
-                v, v_scales, page, key % PAGE, head, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS
+                v, v_scales, page, key % PAGE, head, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS, FLOAT8
             )
             visible = seen[None, :] & in_use[:, None]
             if WINDOW > 0:

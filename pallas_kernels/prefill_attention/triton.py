@@ -68,6 +68,7 @@ def launch(
         "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
+        "FLOAT8": pages_triton.reads_float8(),
         "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv,
     }  # fmt: skip
     return Launch(
@@ -85,7 +86,7 @@ def _tile(
     q, k, k_scales, v, v_scales, table, tiles, count, out,
     SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ZEROS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.load(count) - 1 - tl.program_id(1)  # a chunk's last tiles, the longest, first
     if tile >= 0:
@@ -93,7 +94,7 @@ def _tile(
         begin = tl.load(tiles + tile * 5 + 3)  # the first row's position
         row = tl.arange(0, BLOCK_Q)
         at = ((first + row).to(tl.int64) * H + head) * D
-        queries, factor = pages_triton.load_queries(q + at, row < rows, k, D)
+        queries, factor = pages_triton.load_queries(q + at, row < rows, k, D, K_GROUP)
         v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
         position = begin + row
         end = begin + rows
@@ -112,11 +113,12 @@ def _tile(
                 page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
                 keys = pages_triton.load_tokens(
                     k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries.dtype, HEADS, PAGE, D,
-                    K_GROUP, K_ZEROS,
+                    K_GROUP, K_ZEROS, FLOAT8,
                 )  # fmt: skip
                 values = pages_triton.load_tokens(
-                    v, v_scales, page, key % PAGE, head * HEADS // H, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS
-                )
+                    v, v_scales, page, key % PAGE, head * HEADS // H, seen, v_dtype, HEADS, PAGE, D,
+                    V_GROUP, V_ZEROS, FLOAT8,
+                )  # fmt: skip
                 visible = tl.full([BLOCK_Q, BLOCK_KV], True, tl.int1)
                 if masked:
                     visible = key[None, :] <= position[:, None]
@@ -126,5 +128,5 @@ def _tile(
                     queries, keys, values, visible, peak, total, sums, factor * SCALE
                 )
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
-        place = out + at[:, None] + tl.arange(0, D)[None, :]
+        place = out + at[:, None] + pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None])
