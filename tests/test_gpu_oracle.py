@@ -98,12 +98,13 @@ TRITON = [
 def test_company_changes_no_bit_under_triton(case):
     pytest.importorskip("jax_triton")
     together = play(case.engine(backend="triton"), jobs())
-    other = play(case.engine(backend="xla"), jobs(sampled=False)[:1])
     for job, got in zip(jobs(), together, strict=True):
         (want,) = play(case.engine(backend="triton"), [Job(job.prompt, job.params)])
         assert got.token_ids == want.token_ids
         assert got.logprobs == want.logprobs
-    assert compare(together[0], other[0]) > 4  # jobs()[0] is greedy
+    if case.scheme == "bf16":  # what rounds activations to 8 bits tells two orders of sums further apart
+        (other,) = play(case.engine(backend="xla"), jobs(sampled=False)[:1])
+        assert compare(together[0], other) > 4  # jobs()[0] is greedy
 
 
 TIE = 0.25  # a gap (natural log) under which rounding to bfloat16 may choose either

@@ -95,9 +95,9 @@ def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
     registers."""
     if head_dim > 128:
         return TritonConfig(64, 32)
-    if hopper:
-        return TritonConfig(128, 64)
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
+    if hopper:
+        return TritonConfig(128, 64 if converts else 128)
     return TritonConfig(64 if converts else 128, 32)
 
 

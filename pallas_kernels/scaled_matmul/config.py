@@ -86,13 +86,13 @@ class TritonConfig:
     stages: int = 4
 
 
-# The largest M, and a tile that fits the shared memory of compute capability 8.6; the last for 9.0 is wider.
+# The largest M, and a tile that fits the shared memory of compute capability 8.6; the last for 9.0 is deeper.
 TRITON = (
     (16, TritonConfig(16, 32, 256)),
     (64, TritonConfig(64, 64, 128)),
     (ALL, TritonConfig(128, 128, 64, warps=8)),
 )
-TRITON_HOPPER = (*TRITON[:-1], (ALL, TritonConfig(128, 256, 128, warps=8, stages=3)))
+TRITON_HOPPER = (*TRITON[:-1], (ALL, TritonConfig(128, 128, 128, warps=8, stages=3)))
 
 
 def triton_config(m: int, hopper: bool) -> TritonConfig:

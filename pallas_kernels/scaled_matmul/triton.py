@@ -71,15 +71,15 @@ def _tile(
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
     deep = tl.arange(0, DEPTH)
-    of_x = x + (row % M).to(tl.int64)[:, None] * K + deep[None, :]  # rows and columns beyond are not stored
+    of_x = x + row.to(tl.int64)[:, None] * K + deep[None, :]
     of_w = w + (column % N).to(tl.int64)[None, :] * K + deep[:, None]
     kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     sums = tl.zeros([ROWS, COLUMNS], kind)
     for k in range(0, K, DEPTH):
+        left = tl.load(of_x + k, mask=(row < M)[:, None] & (k + deep < K)[None, :], other=0.0)
         if K % DEPTH == 0:
-            left, right = tl.load(of_x + k), tl.load(of_w + k)
+            right = tl.load(of_w + k)  # columns beyond are not stored
         else:
-            left = tl.load(of_x + k, mask=(k + deep < K)[None, :], other=0.0)
             right = tl.load(of_w + k, mask=(k + deep < K)[:, None], other=0.0)
         sums = tl.dot(left, right, sums, out_dtype=kind)
     in_rows, in_columns = row < M, column < N

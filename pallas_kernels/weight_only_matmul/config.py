@@ -191,9 +191,12 @@ PROGRAMS = 256  # about as many as the largest GPUs run at a time
 MOST_PARTS = 8
 
 
-def triton_config(m: int, k: int, n: int) -> TritonConfig:
-    """The configuration for M rows of x: up to 64 rows, few columns of the result are shared by several programs."""
+def triton_config(m: int, k: int, n: int, packed: bool) -> TritonConfig:
+    """The configuration for M rows of x [M, K] and N results: with up to 64 rows, few columns of the result are shared
+    by several programs."""
     config = next(config for most, config in TRITON if m <= most)
+    if m == 1 and packed and n >= 2 * PROGRAMS * config.columns:
+        return replace(config, columns=2 * config.columns)
     if not 1 < m <= 64:
         return config
     programs = -(-n // config.columns)

@@ -214,6 +214,7 @@ def test_gpu_prefill_attention_matches_the_formula(case):
     expected = prefill_reference.prefill_attention(*arguments, case.scale, case.window)
     run = partial(prefill_attention, *arguments, scale=case.scale, window=case.window, backend="triton")
     out = run()
-    assert error(out, expected) < TOLERANCE[case.dtype]
+    rounded = 1.5 if {case.k_format, case.v_format} - {"bf16", "f16"} else 1  # float16 numbers of codes and scales
+    assert error(out, expected) < rounded * TOLERANCE[case.dtype]
     work = plan(q, pages, *rest[1:], scale=case.scale, window=case.window, backend="triton")
     assert same_bits(out, run(work=work))
