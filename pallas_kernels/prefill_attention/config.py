@@ -98,7 +98,7 @@ def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
     if hopper:
         return TritonConfig(128, 64 if converts else 128)
-    return TritonConfig(64 if converts else 128, 32)
+    return TritonConfig(64, 32) if converts else TritonConfig(64, 32, warps=4)
 
 
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:

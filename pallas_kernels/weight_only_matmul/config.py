@@ -191,11 +191,13 @@ PROGRAMS = 256  # about as many as the largest GPUs run at a time
 MOST_PARTS = 8
 
 
-def triton_config(m: int, k: int, n: int, packed: bool) -> TritonConfig:
+def triton_config(m: int, k: int, n: int, codes: str) -> TritonConfig:
     """The configuration for M rows of x [M, K] and N results: with up to 64 rows, few columns of the result are shared
     by several programs."""
     config = next(config for most, config in TRITON if m <= most)
-    if m == 1 and packed and n >= 2 * PROGRAMS * config.columns:
+    if m == 1 and codes in ("nf4", "fp4", "e2m1"):  # tables take registers
+        return replace(config, columns=config.columns // 4)
+    if m == 1 and codes == "int4" and n >= 2 * PROGRAMS * config.columns:
         return replace(config, columns=2 * config.columns)
     if not 1 < m <= 64:
         return config

@@ -33,9 +33,11 @@ def weight_only_matmul(
     scales = group_scales(w)
     table = jnp.asarray(_TABLES[w.format.codes], x.dtype) if w.format.codes in _TABLES else None
     optional = [scales if each is None else each for each in (w.zeros, table, bias, residual)]  # not read where None
-    config = triton_config(x.shape[0], x.shape[1], w.shape[0], w.format.packed)
+    config = triton_config(x.shape[0], x.shape[1], w.shape[0], w.format.codes)
     made = launch(x, w, bias is not None, residual is not None, out_dtype, config)
-    (sums,) = triton_call.call(made, x, w.values, scales, *optional)
+    values = w.values  # GPUs before compute capability 8.9 have no float8
+    values = jax.lax.bitcast_convert_type(values, jnp.uint8) if w.format.codes == "fp8" else values
+    (sums,) = triton_call.call(made, x, values, scales, *optional)
     if sums.ndim == 2:
         return sums
     y = sums[0]

@@ -47,7 +47,7 @@ def test_matches_the_formula(case):
     out = run(case, arrays)
     assert within(case, out, arrays)
     x, w, bias, residual = arrays
-    sizes = case.k, case.n, w.format.packed
+    sizes = case.k, case.n, w.format.codes
     if triton.triton_config(len(x), *sizes) == triton.triton_config(2, *sizes):
         last = run(case, (x[-2:], w, bias, None if residual is None else residual[-2:]))
         assert same_bits(out[-2:], last)

@@ -52,10 +52,10 @@ def test_compiles(capability, tmp_path, monkeypatch):
         fmt = parse_weight_format(name)
         w = jax.eval_shape(lambda fmt=fmt: encode(jnp.zeros((4096, 4096)), fmt))
         x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
-        launch = triton.launch(x, w, added, added, x.dtype, triton_config(m, 4096, 4096, fmt.packed))
+        launch = triton.launch(x, w, added, added, x.dtype, triton_config(m, 4096, 4096, fmt.codes))
         scales = jax.eval_shape(group_scales, w).dtype
         zeros = "int8" if fmt.zero_point else scales
-        made = compile_for(launch, [x.dtype, w.values.dtype, scales, zeros, *[x.dtype] * 3], capability, tmp_path)
+        made = compile_for(launch, [x.dtype, "uint8" if name == "fp8-weight" else w.values.dtype, scales, zeros, *[x.dtype] * 3], capability, tmp_path)
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], name
         assert made.spilled == 0, (m, name)
@@ -89,7 +89,7 @@ def test_gpu_matches_the_formula(case):
     assert within(case, out, arrays)
     assert same_bits(out, run(case, arrays))
     m = int(np.prod(case.leading))
-    sizes = case.k, case.n, w.format.packed
+    sizes = case.k, case.n, w.format.codes
     if len(case.leading) == 1 and triton_config(m, *sizes) == triton_config(max(m - 1, 1), *sizes):
         fewer = x[1:], w, bias, None if residual is None else residual[1:]
         assert same_bits(out[1:], run(case, fewer))
