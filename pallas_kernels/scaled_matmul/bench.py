@@ -226,8 +226,8 @@ def main(operation: str, description: str | None, peers: Sequence[str], argv: li
     args = parser.parse_args(argv)
     operand = PRODUCTS[operation][1]
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
-    names = [operation] if args.own_only else [operation, *peers]
-    names += ["triton " + operation.removesuffix("_matmul")] if args.triton else []
+    names = [operation] + (["triton " + operation.removesuffix("_matmul")] if args.triton else [])
+    names += [] if args.own_only else peers
     return record(
         operation, args, argv, table(cases, names, args.peer_rows, args.seconds), partial(summarize, operation)
     )
