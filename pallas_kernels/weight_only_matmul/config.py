@@ -185,7 +185,7 @@ TRITON = (
     (1, TritonConfig(1, 8)),
     (16, TritonConfig(16, 64)),
     (64, TritonConfig(64, 64)),
-    (1 << 30, TritonConfig(64, 128, depth=64, warps=8)),
+    (1 << 30, TritonConfig(64, 64, stages=3)),
 )
 PROGRAMS = 256  # about as many as the largest GPUs run at a time
 MOST_PARTS = 8
@@ -199,6 +199,8 @@ def triton_config(m: int, k: int, n: int, codes: str) -> TritonConfig:
         return replace(config, columns=config.columns // 4)
     if m == 1 and codes == "int4" and n >= 2 * PROGRAMS * config.columns:
         return replace(config, columns=2 * config.columns)
+    if m > 64 and codes in ("int8", "fp8"):
+        return TritonConfig(128, 128, depth=64, warps=8, stages=3)
     if not 1 < m <= 64:
         return config
     programs = -(-n // config.columns)
