@@ -106,11 +106,13 @@ class TritonConfig:
     stages: int = 2
 
 
-def triton_config(head_dim: int, queries: int) -> TritonConfig:
-    """The configuration for `queries` queries of a KV head: one for compute capability 8.0 to 9.0, small enough for the
-    shared memory of 8.6."""
+def triton_config(head_dim: int, queries: int, narrow: bool) -> TritonConfig:
+    """The configuration for `queries` queries of a KV head, and K or V of 8 or 4 bits (`narrow`): one for compute
+    capability 8.0 to 9.0, small enough for the shared memory of 8.6."""
     block = 16 if queries <= 16 else 32 if queries <= 32 or head_dim > 128 else 64
-    return TritonConfig(block, keys=32 if head_dim > 128 else 64, warps=4 if block == 16 else 8)
+    # What converts codes takes registers: with 64 keys a multiprocessor would have too few warps to hide latencies.
+    keys = 32 if head_dim > 128 or (narrow and block == 16) else 64
+    return TritonConfig(block, keys=keys, warps=4 if block == 16 else 8)
 
 
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
