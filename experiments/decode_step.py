@@ -26,6 +26,8 @@ from jllm.fit import tree_bytes
 from jllm.params import Params
 from pallas_kernels.bench.command import add_result_options, interruptible
 
+TRITON = 1.25  # times the device's own step that backend triton may take
+
 
 def measure(
     params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, backend: str | None
@@ -76,9 +78,14 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The kernels' rows against their bars. The floor is of bytes alone: at large batches arithmetic raises it."""
+    """The kernels' rows against their bars, Triton's against the device's own. The floor is of bytes alone: at large
+    batches arithmetic raises it."""
+    own = {row["batch"]: row["decode_ms"] for row in rows if row["backend"] in ("default", "mosaic")}
     for row in rows:
-        if row["backend"] != "xla":
+        if row["backend"] == "triton" and row["batch"] in own:
+            name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
+            yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
+        elif row["backend"] not in ("xla", "triton"):
             name = f"{row['model']} batch {row['batch']} {row['kv']}, share of the floor"
             yield bar(name, row["floor_fraction"], "1", least_share("bf16", row["batch"]))
 

@@ -243,8 +243,9 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             name = f"(R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv} Q={width}"
             yield bar(name, us, "us", round(1.05 * one, 2), most=True)
     for (heads, kv_heads, count, length, kv, width), us in triton.items():
-        if isinstance(length, int) and count * length >= 64 * 1024 and width == 1:
-            limit = round(found[heads, kv_heads, count, length, kv, width] * TRITON, 2)
+        mosaic = own.get((heads, kv_heads, count, length, kv))
+        if mosaic is not None and isinstance(length, int) and count * length >= 64 * 1024 and width == 1:
+            limit = round(mosaic * TRITON, 2)
             yield bar(f"triton (R, length)=({count}, {length}) H/K={heads}/{kv_heads} {kv}", us, "us", limit, most=True)
 
 

@@ -60,7 +60,7 @@ def launches(
     gives, lengths and rows."""
     (count, H, D), R, (K, page) = q.shape, lengths.shape[0], pages.k.values.shape[1:3]
     Q, group = count // R, H // K
-    config = triton_config(D, Q * group, pages.narrow)
+    config = triton_config(D, Q * group, pages)
     chunks = triton.cdiv(Q * group, config.queries)
     slots = min(MOST_SPLITS, triton.cdiv(page_table.shape[1] * page, config.split))
     shared = {

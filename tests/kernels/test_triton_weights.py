@@ -55,7 +55,12 @@ def test_compiles(capability, tmp_path, monkeypatch):
         launch = triton.launch(x, w, added, added, x.dtype, triton_config(m, 4096, 4096, fmt.codes))
         scales = jax.eval_shape(group_scales, w).dtype
         zeros = "int8" if fmt.zero_point else scales
-        made = compile_for(launch, [x.dtype, "uint8" if name == "fp8-weight" else w.values.dtype, scales, zeros, *[x.dtype] * 3], capability, tmp_path)
+        made = compile_for(
+            launch,
+            [x.dtype, "uint8" if name == "fp8-weight" else w.values.dtype, scales, zeros, *[x.dtype] * 3],
+            capability,
+            tmp_path,
+        )
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], name
         assert made.spilled == 0, (m, name)
