@@ -80,7 +80,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The kernels' rows against their bars, Triton's against the device's own. The floor is of bytes alone: at large
     batches arithmetic raises it."""
-    own = {row["batch"]: row["decode_ms"] for row in rows if row["backend"] in ("default", "mosaic")}
+    own = {row["batch"]: row.get("decode_ms") for row in rows if row["backend"] in ("default", "mosaic")}
     for row in rows:
         if row["backend"] == "triton" and row["batch"] in own:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
