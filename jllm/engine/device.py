@@ -40,7 +40,7 @@ from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
 from jllm.state import Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
 
-MASKS = 32  # of guided samples that are put into the state at once
+MASKS = (4, 32)  # of guided samples that are put into the state at once: few sizes, which are compiled when first used
 REMEMBERED = 512  # tokens that a drafter or hooks are told at once
 
 
@@ -132,11 +132,12 @@ class Device:
         comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
         assert self._state is not None
         assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
-        for at in range(0, len(slots), MASKS):
-            some = slice(at, at + MASKS)
-            where = np.full(MASKS, np.iinfo(np.int32).max, np.int32)
+        for at in range(0, len(slots), MASKS[-1]):
+            some = slice(at, at + MASKS[-1])
+            size = next(size for size in MASKS if size >= len(slots[some]))
+            where = np.full(size, np.iinfo(np.int32).max, np.int32)
             where[: len(slots[some])] = slots[some]
-            new = (np.resize(x[some], (MASKS, *x.shape[1:])) for x in (allowed, coming))
+            new = (np.resize(x[some], (size, *x.shape[1:])) for x in (allowed, coming))
             self._state = replace(self._state, guidance=_guide(self._state.guidance, where, *new))
 
     def sample(self, half: Halfway) -> Outputs:
@@ -298,7 +299,7 @@ def _with_pools(state: State, pools: Cache) -> State:
 
 @partial(jax.jit, donate_argnames="guidance")
 def _guide(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
-    """Guidance with what is new for i32[MASKS] slots, and for the first nodes, as many as there are in `allowed`."""
+    """Guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in `allowed`."""
     return Guidance(
         guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
         guidance.coming.at[slots].set(coming, mode="drop"),

@@ -54,7 +54,7 @@ class Guides:
 
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self._words: Any = None  # llguidance.LLTokenizer
         self._threads: Any = None
         self._compiled: OrderedDict[Guide, Any] = OrderedDict()
@@ -62,12 +62,15 @@ class Guides:
     def matcher(self, guide: Guide) -> Matcher:
         """At the guide's beginning. Raises RequestError for a guide that is not valid, or not with this model."""
         with self._lock:
-            if guide not in self._compiled:
-                self._compiled[guide] = self._compile(guide)
-                while len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
+            made = self._compiled.get(guide)
+        if made is None:  # without the lock: a large schema does not hold up others' guides
+            made = self._compile(guide)
+        with self._lock:
+            made = self._compiled.setdefault(guide, made)
             self._compiled.move_to_end(guide)
-            return Matcher(self._compiled[guide].deep_copy())
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return Matcher(made.deep_copy())
 
     def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
         """The tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V / 32)], token
@@ -135,9 +138,10 @@ class Guides:
             from llguidance import LLExecutor, LLMatcher
         except ImportError:
             raise RequestError("a guide needs llguidance: pip install 'jllm[guided]'") from None
-        if self._words is None:
-            self._words = self._read_words()
-            self._threads = LLExecutor(max(1, (os.cpu_count() or 1) // 2))
+        with self._reading:
+            if self._words is None:
+                self._words = self._read_words()
+                self._threads = LLExecutor(max(1, (os.cpu_count() or 1) // 2))
         made = LLMatcher(self._words, _grammar(guide), log_level=0)
         if made.is_error():
             raise RequestError(f"the guide ({guide.kind}) is not valid: {_one_line(made.get_error())}")

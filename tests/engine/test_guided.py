@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import warnings
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import pytest
 import jllm
 from jllm import merge_step
 from jllm.batch import Bucket
+from jllm.engine import device
 from jllm.engine.guide import Guide
 from jllm.engine.guides import Guides, Matcher
 from jllm.engine.loop import Engine
@@ -19,6 +21,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
 from jllm.sampling import constrain
 from jllm.speculative.ngram import NGram
+from jllm.state import Guidance
 from jllm.tokenizer import Tokenizer
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.tiny import CONFIG, full_logits, tiny_model
@@ -293,6 +296,56 @@ def test_bits_from_the_definition(rows, vocab, data):
         for i in range(vocab):
             allowed = (int(bits[r, i // 32]) >> (i % 32)) & 1
             assert found[r, i] == (logits[r, i] if allowed else -np.inf)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What Device.guide changes of a state."""
+
+    guidance: Guidance
+
+
+@pytest.mark.parametrize("samples", [1, 4, 5, 32, 33, 70])
+def test_each_slot_gets_its_own_masks_however_many_there_are(samples):
+    rng, slots, nodes = np.random.default_rng(samples), 80, 3
+    old = Guidance(rng.integers(0, 2**32, (slots, nodes, 2), np.uint32), rng.integers(0, 9, (slots, 4), np.int32))
+    allowed = rng.integers(0, 2**32, (samples, 2, 2), np.uint32)  # of a step of fewer nodes
+    coming = rng.integers(0, 9, (samples, 4), np.int32)
+    where = rng.permutation(slots)[:samples]
+    holder = type("Holder", (), {"_state": Held(jax.tree.map(jax.numpy.array, old))})()
+    device.Device.guide(holder, where.tolist(), allowed, coming)
+    expected = Guidance(old.allowed.copy(), old.coming.copy())
+    expected.allowed[where, :2], expected.coming[where] = allowed, coming
+    jax.tree.map(np.testing.assert_array_equal, holder._state.guidance, expected)
+
+
+def test_a_guide_that_is_being_compiled_holds_up_no_other(monkeypatch):
+    guides, compile_, began, go_on = Guides(TOKENIZER, CONFIG.vocab_size, [EOS]), Guides._compile, *events(2)
+
+    def slow(self, guide):
+        if guide == GUIDES[0]:
+            began.set()
+            assert go_on.wait(60)
+        return compile_(self, guide)
+
+    monkeypatch.setattr(Guides, "_compile", slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(guides.matcher(GUIDES[0]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert began.wait(60)
+    other = guides.matcher(GUIDES[1])
+    assert not found
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert list(guides._compiled) == [GUIDES[1], GUIDES[0]]
+    assert not other.state.is_error()
+
+
+def events(count):
+    return [threading.Event() for _ in range(count)]
 
 
 def a_step_late(self, tokens):
