@@ -1,11 +1,14 @@
-"""What compute-sanitizer says of the attention kernels, on small inputs whose results are checked too.
+"""What compute-sanitizer says of kernels, on small inputs whose results are checked too.
 
     python -m experiments.sanitizer [--tools memcheck racecheck] [--kernels decode_attention ...] [--json]
+    python -m experiments.sanitizer --backend triton        # those that have such a kernel
 
-Each kernel and format runs in a process of its own under each tool. Arrays come from cudaMalloc one by one
-(XLA_PYTHON_CLIENT_ALLOCATOR=platform): in one common pool, whatever lies past an array is another's, and memcheck
-would find nothing wrong. `errors` is what the tool counts; a process that failed, or whose result is wrong, makes the
-result incomplete. Needs a GPU and compute-sanitizer; a machine whose runtime hides the device from the tool is named.
+Attention and the cache update run with K and V in several formats, products with several numbers of rows or weights,
+sampling with filters of all kinds: a `case` each. Each kernel and case runs in a process of its own under each tool.
+Arrays come from cudaMalloc one by one (XLA_PYTHON_CLIENT_ALLOCATOR=platform): in one common pool, whatever lies past an
+array is another's, and memcheck would find nothing wrong. `errors` is what the tool counts; a process that failed, or
+whose result is wrong, makes the result incomplete. Needs a GPU and compute-sanitizer; a machine whose runtime hides the
+device from the tool is named.
 """
 
 import argparse
@@ -18,11 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options, interruptible
 
+Result = tuple[Any, Any]  # a kernel's, and the formula's
 TOOLS = ("memcheck", "racecheck")
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32")  # of K and V
 WIDTHS: dict[str, Any] = {"heads": (4, 2), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
@@ -31,55 +36,111 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) ha
 DONE = "wrong by"
 
 
-def attend_decode(kv: str) -> tuple[Any, Any]:
+def attend_decode(kv: str, backend: str) -> Result:
     from pallas_kernels.decode_attention import decode_attention, reference
     from pallas_kernels.decode_attention.cases import Case
 
     case = Case(lengths=(130, 1, 0, 64, 1100), k_format=kv, v_format=kv, window=None, **WIDTHS)
     inputs, scale = case.inputs(), case.scale
-    out = decode_attention(*inputs, scale=scale, backend="mosaic")
+    out = decode_attention(*inputs, scale=scale, backend=backend)
     return out, reference.decode_attention(*inputs, scale, None)
 
 
-def attend_prefill(kv: str) -> tuple[Any, Any]:
+def attend_prefill(kv: str, backend: str) -> Result:
     from pallas_kernels.prefill_attention import prefill_attention, reference
     from pallas_kernels.prefill_attention.cases import Case
 
     lengths: dict[str, Any] = {"q_lens": (37, 0, 1, 130), "kv_lens": (150, 9, 129, 130), "unused": 5}
     case = Case(k_format=kv, v_format=kv, window=None, **lengths, **WIDTHS)
     inputs, scale = case.inputs(), case.scale
-    out = prefill_attention(*inputs, scale=scale, backend="mosaic")
+    out = prefill_attention(*inputs, scale=scale, backend=backend)
     return out, reference.prefill_attention(*inputs, scale, None)
 
 
-def update_cache(kv: str) -> tuple[Any, Any]:
+def update_cache(kv: str, backend: str) -> Result:
     """The rotated Q; what is stored is compared by the tests, to the bit."""
     from pallas_kernels.cache_update import cache_update, reference
     from pallas_kernels.cache_update.cases import Case
 
     arguments: tuple[Any, ...] = Case(rows=33, dropped=2, num_pages=6, k_format=kv, v_format=kv, **WIDTHS).inputs()
-    return cache_update(*arguments, backend="mosaic")[0], reference.cache_update(*arguments)[0]
+    return cache_update(*arguments, backend=backend)[0], reference.cache_update(*arguments)[0]
 
 
-KERNELS: dict[str, Callable[[str], tuple[Any, Any]]] = {  # by kernel: its result and the formula's
-    "decode_attention": attend_decode,
-    "prefill_attention": attend_prefill,
-    "cache_update": update_cache,
+def multiply(rows: str, backend: str) -> Result:
+    from pallas_kernels.matmul import matmul, reference
+    from pallas_kernels.matmul.cases import Case
+
+    x, w, added = Case((int(rows),), 320, 1024, "bfloat16", bias=True, residual=True).inputs()
+    bias, residual = added["bias"], added["residual"]
+    return matmul(x, w, bias=bias, residual=residual, backend=backend), reference.matmul(x, w, bias, residual)
+
+
+def multiply_int8(rows: str, backend: str) -> Result:
+    from pallas_kernels.int8_matmul import int8_matmul
+    from pallas_kernels.scaled_matmul.cases import Case
+    from pallas_kernels.scaled_matmul.reference import scaled_matmul
+
+    inputs: tuple[Any, ...] = Case(int(rows), 320, 1024, "int8", bias=True, residual=True).inputs()
+    out = int8_matmul(*inputs[:4], bias=inputs[4], residual=inputs[5], backend=backend)
+    return out, scaled_matmul(*inputs)
+
+
+def multiply_codes(which: str, backend: str) -> Result:
+    """`which`: the format of the weight and the rows of x."""
+    from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
+    from pallas_kernels.weight_only_matmul.cases import Case
+
+    name, _, rows = which.partition(":")
+    x, w, bias, residual = Case((int(rows),), 320, 1024, name, bias=True, residual=True).inputs()
+    out = weight_only_matmul(x, w, bias=bias, residual=residual, backend=backend)
+    return out, reference.weight_only_matmul(x, w, bias, residual)
+
+
+def draw(vocabulary: str, backend: str) -> Result:
+    """Tokens, of rows with all filters."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.sample import reference, sample
+    from pallas_kernels.sample.cases import MIXED, arguments
+
+    logits = 3 * np.random.default_rng(0).normal(size=(len(MIXED), int(vocabulary))).astype(np.float32)
+    asked = arguments(list(MIXED))
+    return sample(jnp.asarray(logits), *asked, backend=backend)[0], reference.sample(logits, *asked)[0]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    run: Callable[[str, str], Result]  # of a case, by a backend: its result and the formula's
+    cases: tuple[str, ...]
+    backends: tuple[str, ...] = ("mosaic", "triton")
+
+
+KERNELS = {
+    "decode_attention": Kernel(attend_decode, FORMATS),
+    "prefill_attention": Kernel(attend_prefill, FORMATS),
+    "cache_update": Kernel(update_cache, FORMATS),
+    "matmul": Kernel(multiply, ("1", "8", "64"), ("mosaic",)),
+    "int8_matmul": Kernel(multiply_int8, ("1", "17", "200")),
+    "weight_only_matmul": Kernel(
+        multiply_codes, ("w4a16-g128:1", "w4a16-g128:9", "w8a16:1", "w8a16:70", "nf4:1", "nf4:33")
+    ),
+    "sample": Kernel(draw, ("512", "4100")),
 }
 
 
-def run_kernel(kernel: str, kv: str) -> int:
+def run_kernel(kernel: str, case: str, backend: str) -> int:
     """What the tools watch: one call, and its distance from the formula."""
     import numpy as np
 
-    out, expected = (np.asarray(x).astype(np.float64) for x in KERNELS[kernel](kv))
+    out, expected = (np.asarray(x).astype(np.float64) for x in KERNELS[kernel].run(case, backend))
     wrong = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
     print(f"{DONE} {wrong:.2e}", flush=True)
     return 0 if wrong < TOLERANCE else 1
 
 
-def watch(sanitizer: str, timeout: float, tool: str, kernel: str, kv: str) -> dict[str, Any]:
-    """One row: a kernel and format under a tool."""
+def watch(sanitizer: str, timeout: float, backend: str, tool: str, kernel: str, case: str) -> dict[str, Any]:
+    """One row: a kernel and case under a tool."""
     options = ["--report-api-errors", "no"] if tool == "memcheck" else ["--racecheck-report", "all"]
     command = [
         sanitizer,
@@ -95,11 +156,11 @@ def watch(sanitizer: str, timeout: float, tool: str, kernel: str, kv: str) -> di
     environment = {
         **os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }  # fmt: skip
-    row: dict[str, Any] = {"kernel": kernel, "tool": tool, "kv": kv}
+    row: dict[str, Any] = {"kernel": kernel, "backend": backend, "tool": tool, "case": case}
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            [*command, "--run", kernel, kv], env=environment, capture_output=True, text=True, timeout=timeout
+            [*command, "--run", kernel, case, backend], env=environment, capture_output=True, text=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
         return row | {"error": f"not done after {timeout:.0f} s"}
@@ -125,19 +186,21 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """memcheck finds nothing. Racecheck's report has no bar: it does not know all that orders accesses."""
     for row in rows:
         if row["tool"] == "memcheck" and "errors" in row:
-            yield bar(f"{row['kernel']} {row['kv']}, errors of memcheck", row["errors"], "1", 0, most=True)
+            what = row["kv"] if "kv" in row else f"{row['case']} {row['backend']}"  # files before 2026-11-24 have kv
+            yield bar(f"{row['kernel']} {what}, errors of memcheck", row["errors"], "1", 0, most=True)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="whose kernels")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of the kernels' cases these alone, such as bf16")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one process may take")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     add_result_options(parser)
-    parser.add_argument("--run", nargs=2, metavar=("KERNEL", "FORMAT"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("KERNEL", "CASE", "BACKEND"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -153,9 +216,18 @@ def main(argv: list[str] | None = None) -> int:
     from experiments.result_file import ResultFile
 
     command = ["python", "-m", "experiments.sanitizer", *(sys.argv[1:] if argv is None else argv)]
-    cases = [(tool, kernel, kv) for tool in args.tools for kernel in args.kernels for kv in args.formats]
+    cases = [
+        (tool, kernel, case)
+        for tool in args.tools
+        for kernel in args.kernels
+        for case in KERNELS[kernel].cases
+        if args.backend in KERNELS[kernel].backends and (args.cases is None or case in args.cases)
+    ]
+    if not cases:
+        print("error: --kernels, --backend and --cases leave nothing to run", file=sys.stderr)
+        return 2
     with ResultFile(args.results, "sanitizer", command, args.label) as result, ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda case: watch(sanitizer, args.timeout, *case), cases):
+        for row in pool.map(lambda case: watch(sanitizer, args.timeout, args.backend, *case), cases):
             result.add(row)
             print(
                 {key: value for key, value in row.items() if key != "report"}, row.get("report", "")[:200], flush=True

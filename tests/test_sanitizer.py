@@ -51,19 +51,35 @@ def test_a_run_leaves_its_result(tmp_path, capsys):
         'echo "wrong by 1e-3"\n'
     )
     fake.chmod(0o755)
-    arguments = ["--sanitizer", str(fake), "--formats", "bf16", "--results", str(tmp_path), "--json"]
+    arguments = ["--sanitizer", str(fake), "--cases", "bf16", "8", "--results", str(tmp_path), "--json"]
     assert sanitizer.main(arguments) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["complete"]
     assert [(row["tool"], row["kernel"], row["errors"]) for row in document["rows"]] == [
-        (tool, kernel, errors) for tool, errors in (("memcheck", 0), ("racecheck", 1)) for kernel in sanitizer.KERNELS
+        (tool, kernel, errors)
+        for tool, errors in (("memcheck", 0), ("racecheck", 1))
+        for kernel in ("decode_attention", "prefill_attention", "cache_update", "matmul")
     ]
-    assert [bar["met"] for bar in document["bars"]] == [True] * 3
+    assert {row["backend"] for row in document["rows"]} == {"mosaic"}
+    assert [bar["met"] for bar in document["bars"]] == [True] * 4
+    assert document["bars"][3]["name"] == "matmul 8 mosaic, errors of memcheck"
+
+
+def test_what_leaves_nothing_to_run_is_said(tmp_path, capsys):
+    arguments = ["--sanitizer", "true", "--kernels", "matmul", "--backend", "triton", "--results", str(tmp_path)]
+    assert sanitizer.main(arguments) == 2
+    assert capsys.readouterr().err == "error: --kernels, --backend and --cases leave nothing to run\n"
+
+
+@pytest.mark.parametrize("kernel", sanitizer.KERNELS)
+def test_each_case_is_a_call_that_a_backend_computes(kernel):
+    for case in sanitizer.KERNELS[kernel].cases:
+        assert sanitizer.run_kernel(kernel, case, "xla") == 0
 
 
 def test_what_runs_under_it_is_checked(monkeypatch, capsys):
-    monkeypatch.setattr(sanitizer, "KERNELS", {"a": lambda kv: ([1.0, 2.0], [1.0, 2.001])})
-    assert sanitizer.run_kernel("a", "bf16") == 0
-    monkeypatch.setattr(sanitizer, "KERNELS", {"a": lambda kv: ([1.0, 2.0], [1.0, 3.0])})
-    assert sanitizer.run_kernel("a", "bf16") == 1
+    for last, status in ((2.001, 0), (3.0, 1)):
+        kernel = sanitizer.Kernel(lambda case, backend, last=last: ([1.0, 2.0], [1.0, last]), ("bf16",))
+        monkeypatch.setattr(sanitizer, "KERNELS", {"a": kernel})
+        assert sanitizer.run_kernel("a", "bf16", "mosaic") == status
     assert capsys.readouterr().out == "wrong by 4.47e-04\nwrong by 3.16e-01\n"
