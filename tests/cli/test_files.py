@@ -306,7 +306,11 @@ def test_ctrl_c_before_the_first_line_leaves_no_file(run, lines, tmp_path, monke
         raise OutputError("over")
 
     monkeypatch.setattr("jllm.cli.main._prepare", interrupted)
-    run("--input", lines, "--output", out, *FLAGS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    try:
+        run("--input", lines, "--output", out, *FLAGS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == [(130, False)]
 
 

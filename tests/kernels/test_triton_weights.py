@@ -68,9 +68,9 @@ def test_compiles(capability, tmp_path, monkeypatch):
 
 
 def test_it_is_what_ampere_and_ada_run_unasked():
-    x, w, *_ = Case((3,), 64, 128, "nf4").inputs()
+    x, w, *_ = Case((3,), 64, 256, "nf4").inputs()
     for kind, expected in (("ampere", "triton"), ("hopper", "mosaic")):
-        assert choose(api.BACKENDS, kind, w, x.dtype, 3, 64, 128, w.format) is api.BACKENDS[expected]
+        assert choose(api.BACKENDS, kind, w, x.dtype, 3, 64, 256, w.format) is api.BACKENDS[expected]
 
 
 @pytest.mark.parametrize(
