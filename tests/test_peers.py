@@ -1,4 +1,4 @@
-"""PyTorch's side beside our own, by scripts that stand in for those that need torch."""
+"""Others' side beside our own, by scripts that stand in for those that need torch."""
 
 import json
 
@@ -12,12 +12,14 @@ ROW = {"quant": "bf16", "input_len": 8, "output_len": 256, "prefill_ms": 44.0, "
 SCRIPT = """
 import argparse, json
 parser = argparse.ArgumentParser()
-for name in ("rows", "budget-s", "parts", "workload", "cb-limit-s", "out"):
+for name in ("rows", "budget-s", "parts", "workload", "cb-limit-s", "out", "modes", "batches", "budget"):
     parser.add_argument("--" + name)
 args = parser.parse_args()
 rows = {rows}
 if args.workload:
     rows = [row | {{"req_s": len(json.load(open(args.workload)))}} for row in rows]
+if args.batches:
+    rows = {{"what": "vLLM", "rows": rows}}
 json.dump(rows, open(args.out, "w"))
 """
 
@@ -44,9 +46,17 @@ def test_serving_has_the_workload(tmp_path):
         "ttft_p99_s": 0.7, "latency_p50_s": 0.9, "cut_off": False,
     }  # fmt: skip
     script(tmp_path, "peer_hf.py", [row, {"part": "cb", "error": "no room"}])
-    served, failed = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], 60)
+    script(tmp_path, "peer_vllm.py", [
+        {"kind": "engine", "start_s": 60.0}, {"kind": "decode", "batch": 32, "ms": 4.5, "wall_ms": 5, "tok_s": 70.0},
+        {"kind": "qps", "run": 0, "wall_s": 30.0, "out_tok_s": 8.0},
+    ])  # fmt: skip
+    served, failed, step, all_at_once = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.0)], 60)
     assert (served["qps"], served["ttft_ms_p50"], served["output_tokens_s"]) == (2, 500.0, 9.1235)
     assert failed["error"] == "no room"
+    assert (step["peer"], step["batch"], step["decode_ms"]) == (peers.VLLM, 32, 4.5)
+    assert (all_at_once["peer"], all_at_once["qps"], all_at_once["seconds"]) == (peers.VLLM, 2, 30.0)
+    *_, late = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], 60)
+    assert late == {"peer": peers.VLLM, "error": "its script sends all requests at once"}
 
 
 @pytest.mark.parametrize(("text", "seconds", "why"), [
