@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jaxlib.mlir import ir
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
     """The outputs of a launch on the device that computes."""
     import jax_triton
 
+    from pallas_kernels import triton_lowering  # noqa: F401  (lowers it so that CUDA graphs take it in)
+
     return jax_triton.triton_call(
         *arrays,
         kernel=launch.kernel,
@@ -40,6 +43,15 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
         input_output_aliases=dict(launch.aliases),
         **launch.constants,
     )
+
+
+def typed_call(operation: ir.Operation) -> None:
+    """Makes jaxlib's untyped launch of a Triton kernel its typed one, which runs the same from the same description."""
+    with operation.context:
+        described = ir.StringAttr(operation.attributes["backend_config"])
+        operation.attributes["call_target_name"] = ir.StringAttr.get("triton_kernel_call_ffi")
+        operation.attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+        operation.attributes["backend_config"] = ir.DictAttr.get({"opaque": described})
 
 
 def with_gradients(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from pallas_kernels.silu_mul_quant import api as silu_api
 from pallas_kernels.silu_mul_quant import cases as silu_cases
 from pallas_kernels.silu_mul_quant import reference as silu_reference
 from pallas_kernels.silu_mul_quant import silu_mul_quant
+from pallas_kernels.triton_call import typed_call
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
@@ -81,6 +83,7 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
     fake = ModuleType("jax_triton")
     vars(fake).update(__spec__=ModuleSpec("jax_triton", None), triton_call=call)
     monkeypatch.setitem(sys.modules, "jax_triton", fake)
+    monkeypatch.setitem(sys.modules, "pallas_kernels.triton_lowering", ModuleType("triton_lowering"))
     x = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
     weight, gate_up = jax.ShapeDtypeStruct((256,), jnp.bfloat16), jax.ShapeDtypeStruct((3, 512), jnp.bfloat16)
     for shapes, run in (
@@ -91,6 +94,34 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
         triton, xla = (jax.eval_shape(lambda *a, run=run, name=name: run(*a, name), *shapes) for name in BACKENDS)
         assert triton == xla
     assert len(set(seen)) == 3
+
+
+def test_an_untyped_call_becomes_jaxlibs_typed_one():
+    def call(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call(
+            "triton_kernel_call", shape, input_output_aliases={0: 0}, custom_call_api_version=2,
+            legacy_backend_config=b"x\x9c\x00\xff",
+        )(x)  # fmt: skip
+
+    module = jax.jit(call).trace(jnp.ones(4)).lower().compiler_ir()
+    (operation,) = (op for op in module.body.operations[0].body.blocks[0].operations if "custom_call" in op.name)
+    typed_call(operation)
+    assert module.operation.verify()
+    said = str(operation)
+    assert "@triton_kernel_call_ffi" in said
+    assert "api_version = 4" in said
+    assert r'backend_config = {opaque = "x\9C\00\FF"}' in said
+    assert "output_operand_aliases" in said
+
+
+@pytest.mark.gpu
+def test_graphs_take_triton_kernels_in():
+    """XLA leaves a call that is not typed, or does not say that it can be recorded, out of its command buffers."""
+    pytest.importorskip("jax_triton")
+    run = partial(norm_quant, weight=jnp.ones(256, jnp.bfloat16), eps=1e-5, backend="triton")
+    lowered = jax.jit(lambda x: run(run(x)[0])[0]).lower(jnp.ones((2, 256), jnp.bfloat16))
+    assert lowered.as_text().count("@triton_kernel_call_ffi") == 2
 
 
 @pytest.mark.parametrize(("capability", "expected"), [("8.0", "triton"), ("8.9", "triton"), ("7.5", "xla")])
