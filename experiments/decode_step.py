@@ -24,6 +24,7 @@ from experiments.steps.timer import StepTimer, model_config, page_bytes, pool_fo
 from jllm.config import LlamaConfig
 from jllm.fit import tree_bytes
 from jllm.params import Params
+from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 TRITON = 1.25  # times the device's own step that backend triton may take
@@ -63,7 +64,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser, scheme=False)
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
-    parser.add_argument("--backend", nargs="+", default=["default"], help="xla, mosaic, triton, or default")
+    parser.add_argument(
+        "--backend", nargs="+", default=["default"], help="xla, mosaic, triton, deterministic, or default"
+    )
     add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)
     return parser.parse_args(argv)
@@ -85,7 +88,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if row["backend"] == "triton" and row["batch"] in own:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
             yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
-        elif row["backend"] not in ("xla", "triton"):
+        elif row["backend"] not in ("xla", "triton", DETERMINISTIC):
             name = f"{row['model']} batch {row['batch']} {row['kv']}, share of the floor"
             yield bar(name, row["floor_fraction"], "1", least_share("bf16", row["batch"]))
 

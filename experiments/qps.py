@@ -384,7 +384,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device)")
+    parser.add_argument("--backend", help="xla, mosaic, triton or deterministic (default: the best for the device)")
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
     parser.add_argument("--guided", type=float, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():

@@ -229,7 +229,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="default: the published table's")
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device)")
+    parser.add_argument("--backend", help="xla, mosaic, triton or deterministic (default: the best for the device)")
     add_timing_options(parser, steps=10, repeats=2)
     parser.add_argument(
         "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jllm.params import Weight
 from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.backends import DIFFERENTIABLE, where_faster
+from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
@@ -53,12 +53,17 @@ def linear(
     """x [..., in] times w [out, in] transposed, plus bias [out] and residual [..., out]: [..., out] in out_dtype
     (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
     of that mesh axis, and their products are summed; `parts` quantizes the inputs as on so many devices, on one.
+    Each device quantizes its part with scales of its own, but with those of whole rows where the backend is
+    deterministic.
     Differentiable but for QuantizedRows."""
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         assert not isinstance(x, QuantizedRows), "parts of what is not quantized yet"
         each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
         return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
+        if backend == DETERMINISTIC and not isinstance(x, QuantizedRows) and (kind := _rows_kind(w)) is not None:
+            out_dtype = x.dtype if out_dtype is None else out_dtype
+            x = quantize_rows(x, kind, axis=axis)
         part = linear(x, w, out_dtype=out_dtype, backend=backend)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     run = partial(_linear, out_dtype=out_dtype, backend=backend)
@@ -125,7 +130,10 @@ def silu_linear(
         each = zip(cut, _column_parts(w, parts))
         return _sum([linear(silu_mul(r, v, backend=backend), v, **options) for r, v in each], bias, residual)
     if axis is not None:
-        rows = silu_mul(gate_up, w, backend=backend)
+        if backend == DETERMINISTIC:  # linear quantizes whole rows, of which this device has a part
+            rows: Rows = silu_mul_quant(gate_up, backend=backend)
+        else:
+            rows = silu_mul(gate_up, w, backend=backend)
         return linear(rows, w, bias, residual=residual, out_dtype=residual.dtype, backend=backend, axis=axis)
 
     def run(gate_up: jax.Array, w: Weight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:

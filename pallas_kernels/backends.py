@@ -10,7 +10,9 @@ that registry. The `backend` of an operation is one of
 - a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
   machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
   slower with them than the next;
-- None: the kind of the device that computes.
+- None: the kind of the device that computes;
+- "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
+  choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).
 
 A model hands its `backend` to each of its operations. A Hopper GPU is meant to use XLA's own products of 16 bits for
 many rows, and mosaic has no kernel for those: so for operations whose operands all have 16 bits (the plain product,
@@ -28,7 +30,8 @@ from typing import Any
 import jax
 
 BACKEND_NAMES = ("xla", "mosaic", "triton")
-OF_MODELS = ("xla", "mosaic", "triton")  # that a model may be told
+DETERMINISTIC = "deterministic"
+OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 # Backends of a kind of device, the first choice first; of others: xla.
 DEVICES = {"hopper": ("mosaic", "triton", "xla"), "ampere": ("triton", "xla")}
@@ -63,8 +66,17 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
 
     Raises NotImplementedError where it lacks the arguments, and ValueError for an unknown name.
     """
-    if name is not None and name not in (*BACKEND_NAMES, *DEVICES):
-        raise ValueError(f"unknown backend {name!r}; backends: {', '.join((*BACKEND_NAMES, *DEVICES))}")
+    known = (*OF_MODELS, *DEVICES)
+    if name is not None and name not in known:
+        raise ValueError(f"unknown backend {name!r}; backends: {', '.join(known)}")
+    if name == DETERMINISTIC and DETERMINISTIC not in backends:
+        name = None
+    if name == DETERMINISTIC:
+        if (reason := backends[name].supports(*args)) is not None:
+            raise NotImplementedError(reason)
+        if on_hopper():
+            _ask_ptxas_once()
+        return backends[name]
     unasked = name not in BACKEND_NAMES
     kind = _kind() if name is None else name
     reasons = []

@@ -28,7 +28,7 @@ class QuantizedRows:
 
 
 def quantize_rows(
-    x: jax.Array, kind: str, *, per_tensor: bool = False, scale: jax.Array | None = None
+    x: jax.Array, kind: str, *, per_tensor: bool = False, scale: jax.Array | None = None, axis: str | None = None
 ) -> QuantizedRows:
     """x [..., E] of bf16, f16, f32 or f64 -> values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row.
 
@@ -36,7 +36,8 @@ def quantize_rows(
     x * (1 / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that
     holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
     token's codes then depend on the batch. With `scale` [1], positive, all rows have that one: what is beyond it is
-    clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. Raises ValueError for another
+    clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. With `axis` a row's columns are
+    spread over the devices of that mesh axis, and its scale is that of the whole row. Raises ValueError for another
     kind, dtype, an E of zero, or `scale` and `per_tensor` at once.
     """
     check_kind(kind)
@@ -46,6 +47,8 @@ def quantize_rows(
         raise ValueError(f"scale has shape {scale.shape} and per_tensor={per_tensor}, expected one scale or per_tensor")
     x = x.astype(compute_dtype(x.dtype))
     absmax, lowest = jnp.max(jnp.abs(x), axis=-1), -LARGEST[kind]
+    if axis is not None:
+        absmax = jax.lax.pmax(absmax, axis)
     if per_tensor:
         absmax = jnp.broadcast_to(jnp.max(absmax, initial=0), absmax.shape)
     if scale is None:

@@ -107,6 +107,34 @@ def test_company_changes_no_bit_under_triton(case):
         assert compare(together[0], other) > 4  # jobs()[0] is greedy
 
 
+SAME_PAGES = {
+    "short chunks": {"max_step_tokens": 24, "buckets": (Bucket(4, 20, 4),)},
+    "decodes apart": {"max_step_tokens": 260, "buckets": (Bucket(1, 0, 0), Bucket(4, 0, 0), Bucket(4, 256, 4))},
+}
+
+
+@pytest.mark.parametrize("other", SAME_PAGES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("D=128"),
+        Case("D=64", kv_cache="int8-g8", dtype="float16"),
+        Case("D=128", "w8a8-all", "int8-g8"),
+        Case("D=64", "fp8", "fp8"),
+        Case("D=128", "w4a16-g128"),
+        Case("7B"),
+    ],
+    ids=str,
+)
+def test_deterministic_bits_are_those_alone_in_other_sizes(case, other):
+    exact = {"deterministic": True, "prefix_cache": False}
+    together = play(case.engine(**exact, **SAME_PAGES[other]), jobs())
+    for job, got in zip(jobs(), together, strict=True):
+        (want,) = play(case.engine(**exact), [Job(job.prompt, job.params)])
+        assert got.token_ids == want.token_ids
+        assert got.logprobs == want.logprobs
+
+
 TIE = 0.25  # a gap (natural log) under which rounding to bfloat16 may choose either
 DRIFT = 0.2  # what rounding moves a token's log-probability by, at most
 OTHERS = {

@@ -273,7 +273,7 @@ def add_numbers(group: Group) -> None:
 # Engine options by the names of their flags.
 ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
-    *("speculate", "drafts", "acceptance", "progress"),
+    *("speculate", "drafts", "acceptance", "deterministic", "progress"),
 )
 
 
@@ -309,6 +309,8 @@ def add_engine(group: Group) -> None:
         help="which drafts are accepted: equal (to what the model draws; the default), or rejection (by rejection "
         "sampling: more of them at high temperatures, but a seed's text depends on the drafter)",
     )
+    one_order = "a sequence's numbers are to the bit what they are alone (docs/sampling.md says when); slower"
+    group.add_argument("--deterministic", action="store_const", const=True, help=one_order)
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
         "--compile-cache", type=Path, metavar="DIR", help="keep compiled code there (default: the user's cache folder)"

@@ -32,13 +32,15 @@ from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, rank_config
 from jllm.parallel.ranks import HEADS, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
-from jllm.params import Params
+from jllm.params import Params, linears
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
 from jllm.state import Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
+from pallas_kernels.backends import DETERMINISTIC
+from pallas_kernels.quantized_weights import QuantizedWeight
 
 MASKS = (4, 32)  # of guided samples that are put into the state at once: few sizes, which are compiled when first used
 REMEMBERED = 512  # tokens that a drafter or hooks are told at once
@@ -62,7 +64,9 @@ class Device:
     """
 
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
-        self._config, self._params, self._backend = config, params, options.backend
+        self._config, self._params, self._backend = config, params, options.kernels
+        if options.kernels == DETERMINISTIC:
+            check_rows_apart(params)
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -312,6 +316,16 @@ def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array
     many are valid."""
     slot, start, count = where
     return drafter.remember(memory, slot, tokens, start, count)
+
+
+def check_rows_apart(params: Params) -> None:
+    """ConfigError for a weight that has one scale for all rows of a step."""
+    for name, w in linears(params).items():
+        if isinstance(w, QuantizedWeight) and w.format.per_tensor and w.input_scale is None:
+            raise ConfigError(
+                f"{name} takes activations with one scale for all tokens of a step, and deterministic=True none: "
+                "quantize it with a scale a token, as w8a8 does"
+            )
 
 
 def make_files(folder: Path, params: Params) -> Executables:

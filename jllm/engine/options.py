@@ -21,7 +21,7 @@ from jllm.kv_policies.options import check_policy, policy_of
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
-from pallas_kernels.backends import OF_MODELS
+from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
 from pallas_kernels.kv_pages import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
@@ -43,6 +43,7 @@ class EngineOptions:
     kv_cache: KVCache | None = None
     buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: at most 15 of them
     backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
+    deterministic: bool = False  # a row's bits do not depend on how many rows are computed with it (docs/sampling.md)
     # Who gets pages when: see jllm/kv_policies.
     kv_policy: str = "paged"  # one of KV_POLICIES
     length_predictor: str | Predictor | None = (
@@ -80,6 +81,10 @@ class EngineOptions:
             raise ConfigError(f"kv_cache must be the name of a format, a KVFormat or two, not {self.kv_cache!r}")
         if self.backend is not None and self.backend not in OF_MODELS:
             raise ConfigError(f"backend must be one of {', '.join(OF_MODELS)}, not {self.backend!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, not {self.deterministic!r}")
+        if self.deterministic and self.backend is not None:
+            raise ConfigError(f"deterministic chooses the kernels: leave backend={self.backend!r} out")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if not isinstance(self.progress, bool | None):
@@ -105,6 +110,11 @@ class EngineOptions:
             if self.speculate.tree.size == 1:
                 raise ConfigError(f"{type(self.speculate).__name__} makes no drafts: its tree is the root alone")
             check_acceptance(self.speculate, self.acceptance)
+
+    @property
+    def kernels(self) -> str | None:
+        """The backend of all steps."""
+        return DETERMINISTIC if self.deterministic else self.backend
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -143,6 +153,7 @@ class EngineKeywords(TypedDict, total=False):
     kv_cache: KVCache | None
     buckets: tuple[Bucket, ...] | None
     backend: str | None
+    deterministic: bool | None
     kv_policy: str | None
     length_predictor: str | Predictor | None
     admission_quantile: float | None

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.all_reduce import xla
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes
 
 
@@ -23,4 +23,4 @@ def all_reduce(
     return choose(BACKENDS, backend).run(x, axis, bias, residual)
 
 
-BACKENDS = {"xla": Backend(xla.all_reduce)}
+BACKENDS = {"xla": Backend(xla.all_reduce), DETERMINISTIC: Backend(xla.in_rank_order)}

@@ -1,6 +1,9 @@
 """all_reduce by XLA's collective (NCCL on GPUs), whose parts are each summed at one place and then spread."""
 
+from functools import reduce
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import compute_dtype
@@ -8,10 +11,20 @@ from pallas_kernels.numerics import compute_dtype
 
 def all_reduce(x: jax.Array, axis: str, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py."""
-    wide = compute_dtype(x.dtype)
-    y = lax.psum(x, axis).astype(wide)
+    return _add(lax.psum(x, axis), bias, residual)
+
+
+def in_rank_order(x: jax.Array, axis: str, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """all_reduce where each device has the parts of all, and adds them in their order: XLA's own order depends on the
+    number of bytes."""
+    return _add(reduce(jnp.add, list(lax.all_gather(x, axis))), bias, residual)
+
+
+def _add(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    dtype, wide = y.dtype, compute_dtype(y.dtype)
+    y = y.astype(wide)
     if bias is not None:
         y = y + bias.astype(wide)[None]
     if residual is not None:
         y = y + residual.astype(wide)
-    return y.astype(x.dtype)
+    return y.astype(dtype)

@@ -22,11 +22,16 @@ def check_result(out_dtype: jnp.dtype, residual: jax.Array | None) -> None:
 def check_few_rows(operation: str, x: jax.Array, w: jax.Array) -> None:
     """Raises NotImplementedError unless the product for few rows takes x [..., K] and w [N, K] of 16 bits, saying what
     it takes."""
-    rows, (n, k) = x.size // max(x.shape[-1], 1), w.shape
+    check_16_bits(operation, x, w)
+    if (rows := x.size // max(x.shape[-1], 1)) > MOST_ROWS:
+        raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports at most {MOST_ROWS}")
+
+
+def check_16_bits(operation: str, x: jax.Array, w: jax.Array) -> None:
+    """Raises NotImplementedError unless x [..., K] and w [N, K] are of 16 bits, and of sizes that the product takes."""
+    n, k = w.shape
     if str(x.dtype) not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the mosaic kernel has no {x.dtype} {operation}; supported: bfloat16, float16")
-    if rows > MOST_ROWS:
-        raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports at most {MOST_ROWS}")
     if n % 16 or k % 16 or not n or not k:
         raise NotImplementedError(f"w has shape {w.shape}; the mosaic kernel supports multiples of 16")
 

@@ -3,11 +3,12 @@
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import check_floats, check_norm, check_out_dtype
 from pallas_kernels.matmul import xla
-from pallas_kernels.matmul.config import check_faster, check_supported
+from pallas_kernels.matmul.config import check_faster, check_one_order, check_supported
 from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import in_tiles
 
 
 def matmul(
@@ -57,7 +58,20 @@ def _xla(x, w, bias, residual, out_dtype, norm, eps, backend):
     return xla.matmul(x, w, bias, residual, out_dtype)
 
 
+def _one_order(x, w, bias, residual, out_dtype, norm, eps, backend):
+    if norm is not None:
+        x = norm_quant(x.reshape(-1, x.shape[-1]), norm, eps=eps, backend=backend)[0].reshape(x.shape)
+    if on_hopper():
+        from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
+
+        return mosaic_sm90.in_one_order(x, w, bias, residual, out_dtype)
+    added = None if residual is None else residual.reshape(-1, w.shape[0])
+    rows = in_tiles(lambda x, r: xla.matmul(x, w, bias, r, out_dtype), x.reshape(-1, x.shape[-1]), added)
+    return rows.reshape(*x.shape[:-1], w.shape[0])
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_faster),
     "xla": Backend(_xla),
+    DETERMINISTIC: Backend(_one_order, check_one_order),
 }

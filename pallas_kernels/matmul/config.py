@@ -3,13 +3,23 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gemm_sm90.support import check_few_rows, check_measured_faster, check_result
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster, check_result
+from pallas_kernels.one_order import check_device
 
 
 def check_supported(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype: jnp.dtype) -> None:
     """Raises NotImplementedError, saying what is supported, for what the kernel lacks."""
     check_few_rows("matmul", x, w)
     check_result(out_dtype, residual)
+
+
+def check_one_order(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype: jnp.dtype) -> None:
+    """Raises NotImplementedError for what cannot be added in one order on this device."""
+    check_device()
+    if on_hopper():
+        check_16_bits("matmul", x, w)
+        check_result(out_dtype, residual)
 
 
 # Where the kernel was the faster one in bfloat16 on an H200, by N and K: from M, to M (experiments/LOG.md). At one row

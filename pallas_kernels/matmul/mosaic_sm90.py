@@ -41,6 +41,15 @@ def matmul(
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
+def in_one_order(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike, **options
+) -> jax.Array:
+    """matmul of any number of rows by skinny.py, whose tiles all add in the order of K."""
+    rows, (n, k) = x.size // x.shape[-1], w.shape
+    config = choose_config(rows, n, k, x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    return matmul(x, w, bias, residual, out_dtype, config, **options)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _product(x, w, norm, bias, residual, eps, out_dtype, config, interpret):
     options = {"bias": bias, "residual": residual, "out_dtype": out_dtype, "interpret": interpret}

@@ -4,10 +4,11 @@ from typing import overload
 
 import jax
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported, check_triton
+from pallas_kernels.one_order import in_tiles
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 
 
@@ -70,8 +71,18 @@ def _triton(*args, **options):
     return triton.norm_quant(*args, **options)
 
 
+def _one_order(
+    x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None, kind: str | None
+) -> tuple[jax.Array | QuantizedRows, jax.Array]:
+    """XLA on a CPU sums few rows in another order than many."""
+    if on_hopper() and BACKENDS["mosaic"].supports(str(x.dtype), *x.shape) is None:
+        return _mosaic(x, weight, eps=eps, residual=residual, kind=kind)
+    return in_tiles(lambda x, r: xla.norm_quant(x, weight, eps=eps, residual=r, kind=kind), x, residual)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.norm_quant),
+    DETERMINISTIC: Backend(_one_order),
 }

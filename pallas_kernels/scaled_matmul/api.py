@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
+from pallas_kernels.one_order import check_device, in_tiles
 from pallas_kernels.scaled_matmul import xla
 from pallas_kernels.scaled_matmul.config import (
     check_supported,
@@ -71,9 +72,31 @@ def _triton(*args) -> jax.Array:
     return triton.scaled_matmul(*args)
 
 
+def _one_order(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """The kernels of few and of many rows both add in the order of K."""
+    if on_hopper():
+        return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype)
+    return in_tiles(lambda x, s, r: xla.scaled_matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
+
+
+def _check_one_order(*arguments) -> None:
+    check_device()
+    if on_hopper():
+        check_supported(*arguments)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.scaled_matmul),
+    DETERMINISTIC: Backend(_one_order, _check_one_order),
 }
 FP8_TRITON = Backend(_triton, check_triton_fp8, unasked_on=("ampere",))

@@ -2,11 +2,11 @@
 
 import jax
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import check_floats, check_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
-from pallas_kernels.swiglu.config import check_faster, check_supported
+from pallas_kernels.swiglu.config import check_faster, check_one_order, check_supported
 
 
 def swiglu(
@@ -40,7 +40,16 @@ def _two_operations(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: flo
     return silu_mul_quant(rows, backend=backend).reshape(*x.shape[:-1], w.shape[0] // 2)
 
 
+def _one_order(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, backend: str | None) -> jax.Array:
+    if not on_hopper():
+        return _two_operations(x, w, norm, eps, backend)
+    from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.in_one_order(x, w, norm=norm, eps=eps)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, check_faster),
     "xla": Backend(_two_operations),
+    DETERMINISTIC: Backend(_one_order, check_one_order),
 }

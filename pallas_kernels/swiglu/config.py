@@ -3,7 +3,9 @@ import."""
 
 import jax
 
-from pallas_kernels.gemm_sm90.support import check_few_rows, check_measured_faster
+from pallas_kernels.backends import on_hopper
+from pallas_kernels.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster
+from pallas_kernels.one_order import check_device
 
 # Where the kernel was the faster one in bfloat16 on an H200, by F and K: from M, to M (experiments/LOG.md).
 FASTER = {(11008, 4096): (1, 512), (14336, 4096): (1, 256), (13824, 5120): (2, 256)}
@@ -12,6 +14,18 @@ FASTER = {(11008, 4096): (1, 512), (14336, 4096): (1, 256), (13824, 5120): (2, 2
 def check_supported(x: jax.Array, w: jax.Array) -> None:
     """Raises NotImplementedError, saying what is supported, for what the kernel lacks."""
     check_few_rows("swiglu", x, w)
+    _check_halves(w)
+
+
+def check_one_order(x: jax.Array, w: jax.Array) -> None:
+    """Raises NotImplementedError for what cannot be added in one order on this device."""
+    check_device()
+    if on_hopper():
+        check_16_bits("swiglu", x, w)
+        _check_halves(w)
+
+
+def _check_halves(w: jax.Array) -> None:
     if w.shape[0] % 32:
         raise NotImplementedError(f"w has shape {w.shape}; the mosaic kernel supports F in multiples of 16")
 

@@ -35,6 +35,12 @@ def swiglu(
     return _swiglu(rows, w, norm, eps, config, interpret).reshape(*x.shape[:-1], n // 2)
 
 
+def in_one_order(x: jax.Array, w: jax.Array, **options) -> jax.Array:
+    """swiglu of any number of rows by skinny.py, whose tiles all add in the order of K."""
+    (n, k), rows = w.shape, x.size // x.shape[-1]
+    return swiglu(x, w, choose_config(rows, n, k, x.dtype.itemsize), **options)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _swiglu(x, w, norm, eps, config, interpret):
     options = {"out_dtype": jnp.dtype(x.dtype), "gated": True, "interpret": interpret}

@@ -6,11 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import check_floats, check_listed, check_out_dtype, check_weight
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels.matmul import matmul
+from pallas_kernels.one_order import check_device, in_tiles
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, decode_padded
 from pallas_kernels.weight_only_matmul import xla
-from pallas_kernels.weight_only_matmul.config import check_faster, check_supported, check_triton
+from pallas_kernels.weight_only_matmul.config import (
+    check_faster,
+    check_supported,
+    check_triton,
+    in_one_order,
+)
 
 
 def weight_only_matmul(
@@ -90,8 +97,24 @@ def _check_triton(w: QuantizedWeight, x_dtype: DTypeLike, m: int, n: int, k: int
     check_triton(x_dtype, fmt)
 
 
+def _one_order(
+    rows: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
+) -> jax.Array:
+    """By one way of cutting K; a format that the kernel lacks is decoded, and multiplied as a plain weight."""
+    (M, K), N = rows.shape, w.values.shape[0]
+    if not on_hopper():
+        return in_tiles(lambda x, r: xla.weight_only_matmul(x, w, bias, r, out_dtype), rows, residual)
+    if BACKENDS["mosaic"].supports(w, rows.dtype, M, N, K, w.format) is None:
+        from pallas_kernels.weight_only_matmul import mosaic_sm90  # imports all of Pallas
+
+        return mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype, in_one_order(M, N))
+    decoded = decode_padded(w, rows.dtype)[: w.shape[0]]
+    return matmul(rows, decoded, bias=bias, residual=residual, out_dtype=out_dtype, backend=DETERMINISTIC)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, _check_supported, _check_faster),
     "triton": Backend(_triton, _check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.weight_only_matmul),
+    DETERMINISTIC: Backend(_one_order, lambda *_: check_device()),
 }

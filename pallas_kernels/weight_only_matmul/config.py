@@ -124,6 +124,11 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
     return half, base, replace(half, width=128)
 
 
+def in_one_order(m: int, n: int) -> Config:
+    """A configuration for x [M, K] and a weight [N, K] with the fold, split and width of all others that this gives."""
+    return Config(tokens=even_tokens(m, 128), warpgroups=3 if n >= 8192 else 2, width=64)
+
+
 def even_tokens(m: int, most: int) -> int:
     """Rows of x of a tile: multiples of 16, as few tiles as `most` allows, none much emptier than others."""
     tiles = -(-m // most)

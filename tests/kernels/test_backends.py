@@ -11,7 +11,7 @@ import pytest
 
 import jllm
 from pallas_kernels import backends
-from pallas_kernels.backends import BACKEND_NAMES, DEVICES, Backend, choose
+from pallas_kernels.backends import BACKEND_NAMES, DETERMINISTIC, DEVICES, OF_MODELS, Backend, choose
 
 hypothesis = pytest.importorskip("hypothesis")  # device tests are collected without development packages
 given, st = hypothesis.given, hypothesis.strategies
@@ -75,7 +75,7 @@ def test_names_that_there_are_not():
         choose(only, "mosaic")
     for name in ("reference", "pallas", ""):
         with pytest.raises(
-            ValueError, match=f"unknown backend '{name}'; backends: xla, mosaic, triton, hopper, ampere"
+            ValueError, match=f"unknown backend '{name}'; backends: xla, mosaic, triton, deterministic, hopper, ampere"
         ):
             choose(only, name)
 
@@ -83,9 +83,20 @@ def test_names_that_there_are_not():
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_registries_have_known_names_in_order_of_choice(operation):
     found = list(import_module(f"pallas_kernels.{operation}.api").BACKENDS)
-    assert set(found) <= set(BACKEND_NAMES)
+    assert set(found) <= set(OF_MODELS)
     for order in DEVICES.values():
         assert [name for name in found if name in order] == [name for name in order if name in found]
+
+
+def test_deterministic_is_an_entry_of_its_own_or_what_the_device_would_have():
+    found = registry(None, None, None)
+    assert choose(found, DETERMINISTIC).run() == choose(found, None).run() == "xla"
+    found |= {DETERMINISTIC: backend(DETERMINISTIC, None)}
+    assert choose(found, DETERMINISTIC).run() == DETERMINISTIC
+    assert choose(found, None).run() == "xla"
+    found |= {DETERMINISTIC: backend(DETERMINISTIC, "too wide")}
+    with pytest.raises(NotImplementedError, match="^deterministic: too wide$"):
+        choose(found, DETERMINISTIC)
 
 
 def test_jllm_names_no_backend_and_no_kind_of_device():

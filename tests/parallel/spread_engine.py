@@ -64,6 +64,13 @@ def test_quantized_activations_are_those_of_as_many_parts():
     assert tokens(on_mesh(model, 2)) == tokens(one)
 
 
+@pytest.mark.parametrize(("scheme", "devices"), [("w8a8-all", 2), ("fp8", 4)])
+def test_deterministic_activations_have_a_scale_a_row_on_any_mesh(scheme, devices):
+    model = model_of()
+    model = replace(model, params=quantize(model.params, scheme))
+    assert tokens(on_mesh(model, devices), deterministic=True) == tokens(model) != tokens(on_mesh(model, devices))
+
+
 def test_preemption_prefixes_and_speculation():
     model, two = model_of(), on_mesh(model_of(), 2)
     greedy = [replace(ASKED[0], max_new_tokens=20)] * len(PROMPTS)

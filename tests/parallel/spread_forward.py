@@ -113,6 +113,21 @@ def test_the_exchange_gives_every_device_the_same_bits():
         assert np.linalg.norm(found[0].astype(np.float64) - wanted) < bound * np.linalg.norm(wanted)
 
 
+def test_the_exchange_adds_in_the_order_of_devices():
+    parts = jnp.asarray(np.random.default_rng(2).normal(size=(8, 5, 64)), jnp.float32)
+    one = partial(all_reduce, axis="model", backend="deterministic")
+    over = jax.shard_map(
+        lambda x: one(x[0])[None], mesh=make_mesh(8), in_specs=P("model"), out_specs=P("model"), check_vma=False
+    )
+    wanted = np.zeros((5, 64), np.float32)
+    for part in np.asarray(parts):
+        wanted = wanted + part
+    found = np.asarray(jax.jit(over)(parts))
+    assert all(row.tobytes() == wanted.tobytes() for row in found)
+    backwards = np.asarray(jax.jit(over)(parts[::-1]))
+    assert backwards[0].tobytes() != wanted.tobytes()
+
+
 def test_a_mesh_that_does_not_fit():
     config = model_of().config
     assert fitting(config) == [1, 2, 4, 8]

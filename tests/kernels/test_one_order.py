@@ -1,0 +1,110 @@
+"""Products under backend "deterministic": a row's bits are those it has alone, for any number of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import one_order
+from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.matmul import matmul
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import ROWS, in_tiles
+from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
+from pallas_kernels.quantized_weights import encode, parse_weight_format
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.weight_only_matmul import weight_only_matmul
+
+M = (1, 2, 7, 16, 17, 64, 300)
+LARGE = (1, 2, 8, 9, 16, 17, 64, 100, 128, 129, 512, 513, 1000, 4096)
+
+
+def draw(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def product(kind: str, n: int, k: int, dtype: str):
+    """A function of x [M, K] and a residual [M, N]."""
+    w = draw(1, n, k, dtype=dtype)
+    bias = draw(2, n, dtype="float32")
+    if kind == "matmul":
+        return lambda x, r: matmul(x, w, bias=bias, residual=r, out_dtype=r.dtype, backend="deterministic")
+    if kind == "head":
+        return lambda x, r: matmul(x, w, out_dtype="float32", backend="deterministic")
+    if kind == "swiglu":
+        return lambda x, r: swiglu(x, w, norm=jnp.ones(k, x.dtype), eps=1e-5, backend="deterministic")
+    if kind.startswith("norm"):
+        how = {"eps": 1e-5, "kind": "int8" if kind == "norm int8" else None, "backend": "deterministic"}
+
+        def normed(x: jax.Array, r: jax.Array) -> jax.Array:
+            rows, summed = norm_quant(x, bias[:k].astype(x.dtype), residual=r, **how)
+            return rows.values if isinstance(rows, QuantizedRows) else rows + summed
+
+        return normed
+    if kind in ("int8", "fp8"):
+        coded, scaled = quantize_rows(w, kind), int8_matmul if kind == "int8" else fp8_matmul
+
+        def of_codes(x: jax.Array, r: jax.Array) -> jax.Array:
+            rows = quantize_rows(x, kind)
+            more = {"bias": bias, "residual": r, "out_dtype": r.dtype, "backend": "deterministic"}
+            return scaled(rows.values, coded.values, rows.scales, coded.scales, **more)
+
+        return of_codes
+    coded_weight = encode(w, parse_weight_format(kind))
+    return lambda x, r: weight_only_matmul(x, coded_weight, bias=bias, residual=r, backend="deterministic")
+
+
+def check(kind: str, n: int, k: int, dtype: str, sizes: tuple[int, ...]) -> None:
+    of = jax.jit(product(kind, n, k, dtype))
+    x, r = draw(3, max(sizes), k, dtype=dtype), draw(4, max(sizes), n, dtype=dtype)
+    whole = np.asarray(of(x, r))
+    assert np.isfinite(whole.astype(np.float32)).all()
+    assert whole.any()
+    for m in sizes:
+        for first in {0, max(sizes) - m}:
+            part = np.asarray(of(x[first : first + m], r[first : first + m]))
+            assert part.tobytes() == whole[first : first + m].tobytes(), (m, first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g32", "nf4"])
+def test_rows_do_not_depend_on_how_many_there_are(kind, dtype):
+    check(kind, 96, 192, dtype, M)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["norm", "norm int8"])
+def test_norms_of_rows_do_not_depend_on_how_many_there_are(kind, dtype):
+    check(kind, 192, 192, dtype, M)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (22016, 4096), (4096, 11008), (512, 768)], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g128", "w4a16-g128-zp", "nf4", "fp8-weight"]
+)
+def test_rows_do_not_depend_on_how_many_there_are_on_a_device(kind, shape):
+    check(kind, *shape, "bfloat16", LARGE)
+
+
+def test_a_product_sees_tiles_of_one_shape():
+    seen = []
+
+    def of(x: jax.Array, r: jax.Array | None) -> jax.Array:
+        seen.append((x.shape, None if r is None else r.shape))
+        return x[:, :2] if r is None else x[:, :2] + r
+
+    for m in M:
+        x = jnp.arange(m * 5.0).reshape(m, 5)
+        np.testing.assert_array_equal(in_tiles(of, x, None), x[:, :2])
+        np.testing.assert_array_equal(in_tiles(of, x, x[:, :2]), 2 * x[:, :2])
+    assert set(seen) == {((ROWS, 5), None), ((ROWS, 5), (ROWS, 2))}
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(one_order, "capability", lambda: "8.0")
+    monkeypatch.setattr(one_order, "on_hopper", lambda: False)
+    x = draw(0, 4, 64)
+    with pytest.raises(NotImplementedError, match="deterministic is for Hopper GPUs and CPUs"):
+        matmul(x, x, backend="deterministic")
