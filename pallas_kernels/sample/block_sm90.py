@@ -26,7 +26,7 @@ NUMBERS = 3  # that are reduced at once
 class Area(enum.IntEnum):
     """Loops take the first two in turn, and come one after another only with a single reduction between them."""
 
-    LOOP, OTHER, TOP, TOKEN, MASS = range(5)
+    LOOP, OTHER, TOP, TOKEN, MASS, PROOF = range(6)
 
 
 def _tiled(tiling: tuple[tuple[int, ...], ...], warp: Any, lane: Any) -> Any:

@@ -32,13 +32,16 @@ class Config:
 
     warpgroups: int = 4  # that share a row
     pieces: int = 4  # of 512 logits that a warpgroup loads before it waits
-    held: int = 16  # pieces that it may hold in registers; rows of more are read again for each pass
+    held: int = 16  # pieces that it may hold in registers; rows of more are searched in what their parts keep
+    kept: int = 4  # pieces that each part of such a row keeps; 0: none, the row is read again for each pass
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4, 8):
             raise ValueError(f"warpgroups is {self.warpgroups}, expected 1, 2, 4 or 8")
         if self.pieces < 1:
             raise ValueError(f"pieces is {self.pieces}, expected at least 1")
+        if self.kept % self.warpgroups:
+            raise ValueError(f"kept is {self.kept}, expected a multiple of the {self.warpgroups} warpgroups")
 
     @property
     def chunk(self) -> int:
@@ -50,6 +53,10 @@ class Config:
         chunks = -(-vocabulary // self.chunk)
         each = max(PART, -(-chunks // MOST_PARTS))
         return -(-chunks // each), each
+
+    def cuts(self, vocabulary: int) -> bool:
+        """Whether a row with filters is searched in what its parts keep: again, its length alone decides."""
+        return self.kept > 0 and -(-vocabulary // self.chunk) * self.pieces > self.held
 
     def check(self, vocabulary: int) -> None:
         """Raises ValueError for a row of `vocabulary` logits that cannot be cut so."""

@@ -5,8 +5,9 @@ score, that is logit / temperature + Gumbel noise, in one pass from memory; of o
 for a greedy row. Both tell where it is, and whether all logits are finite. A row's length alone says how it is cut.
 
 The second takes the best of a row's parts. For a row with filters its block of four warpgroups then finds the threshold
-by bisection over the float's integer image, as in xla.py, over registers where the row fits, else over L2 with three
-pivots a pass; and draws among the logits that reach it, with noise for these alone.
+by bisection over the float's integer image, as in xla.py, over registers where the row fits; and draws among the logits
+that reach it, with noise for these alone. Of a longer row, the first kernel keeps what may matter (cut_sm90.py), and
+the second searches this; where that proves nothing, it reads the row from L2 in each pass, with three pivots.
 
 Scores are logarithms to base 2.
 """
@@ -23,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sample import block_sm90
+from pallas_kernels.sample import block_sm90, cut_sm90
 from pallas_kernels.sample.block_sm90 import Area, Block, image, last, number
 from pallas_kernels.sample.config import HOTTEST, PIECE, THREADS, VECTOR, Config, check_supported, choose_config
 from pallas_kernels.sample.noise import KEYS
@@ -63,6 +64,9 @@ def sample(
     small = replace(config, warpgroups=1)
     grid = rows, small.parts(vocabulary)[0]
     of_parts = [jax.ShapeDtypeStruct(grid, dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
+    if config.cuts(vocabulary):
+        of_parts += [jax.ShapeDtypeStruct(grid, jnp.float32)] * 2
+        of_parts += [jax.ShapeDtypeStruct((*grid, config.kept, THREADS, VECTOR), jnp.float32)]
     drawn = run(_draw_part, of_parts, grid, block_sm90.scratch(1), arguments, small)
     of_rows = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
     tokens, finite = run(_draw_row, of_rows, (rows,), scratch(vocabulary, config), (*arguments, *drawn), config)
@@ -101,7 +105,9 @@ def scratch(vocabulary: int, config: Config) -> list[Any]:
 
 
 def _held(vocabulary: int, config: Config) -> int:
-    """Pieces that a warpgroup holds; 0 where they are too many."""
+    """Pieces that a warpgroup holds, of the row or of what its parts keep; 0 where they are too many."""
+    if config.cuts(vocabulary):
+        return replace(config, warpgroups=1).parts(vocabulary)[0] * config.kept // config.warpgroups
     pieces = -(-vocabulary // config.chunk) * config.pieces
     return pieces if pieces <= config.held else 0
 
@@ -124,11 +130,14 @@ class Asked:
 
 def _draw_part(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any,
-    scores: Any, shifts: Any, tokens: Any, scratch: Any, barrier: Any,
-    *, vocabulary: int, config: Config,
+    scores: Any, shifts: Any, tokens: Any, *rest: Any,
+    vocabulary: int, config: Config,
 ) -> None:  # fmt: skip
     """The best score f32[R, parts] of a part, to which its shift / temperature is to be added, and the token that has
-    it, or its complement where not all logits are finite; for greedy and filtered rows, the largest logit."""
+    it, or its complement where not all logits are finite; for greedy and filtered rows, the largest logit. Of a row
+    that is cut and has top-k or top-p also the part's mass in units of its largest logit's, the largest logit dropped,
+    both f32[R, parts], and those kept, f32[R, parts, kept, 128, 4]; of other rows these are not written."""
+    *of_cut, scratch, barrier = rest
     r, part, warpgroup = lax.axis_index("row"), lax.axis_index("part"), lax.axis_index("warpgroup")
     asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
     block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
@@ -152,18 +161,29 @@ def _draw_part(
 
     plain = jnp.logical_and(asked.sampled, jnp.logical_not(asked.filtered))
     score, shift, token = lax.cond(plain, drawn, largest)
+    scores[r, part], shifts[r, part], tokens[r, part] = score, shift, token
 
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        scores[r, part], shifts[r, part], tokens[r, part] = score, shift, token
+    def cut() -> None:
+        masses, drops, kept = of_cut
+        pieces, dropped = cut_sm90.keep(row, part * chunks, chunks, kept.shape[2])
+        for i, piece in enumerate(pieces):
+            kept[r, part, i] = piece
+        weights = Weights(jnp.where(score == -INFINITY, 0.0, score), asked.scale)
+        (drops[r, part],) = block.extremes([dropped], [], Area.PROOF)
+        (masses[r, part],) = block.sums([cut_sm90.mass(row, part * chunks, chunks, weights.of)], Area.MASS)
+
+    if of_cut:
+        pl.when(jnp.logical_and(asked.sampled, asked.cut))(cut)
 
 
 def _draw_row(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any, scores: Any, shifts: Any, tokens: Any,
-    found: Any, is_finite: Any, scratch: Any, barrier: Any, *held: Any,
+    *rest: Any,
     vocabulary: int, config: Config,
 ) -> None:  # fmt: skip
     """found i32[R]: a row's token; is_finite i32[R]: 1 where all its logits are finite, else 0."""
+    cuts = config.cuts(vocabulary)
+    of_cut, (found, is_finite, scratch, barrier, *held) = rest[: 3 * cuts], rest[3 * cuts :]
     r, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
     asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
     of_parts = [[x[r, part] for part in range(x.shape[1])] for x in (scores, shifts, tokens)]
@@ -172,9 +192,21 @@ def _draw_row(
     def filtered() -> jax.Array:
         block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
         weights = Weights(jnp.where(top == -INFINITY, 0.0, top), asked.scale)
-        lowest = lax.cond(
-            asked.cut, lambda: _threshold(block, (row, weights, *held), top, asked), lambda: jnp.float32(-INFINITY)
-        )
+
+        def searched() -> jax.Array:
+            if not cuts:
+                return _threshold(block, (row, weights, *held), top, asked)
+            masses, drops, kept = of_cut
+            tops = [scores[r, part] for part in range(masses.shape[1])]
+            mass = sum((masses[r, part] * weights.of(x) for part, x in enumerate(tops)), jnp.float32(0))
+            largest = drops[r, 0]
+            for part in range(1, drops.shape[1]):
+                largest = jnp.maximum(largest, drops[r, part])
+            sums = cut_sm90.Kept(kept.at[r], warpgroup, config.warpgroups, weights, *held)
+            lowest, proven = _proven_threshold(block, sums, mass, largest, top, asked)
+            return lax.cond(proven, lambda: lowest, lambda: _threshold(block, (row, weights), top, asked))
+
+        lowest = lax.cond(asked.cut, searched, lambda: jnp.float32(-INFINITY))
         likely = jnp.where(asked.min_p > 0.0, top + asked.bounded * jnp.log(asked.min_p), -INFINITY)
         lowest = jnp.maximum(lowest, likely)
 
@@ -263,3 +295,45 @@ def _threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Ask
         return number(last(probe, image(lowest), high, sums.pivots))
 
     return lax.cond(asked.nucleus, by_mass, lambda: lowest)
+
+
+def _proven_threshold(
+    block: Block, sums: cut_sm90.Kept, mass: jax.Array, dropped: jax.Array, top: jax.Array, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
+    """_threshold among what a row's parts have kept, given the row's mass and the largest logit that was dropped; and
+    whether it is that of the row. A search begins above what was dropped: where the sum there falls short of what is
+    asked, the row's threshold may be lower, and nothing is proven."""
+    off, high = jnp.float32(-INFINITY), image(top) + 1
+    all_kept = dropped == off
+    first = jnp.where(all_kept, image(off), image(dropped) + 1)
+    nothing = off, jnp.bool_(False)
+
+    def by_count() -> tuple[jax.Array, jax.Array]:
+        k = asked.top_k.astype(jnp.float32)
+
+        def probe(at: Any, area: Any) -> Any:
+            counts = block.sums(sums.counts([number(i) for i in at]), area)
+            return [count >= k for count in counts], [count == k for count in counts]
+
+        reaches = jnp.logical_or(all_kept, probe([first], Area.PROOF)[0][0])
+        return lax.cond(
+            reaches, lambda: (number(last(probe, first, high, sums.pivots)), jnp.bool_(True)), lambda: nothing
+        )
+
+    lowest, proven = lax.cond(asked.limited, by_count, lambda: (off, jnp.bool_(True)))
+
+    def by_mass() -> tuple[jax.Array, jax.Array]:
+        sums.prepare()
+        low = jnp.maximum(first, image(lowest))
+        kept_mass = lax.cond(asked.limited, lambda: block.sums(sums.masses([lowest]), Area.MASS)[0], lambda: mass)
+        target = jnp.maximum(asked.top_p * kept_mass, TINY)
+
+        def probe(at: Any, area: Any) -> Any:
+            return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
+
+        reaches = jnp.logical_or(all_kept, probe([low], Area.PROOF)[0][0])
+        return lax.cond(
+            reaches, lambda: (number(last(probe, low, high, sums.pivots)), jnp.bool_(True)), lambda: nothing
+        )
+
+    return lax.cond(jnp.logical_and(proven, asked.nucleus), by_mass, lambda: (lowest, proven))

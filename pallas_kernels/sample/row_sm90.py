@@ -50,10 +50,10 @@ class Row:
         ]
 
     def own(self, chunk: Any, raw: Pieces) -> Pieces:
-        """Clean logits of a chunk; what the chunk before has too is -inf."""
+        """Clean logits of a chunk; what the chunk before has too is -inf, and so is all that is past the last one."""
         values = [clean(x) for x in raw]
-        if self.vocabulary % self.config.chunk == 0:
-            return values
+        if self.vocabulary % (self.config.chunk * self.config.parts(self.vocabulary)[1]) == 0:
+            return values  # parts end with the row
         shared, offset = chunk * self.config.chunk - self.start(chunk), self.offset()
         return [jnp.where(offset + i * PIECE >= shared, x, -INFINITY) for i, x in enumerate(values)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.sample import block_sm90, mosaic_sm90, noise_sm90, reference, row_sm90, sample, xla
+from pallas_kernels.sample import block_sm90, cut_sm90, mosaic_sm90, noise_sm90, reference, row_sm90, sample, xla
 from pallas_kernels.sample.cases import MIXED, arguments
 from pallas_kernels.sample.config import CONFIGS, Config, choose_config
 from pallas_kernels.smem_sm90 import shared_bytes
@@ -17,14 +17,18 @@ from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
 
-INTERPRETED = [  # one chunk and more, with and without a rest, held and not
+INTERPRETED = [  # one chunk and more, with and without a rest, held and not; what parts keep, enough and not
     (516, Config(1, 1)),
+    (516, Config(1, 1, held=0, kept=0)),
     (516, Config(1, 1, held=0)),
     (1500, Config(2, 1)),
-    (1500, Config(2, 1, held=0)),
+    (1500, Config(2, 1, held=0, kept=0)),
+    (1500, Config(2, 1, held=0, kept=2)),
     (1500, Config(1, 2, held=0)),
     (2052, Config(1, 2)),
+    (2560, Config(4, 1, held=0, kept=0)),
     (2560, Config(4, 1, held=0)),
+    (5000, Config(1, 1, held=0, kept=1)),
 ]
 
 
@@ -110,7 +114,10 @@ FAULTS = [  # where, what, and what becomes of it
 ]
 
 
-def wrong_rows(held: bool) -> list[str]:
+HELD = Config(2, 1)
+
+
+def wrong_rows(config: Config = HELD) -> list[str]:
     """What the tests above would find in a few rows, without their compiled kernel; no race detection, for speed."""
     logits, asked = mixed_rows(1500)
     rng, few = np.random.default_rng(0), {"top_p": 0.3}
@@ -119,7 +126,6 @@ def wrong_rows(held: bool) -> list[str]:
     logits = np.concatenate([logits[:4], np.roll(shuffled, 200, axis=1), np.tile(logits[3], (8, 1))])
     asked = [{}, asked[0], {}, asked[1], *[{"top_k": 3}, {"top_k": 1}] * 4, *[few] * 8]
     logits[0, [600, 700]], logits[1, 1::2], logits[2, ::2] = np.inf, -np.inf, np.nan
-    config = Config(2, 1) if held else Config(2, 1, held=0)
     arrays, interpret = jax_arguments(logits, asked), INTERPRET
     return misses(*mosaic_sm90.sample.__wrapped__(*arrays, config=config, interpret=interpret), logits, asked)
 
@@ -130,11 +136,60 @@ def test_seeded_faults_are_caught(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, changed)
     if name == "clean":
         monkeypatch.setattr(mosaic_sm90, name, changed)
-    assert wrong_rows(held=owner is not row_sm90.Streamed)
+    assert wrong_rows(Config(2, 1, held=0, kept=0) if owner is row_sm90.Streamed else HELD)
 
 
 def test_without_a_fault_nothing_is_wrong():
-    assert not wrong_rows(held=True)
+    assert not wrong_rows()
+
+
+def wrong_cut_rows(kept: int = 2) -> list[str]:
+    """The same of rows that are searched in what their two parts keep. The 40 likely tokens share ten slots of the
+    first part, of which `kept` each are kept, or are in the only chunk of the second."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(24, 2560)).astype(np.float32) - 30
+    likely = 1 + rng.permuted(np.tile(np.arange(40, dtype=np.float32) / 1000, (24, 1)), axis=1)
+    logits[:12, (np.arange(10) + 512 * np.arange(4)[:, None]).ravel()] = likely[:12]
+    logits[12:, 2048:2088] = likely[12:]
+    asked = [{"top_k": 30}, {"top_p": 0.5}, {"top_k": 36, "top_p": 0.5}] * 8
+    arrays, config = jax_arguments(logits, asked), Config(1, 1, held=0, kept=kept)
+    found = mosaic_sm90.sample.__wrapped__(*arrays, config=config, interpret=INTERPRET)
+    return misses(*found, logits, asked)
+
+
+CUT_FAULTS = [
+    (cut_sm90, "insert", lambda real: lambda kept, x: (real(kept, x)[0], row_sm90.full(-np.inf))),
+    (cut_sm90, "insert", lambda real: lambda kept, x: ([x, *kept[:-1]], row_sm90.full(-np.inf))),
+    (cut_sm90, "mass", lambda real: lambda *args: 0.5 * real(*args)),
+    (mosaic_sm90, "_proven_threshold", lambda real: lambda *args: (real(*args)[0], jnp.bool_(True))),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "change"), CUT_FAULTS)
+def test_seeded_faults_of_what_parts_keep_are_caught(monkeypatch, owner, name, change):
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    assert wrong_cut_rows()
+
+
+def test_what_is_past_the_last_chunk_does_not_count(monkeypatch):
+    """The second part reads its chunk four times."""
+    assert not wrong_cut_rows(kept=4)
+    monkeypatch.setattr(row_sm90.Row, "own", lambda self, chunk, raw: [row_sm90.clean(x) for x in raw])
+    assert wrong_cut_rows(kept=4)
+
+
+def test_what_parts_keep_is_enough_or_known_not_to_be(monkeypatch):
+    real, proven = mosaic_sm90._proven_threshold, []
+
+    def watched(*args):
+        found = real(*args)
+        jax.debug.callback(lambda each: proven.append(bool(each)), found[1])
+        return found
+
+    monkeypatch.setattr(mosaic_sm90, "_proven_threshold", watched)
+    assert not wrong_cut_rows()
+    jax.effects_barrier()
+    assert {*proven} == {True, False}
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -182,6 +237,8 @@ def test_configurations_are_checked():
         Config(pieces=0)
     with pytest.raises(ValueError, match="V=4096 is less than the 8192 logits"):
         Config().check(4096)
+    with pytest.raises(ValueError, match="kept is 2, expected a multiple of the 4 warpgroups"):
+        Config(kept=2)
     for config in CONFIGS:
         assert choose_config(config.chunk) == config
 
