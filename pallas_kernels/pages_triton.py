@@ -6,6 +6,7 @@ convert nothing from float8, read it with integers.
 """
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -28,8 +29,10 @@ def reads_float8() -> bool:
 
 
 def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """q and a scale that is not negative, with the same logits."""
-    return (q, scale) if scale >= 0 else (-q, -scale)
+    """q and a scale that is positive, as keys that are not seen have a logit of -inf, with the same logits."""
+    if scale == 0:
+        return q * jnp.zeros((), q.dtype), 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
 
 
 @triton.jit
@@ -147,7 +150,7 @@ def from_e4m3(code):
 def attend(queries, k, v, visible, peak, total, out, scale):
     """One step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T, D]:
     queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]. Logits, which are products
-    times a scale that is not negative, are in base 2."""
+    times a scale that is positive, are in base 2."""
     products = tl.where(visible, tl.dot(queries, tl.trans(k)), float("-inf"))
     new_peak = tl.maximum(peak, tl.max(products, axis=1) * scale)
     weights = tl.exp2(products * scale[:, None] - new_peak[:, None])

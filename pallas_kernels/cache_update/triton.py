@@ -23,6 +23,8 @@ def cache_update(
 ) -> tuple[jax.Array, KVPages]:  # fmt: skip
     """As api.py has it; Q's `num_heads` heads, and those of K and V, begin at head first[i] of q, k, v [T, _, D]."""
     num_heads = num_heads or q.shape[1]
+    if not q.shape[0]:  # of which no kernel can be launched
+        return jnp.zeros((0, num_heads, q.shape[2]), q.dtype), pages
     made = launch(q, k, v, pages, first, num_heads)
     pools = [
         pool for part in (pages.k, pages.v) for pool in (part.values, page if part.scales is None else part.scales)

@@ -102,7 +102,8 @@ def _tile(
         if WINDOW > 0:
             start = tl.maximum(begin + 1 - WINDOW, 0)
         before = start // BLOCK_KV * BLOCK_KV
-        whole = before if WINDOW > 0 else (begin + 1) // BLOCK_KV * BLOCK_KV  # up to here all rows see all keys
+        # Up to here all rows see all keys. Rows that no chunk owns, with positions below 0, have no key at all.
+        whole = before if WINDOW > 0 else tl.maximum(begin + 1, 0) // BLOCK_KV * BLOCK_KV
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         sums = tl.zeros([BLOCK_Q, D], tl.float32)

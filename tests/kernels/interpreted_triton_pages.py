@@ -136,6 +136,14 @@ def test_cache_update_matches_the_definition_and_touches_nothing_else(case):
     assert same_bits((rotated, new), cache_update_fused(fused, cos, sin, pages, page, offset, backend="triton"))
 
 
+def test_cache_update_of_no_rows_changes_nothing():
+    q, k, v, cos, sin, pages, page, offset = update_arguments(UPDATES[0])
+    rows = [x[:0] for x in (q, k, v, cos, sin)]
+    rotated, new = cache_update(*rows, pages, page[:0], offset[:0], backend="triton")
+    assert rotated.shape == (0, *q.shape[1:])
+    assert same_bits(pages, new)
+
+
 def test_seeded_faults_of_cache_update_are_caught():
     case = dataclasses.replace(UPDATES[4], heads=(4, 2))
     q, k, v, cos, sin, pages, page, offset = case.inputs()
@@ -179,6 +187,25 @@ def test_prefill_attention_does_not_depend_on_company():
     out = prefill(case, case.inputs())
     alone = prefill(case, (q[38:43], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]))
     assert same_bits(out[38:43], alone)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_that_no_chunk_owns_come_out_zero_whatever_they_hold(window):
+    """A tile of them and a bit, of NaN: more than a block of keys."""
+    case = dataclasses.replace(PREFILLS[0], unused=70, window=window)
+    out = prefill(case, prefill_arguments(case))
+    assert not np.asarray(out[-case.unused :], np.float32).any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_any_scale_will_do(scale):
+    case, chunks = small(lengths=(130, 5), k_format="int8-g8"), PREFILLS[1]
+    arguments, _ = decode_arguments(case, None, False)
+    out = decode_attention(*arguments, scale=scale, backend="triton")
+    assert error(out, decode_reference.decode_attention(*arguments, scale, None)) < TOLERANCE[case.dtype]
+    arguments = prefill_arguments(chunks)
+    expected = prefill_reference.prefill_attention(*arguments, scale, chunks.window)
+    assert error(prefill(chunks, arguments, scale=scale), expected) < TOLERANCE[chunks.dtype]
 
 
 def test_seeded_faults_of_prefill_attention_are_caught():

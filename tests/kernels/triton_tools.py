@@ -48,6 +48,7 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
                 pass
 
         assert isinstance(launch.kernel, InterpretedFunction), "TRITON_INTERPRET=1 must be set from the start"
+        assert all(launch.grid), "a GPU refuses a launch of no programs"
         held = [np.array(array) for array in inputs]
         outputs = [np.full(out.size * out.dtype.itemsize, 0xFF, np.uint8).view(out.dtype) for out in launch.out]
         outputs = [flat.reshape(out.shape) for flat, out in zip(outputs, launch.out)]
