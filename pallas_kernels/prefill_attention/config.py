@@ -93,9 +93,9 @@ class TritonConfig:
 def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
     """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
     registers."""
-    if head_dim > 128:
-        return TritonConfig(64, 32)
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
+    if head_dim > 128:
+        return TritonConfig(32 if converts and not hopper else 64, 32)
     if hopper:
         return TritonConfig(128, 64 if converts else 128)
     return TritonConfig(64, 32) if converts else TritonConfig(64, 32, warps=4)

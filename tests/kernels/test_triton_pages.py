@@ -83,6 +83,7 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.decode_attention import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
     for D, kv, heads, Q, window, trees in COMPILED_DECODE:
         q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
         table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
@@ -117,6 +118,8 @@ COMPILED_PREFILL = [  # head dim, format, window
     (128, "int8-g8", 4096),
     (128, "fp8", None),
     (256, "f16", None),
+    (256, "int8-g8-zp", None),
+    (256, "int4-g32", None),
 ]
 
 
@@ -125,6 +128,7 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.prefill_attention import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
     table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,), (4,)))
     for D, kv, window in COMPILED_PREFILL:
         q, pages = jax.ShapeDtypeStruct((512, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
