@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_call
+from pallas_kernels import kv_pages, triton_call
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import Segments, decode_attention
@@ -83,6 +83,30 @@ def test_what_a_row_of_a_tree_does_not_see_changes_none_of_its_bits(kv):
     assert not np.isfinite(np.asarray(another[leaf], np.float32)).any()
 
 
+@pytest.mark.parametrize("width", [5, 40])
+def test_a_tree_deeper_than_the_window_sees_its_last_ancestors_alone(width):
+    case = small(lengths=(130,), heads=(1, 1), window=3, width=width)
+    arguments, _ = decode_arguments(case, (width,), False)
+    chain = jnp.asarray(words([[(2 << i) - 1 for i in range(width)]]))
+    segments = Segments(jnp.asarray([width], jnp.int32), chain)
+    out = decode(case, arguments, segments)
+    assert error(out, decode_formula(case, arguments, segments)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("size", [2.0**100, 2.0**-60])
+def test_queries_need_not_fit_float16(size):
+    """Of bfloat16, over codes, with which they are multiplied in float16."""
+    case, chunks = small(lengths=(130, 5), k_format="int8-g8", v_format="fp8"), PREFILLS[1]
+    (q, *rest), _ = decode_arguments(case, None, False)
+    arguments, scale = (q * jnp.asarray(size, q.dtype), *rest), case.scale / size
+    out = decode_attention(*arguments, scale=scale, backend="triton")
+    assert error(out, decode_reference.decode_attention(*arguments, scale, None)) < TOLERANCE[case.dtype]
+    q, *rest = prefill_arguments(chunks)
+    arguments, scale = (q * jnp.asarray(size, q.dtype), *rest), chunks.scale / size
+    expected = prefill_reference.prefill_attention(*arguments, scale, chunks.window)
+    assert error(prefill(chunks, arguments, scale=scale), expected) < TOLERANCE[chunks.dtype]
+
+
 def test_seeded_faults_of_decode_attention_are_caught(monkeypatch):
     case = small(lengths=(130, 1, 0, 300), page_size=32, k_format="int8-g8", v_format="int4-g8", window=100)
     q, pages, table, lengths = case.inputs()
@@ -142,6 +166,28 @@ def test_cache_update_of_no_rows_changes_nothing():
     rotated, new = cache_update(*rows, pages, page[:0], offset[:0], backend="triton")
     assert rotated.shape == (0, *q.shape[1:])
     assert same_bits(pages, new)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # of the interpreter's least and largest
+@pytest.mark.parametrize("stored", ["fp8", "int8-g8", "int4-g8", "int8-g8-zp", "int4-g8-zp"])
+def test_numbers_at_the_ends_of_their_range_are_stored_as_xla_stores_them(stored):
+    case = dataclasses.replace(UPDATES[0], k_format=stored, v_format=stored)
+    q, k, v, cos, sin, pages, page, offset = case.inputs()
+    odd = (np.nan, np.inf, -np.inf, 500.0, -1e6, 3e38, 1e-7, -1e-5)
+    for head in range(v.shape[1]):
+        v = v.at[0, head, 8 * np.arange(8)].set(jnp.asarray(odd, v.dtype))
+        v = v.at[1, head, :].set(jnp.asarray(np.repeat(odd, 8), v.dtype))
+    v = v.at[2].set(v[2] * jnp.asarray(1e-7, v.dtype))
+    stores = [cache_update(q, k, v, cos, sin, pages, page, offset, backend=name)[1].v for name in ("triton", "xla")]
+    of_triton, of_xla = (np.asarray(decode_pages(each.values, each.scales, each.format, page)) for each in stores)
+    np.testing.assert_array_equal(of_triton, of_xla)
+
+
+def decode_pages(values, scales, fmt, page) -> jax.Array:
+    """Numbers of these pages, as float32."""
+    if scales is not None:
+        scales = scales.reshape(*values.shape[:3], -1)
+    return kv_pages.decode(values, scales, fmt, jnp.float32)[jnp.unique(page[page < values.shape[0]])]
 
 
 def test_seeded_faults_of_cache_update_are_caught():

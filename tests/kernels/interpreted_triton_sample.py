@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import triton_call
-from pallas_kernels.sample import sample, triton
+from pallas_kernels.sample import reference, sample, triton
 from pallas_kernels.sample.cases import arguments
 from tests.kernels import triton_tools
 from tests.kernels.helpers import missed, same_bits
@@ -40,9 +40,31 @@ def test_matches_the_definition(make, vocabulary):
         assert not misses(*sample(*jax_arguments(logits, asked, seed), backend="triton"), logits, asked, seed)
 
 
+@pytest.mark.usefixtures("cut_small")
 def test_parameters_at_the_ends_of_their_ranges_and_beyond():
     logits, asked = extreme_rows(300)
     assert not misses(*sample(*jax_arguments(logits, asked), backend="triton"), logits, asked)
+
+
+def many_filters(vocabulary, seed):
+    """A row for each of many numbers of tokens, and for each of many shares."""
+    asked = [{"top_k": k} for k in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, vocabulary - 1)]
+    asked += [{"top_p": p} for p in (0.01, 0.1, 0.3, 0.6, 0.97)]
+    return np.random.default_rng(seed).normal(size=(len(asked), vocabulary)).astype(np.float32), asked
+
+
+@pytest.mark.usefixtures("cut_small")
+@pytest.mark.parametrize("make", [mixed_rows, odd_rows, many_filters])
+def test_exactly_the_definitions_tokens_are_kept(make):
+    """Which a few draws do not tell."""
+    logits, asked = make(300, 1)
+    arrays = jax_arguments(logits, asked)
+    largest, cut, _ = triton.launches(arrays[0])
+    (lowest,) = triton_tools.interpret(cut, arrays[0], triton_tools.interpret(largest, arrays[0])[0], *arrays[1:5])
+    for row, bound, *filters in zip(reference.clean(logits), np.asarray(lowest), *map(np.asarray, arrays[1:5])):
+        if filters[0] > 0:
+            kept = reference.probabilities(row, *filters) > 0
+            assert np.array_equal((row >= bound) & (row > -np.inf), kept), filters
 
 
 @pytest.mark.usefixtures("cut_small")

@@ -80,6 +80,7 @@ def update_arguments(case: Update) -> tuple:
 
 _CHUNKS = {"q_lens": (37, 0, 1, 5), "kv_lens": (150, 9, 129, 5), "unused": 5}
 _LONG = {"q_lens": (140, 3), "kv_lens": (300, 3), "unused": 0}
+_EDGES = {"q_lens": (5, 9), "kv_lens": (35, 71), "unused": 0}  # a chunk's first row sees all but a block's last key
 PREFILLS = [
     Prefill(**lens, heads=heads, head_dim=D, page_size=page, k_format=k, v_format=v, dtype=dtype, window=window)  # type: ignore[arg-type]
     for lens, heads, D, page, k, v, dtype, window in (
@@ -88,6 +89,7 @@ PREFILLS = [
         (_CHUNKS, (2, 2), 128, 128, "fp8", "int8-g64-zp", "float16", 129),
         (_LONG, (1, 1), 128, 32, "f16", "bf16", "bfloat16", 1),
         (_LONG, (1, 1), 256, 64, "bf16", "fp8", "float16", None),
+        (_EDGES, (1, 1), 64, 16, "bf16", "bf16", "bfloat16", None),
     )
 ]
 
