@@ -47,9 +47,10 @@ def test_parameters_at_the_ends_of_their_ranges_and_beyond():
 
 
 def many_filters(vocabulary, seed):
-    """A row for each of many numbers of tokens, and for each of many shares."""
+    """A row for each of many numbers of tokens, of many shares, and of shares of a number of tokens."""
     asked = [{"top_k": k} for k in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, vocabulary - 1)]
     asked += [{"top_p": p} for p in (0.01, 0.1, 0.3, 0.6, 0.97)]
+    asked += [{"top_k": 20, "top_p": p} for p in (0.3, 0.6, 0.9)]
     return np.random.default_rng(seed).normal(size=(len(asked), vocabulary)).astype(np.float32), asked
 
 

@@ -1,0 +1,71 @@
+"""The engine of a model that is told "triton", in Triton's interpreter; test_triton_engine.py runs this file in a
+process of its own."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jllm.batch import Bucket
+from jllm.engine.loop import Engine
+from jllm.engine.request import SamplingParams
+from jllm.param_specs import init_params
+from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
+from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.speculative.tree import Tree
+from pallas_kernels import triton_call
+from tests.gpu_models import Job, play
+from tests.kernels import triton_tools
+from tests.tiny import CONFIG
+
+OPTIONS = {"max_slots": 2, "page_size": 16, "num_pages": 40, "max_step_tokens": 22, "executables": None}
+ONE_SIZE = {"buckets": (Bucket(2, 20, 2),)}
+TREE = Tree((0, 0, 1))
+ROUNDING = 0.25  # of a log-probability (natural), in bfloat16 with other orders of sums
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(triton_call, "call", triton_tools.interpret)
+
+
+@cache
+def model(scheme: str) -> Model:
+    config = replace(
+        CONFIG, vocab_size=96, context=256, dtype="bfloat16", hidden_size=128, intermediate_size=256, head_dim=64,
+        windows=(20, None),
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(0))
+    params = jax.tree.map(lambda w: w if w.ndim < 2 else w * jnp.asarray(5, w.dtype), params)
+    return Model(config, params if scheme == "bf16" else quantize(params, scheme), None)
+
+
+def jobs() -> list[Job]:
+    """A prompt of two chunks, and one that comes later and is drawn."""
+    params = [SamplingParams(max_new_tokens=5, ignore_eos=True, seed=3, logprobs=2, temperature=t) for t in (0.0, 0.8)]
+    return [Job(tuple(range(3, 33)), params[0]), Job((5, 7, 11), params[1], 1)]
+
+
+@pytest.mark.parametrize(("scheme", "kv"), [("bf16", "k=fp8,v=int4-g32"), ("w8a8-all", "int8-g8-zp")])
+def test_company_changes_no_bit_and_xla_says_about_the_same(scheme, kv):
+    def completions(jobs, backend="triton"):
+        return play(Engine(model(scheme), **OPTIONS, **ONE_SIZE, kv_cache=kv, backend=backend), jobs)
+
+    together = completions(jobs())
+    for job, got, other in zip(jobs(), together, completions(jobs(), "xla"), strict=True):
+        (want,) = completions([Job(job.prompt, job.params)])
+        assert got.token_ids == want.token_ids
+        assert got.logprobs == want.logprobs
+        assert abs(got.logprobs[0].logprob - other.logprobs[0].logprob) < ROUNDING
+
+
+def test_drafts_in_a_tree_are_accepted_and_moved():
+    """The target's own copy drafts what the target draws, but for near ties; moves of tokens have no Triton kernel."""
+    target = model("bf16")
+    drafter = QuantizedCopy(target.params, TREE)
+    engine = Engine(target, **OPTIONS | {"max_step_tokens": 40}, speculate=drafter, drafts=3, backend="triton")
+    assert [len(each.token_ids) for each in play(engine, jobs())] == [5, 5]
+    assert engine.metrics()["draft_acceptance"][1] > 0.5
