@@ -89,7 +89,7 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"kv_cache": 5}, "kv_cache must be the name of a format, a KVFormat or two, not 5"),
         ({"kv_cache": ("int8-g8", "int8-g8")}, "kv_cache must be the name of a format, a KVFormat or two, not"),
         ({"kv_cache": KVFormat("int8", 24)}, "KV format int8-g24 does not fit the head dim"),
-        ({"backend": "foo"}, "backend must be one of xla, mosaic, triton, not 'foo'"),
+        ({"backend": "foo"}, "backend must be one of xla, mosaic, triton, deterministic, not 'foo'"),
         ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
         ({"kv_policy": "pooled"}, "kv_policy must be one of paged, reserve, extent, not 'pooled'"),
         ({"length_predictor": "mean"}, "length_predictor must be .*none, longest, quantile"),
