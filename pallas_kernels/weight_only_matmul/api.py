@@ -107,7 +107,7 @@ def _one_order(
     if BACKENDS["mosaic"].supports(w, rows.dtype, M, N, K, w.format) is None:
         from pallas_kernels.weight_only_matmul import mosaic_sm90  # imports all of Pallas
 
-        return mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype, in_one_order(M, N))
+        return mosaic_sm90.weight_only_matmul(rows, w, bias, residual, out_dtype, config=in_one_order(M, N))
     decoded = decode_padded(w, rows.dtype)[: w.shape[0]]
     return matmul(rows, decoded, bias=bias, residual=residual, out_dtype=out_dtype, backend=DETERMINISTIC)
 

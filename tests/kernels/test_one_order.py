@@ -1,5 +1,7 @@
 """Products under backend "deterministic": a row's bits are those it has alone, for any number of rows."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from pallas_kernels.quantized_weights import encode, parse_weight_format
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
+KINDS = ("matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g128", "w4a16-g128-zp", "nf4", "fp8-weight")
 M = (1, 2, 7, 16, 17, 64, 300)
 LARGE = (1, 2, 8, 9, 16, 17, 64, 100, 128, 129, 512, 513, 1000, 4096)
 
@@ -81,11 +84,23 @@ def test_norms_of_rows_do_not_depend_on_how_many_there_are(kind, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 4096), (22016, 4096), (4096, 11008), (512, 768)], ids=str)
-@pytest.mark.parametrize(
-    "kind", ["matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g128", "w4a16-g128-zp", "nf4", "fp8-weight"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_depend_on_how_many_there_are_on_a_device(kind, shape):
     check(kind, *shape, "bfloat16", LARGE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_product_lowers_for_hopper(kind, monkeypatch):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pallas_kernels."):
+            for asked, answer in (("on_hopper", True), ("capability", "9.0"), ("_ask_ptxas_once", None)):
+                if hasattr(module, asked):
+                    monkeypatch.setattr(module, asked, lambda answer=answer: answer)
+    n, k = 640, 896  # of no other test: JAX keeps what was traced here
+    of = jax.jit(product(kind, n, k, "bfloat16"))
+    for m in (1, 17, 513):
+        shapes = [jax.ShapeDtypeStruct((m, width), "bfloat16") for width in (k, n)]
+        assert "mosaic_gpu" in of.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(), m
 
 
 def test_a_product_sees_tiles_of_one_shape():
