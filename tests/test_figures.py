@@ -126,6 +126,13 @@ def beside_mosaic() -> list[float]:
     return [ms["triton", batch] / ms["default", batch] for batch in (16, 64, 128)]
 
 
+def cost_of_one_order() -> tuple[float, float]:
+    """Per cent that `deterministic=True` adds to a decode step: at batch 1, and at most from 16 on."""
+    ms = {(row["backend"], row["batch"]): row["decode_ms"] for row in rows("decode_step-deterministic")}
+    more = {batch: 100 * (ms["deterministic", batch] / ms["default", batch] - 1) for batch in (1, 16, 64, 128, 256)}
+    return more.pop(1), max(more.values())
+
+
 def attention_beside_mosaic(narrow: bool) -> tuple[float, float]:
     found = rows("decode_attention-triton", kernel="decode_attention")
     some = [row for row in found if narrow == (row["kv"] != "bf16")]
@@ -178,6 +185,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
     "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
     "takes {:.2f}, {:.2f} and {:.2f} times that of Mosaic's kernels at batch 16, 64 and 128": beside_mosaic,
+    "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
     "in bf16 takes {:.2f} to {:.2f} times as long,": lambda: attention_beside_mosaic(narrow=False),
     "over pages of 8 and 4 bits {:.2f} to {:.2f} times (": lambda: attention_beside_mosaic(narrow=True),
     "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
