@@ -217,6 +217,7 @@ class AsyncEngine:
         except BaseException as error:  # the engine has closed itself
             reason, cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error
             self._engine.close()
+            self._hand_over(self._of_streams(event for event in self._engine.last_events if _stands(event)))
         self._call(lambda: self._end_all(reason, cause))
 
     def _next(self) -> bool:
@@ -234,7 +235,7 @@ class AsyncEngine:
         for place, (prompt, sampling) in enumerate(requests):
             try:
                 request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
-            except RequestError as error:
+            except JllmError as error:
                 self._abort(stream)
                 self._hand_over([(stream, error)])
                 break
@@ -278,3 +279,8 @@ class AsyncEngine:
             stream._fail(error)
             self._open.discard(stream)
         self._finished.set()
+
+
+def _stands(event: Event) -> bool:
+    """Whether a failure of the engine leaves an event as it is: all but the ends that it brought about."""
+    return event.completion is None or event.completion.finish_reason not in ("error", "abort")

@@ -194,4 +194,4 @@ def _grammar(guide: Guide) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.partition("\n")[0].split())
+    return " ".join(text.split())

@@ -35,7 +35,10 @@ class Answer:
         """Takes a sample's end; HttpError for one that failed."""
         if event.completion is not None:
             if event.completion.finish_reason == "error":
-                raise HttpError(500, "the model failed: its logits were not finite, or a step could not be run")
+                why = "its logits were not finite, or a step could not be run"
+                if self._wanted.sampling.guide is not None:
+                    why = f"its guide had no way on, {why}"
+                raise HttpError(500, f"the model failed: {why}")
             self._done[event.id, event.sample] = event.completion
 
     def whole(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jllm.serve.metrics import Exporter
 from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, parse_json, tokenize
 
 Parse = Callable[[Mapping[str, Any], Served], Wanted]
+MODEL = "/v1/models/"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -33,14 +34,15 @@ def make_app(
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
         "/v1/chat/completions": Generate(engine, served, chat, deadline, limits),
-        "/v1/models": Get(lambda: _models(served)),
+        "/v1/models": Get(lambda: {"object": "list", "data": [_model(served)]}),
+        f"{MODEL}{served.name}": Get(lambda: _model(served)),
         "/tokenize": Post(lambda body: _tokens(tokenize(body, served), served), limits),
         "/detokenize": Post(lambda body: {"prompt": detokenize(body, served)}, limits),
         "/tokenizer_info": Get(lambda: _tokenizer_info(served)),
         "/health": Get(lambda: _health(engine)),
         "/metrics": Metrics(exporter),
     }
-    routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+    routes = [Route(f"{MODEL}{{name:path}}" if path.startswith(MODEL) else path, it) for path, it in endpoints.items()]
     return Guard(Router(routes, redirect_slashes=False), key, limits, frozenset(endpoints), exporter.count)
 
 
@@ -135,9 +137,8 @@ def _event(chunk: Mapping[str, Any] | None) -> bytes:
     return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-def _models(served: Served) -> dict[str, Any]:
-    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
-    return {"object": "list", "data": [model]}
+def _model(served: Served) -> dict[str, Any]:
+    return {"id": served.name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
 
 
 def _health(engine: AsyncEngine) -> dict[str, Any]:

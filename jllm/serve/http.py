@@ -52,8 +52,9 @@ class Guard:
             await send(message)
 
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._most:
-                raise HttpError(431, f"the headers are too large: at most {self._most} bytes")
+            line = len(scope.get("raw_path") or path.encode()) + len(scope.get("query_string", b""))
+            if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._most:
+                raise HttpError(431, f"the request line and headers are too large: at most {self._most} bytes")
             self._check_key(scope)
             if path not in self._paths:
                 raise HttpError(404, f"there is nothing at {path[:100]!r}")

@@ -9,7 +9,7 @@ from typing import Any
 from jllm.engine.checks import Prompt
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
-from jllm.errors import RequestError, TokenizerError
+from jllm.errors import JllmError, RequestError, TokenizerError
 from jllm.serve.errors import HttpError, bad
 from jllm.tokenizer import Tokenizer
 
@@ -70,7 +70,8 @@ GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # fie
 }
 COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING}
 COMMON |= {"response_format", "structured_outputs", *GUIDES}
-COMPLETION = COMMON | {"prompt", "logprobs", "echo"}
+COMMON |= {"user", "store"}  # which change nothing: nobody is told apart, and nothing is stored
+COMPLETION = COMMON | {"prompt", "logprobs", "echo", "best_of"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
 
@@ -78,7 +79,7 @@ NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", 
 def parse_json(data: bytes) -> dict[str, Any]:
     """The object that a body is; fields that are null are as if they were not there."""
     try:
-        body = json.loads(data, parse_constant=_no_constant)
+        body = json.loads(data, parse_constant=_no_constant, object_pairs_hook=_each_once)
     except (ValueError, RecursionError):  # UnicodeDecodeError too
         raise HttpError(400, "the body is not JSON") from None
     if not isinstance(body, dict):
@@ -108,7 +109,7 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     if len(prompts) * sampling.n > served.most_samples:
         what = f"{len(prompts)} prompts with n = {sampling.n} are too many samples"
         raise bad("prompt", f"{what}: at most {served.most_samples} may run and wait")
-    ids = tuple(served.check(prompt, sampling) for prompt in prompts)
+    ids = tuple(_checked(prompt, sampling, body, "prompt", served) for prompt in prompts)
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
     return Wanted(ids, sampling, False, stream, usage, token_ids, echo, priority, keep)
 
@@ -134,7 +135,8 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     if sampling.n > served.most_samples:
         raise bad("n", f"must be at most {served.most_samples}: so many samples may run and wait")
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
-    return Wanted((served.check(ids, sampling),), sampling, True, stream, usage, token_ids, priority=priority)
+    checked = _checked(ids, sampling, body, "messages", served)
+    return Wanted((checked,), sampling, True, stream, usage, token_ids, priority=priority)
 
 
 def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
@@ -168,6 +170,15 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)  # NaN and Infinity, which Python reads and JSON has not
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise HttpError(400, f"{_shown(twice)} is in the body, or in one object of it, twice", param=twice[:60])
+    return found
+
+
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
@@ -198,6 +209,12 @@ def _check_fields(body: Mapping[str, Any], fields: set[str], served: Served) -> 
     if name != served.name:
         text = f"the model {_shown(name)} is not served here, but {_shown(served.name)} is"
         raise HttpError(404, text, param="model", code="model_not_found")
+    _take(body, "user", str, "")
+    if _take(body, "store", bool, False):
+        raise bad("store", "is not served: this server keeps nothing")
+    n = _take(body, "n", int, 1)
+    if (best := _take(body, "best_of", int, n)) != n:
+        raise bad("best_of", f"must be n, {n}, not {best}: all samples are returned")
 
 
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -234,18 +251,45 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
             given["guide"] = make()
         except RequestError as error:
             raise bad(field, str(error)) from None
-    return SamplingParams(**given, **more)
+    try:
+        return SamplingParams(**given, **more)
+    except RequestError as error:
+        raise _of_field(error, body, None) from None
+
+
+def _checked(
+    prompt: Prompt, sampling: SamplingParams, body: Mapping[str, Any], field: str, served: Served
+) -> list[int]:
+    """A prompt's ids, where the engine takes it; `field` has the prompt."""
+    try:
+        return served.check(prompt, sampling)
+    except (RequestError, TokenizerError) as error:
+        raise _of_field(error, body, field) from None
+
+
+def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> HttpError:
+    """What the engine's own checks say, with the field of the body that they are about, or else `field`."""
+    text = str(error)
+    first = text.partition(" ")[0]
+    names = [name for name, (ours, _) in SAMPLING.items() if ours == first] + [first]
+    if first == "max_new_tokens":
+        names.append("max_completion_tokens")
+    if text.startswith(("a guide", "the guide")):
+        names = [*GUIDES, "response_format", "structured_outputs"]
+    return HttpError(400, text, param=next((name for name in names if name in body), field))
 
 
 def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
     """The fields that say what the text must look like, each with what makes a guide of it."""
     asked = _take(body, "response_format", dict, {"type": "text"})
     kind, schema = asked.get("type"), asked.get("json_schema")
+    _only("response_format", asked, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "json_object":
         yield "response_format", Guide.json
     elif kind == "json_schema":
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
             raise bad("response_format", 'json_schema must be an object like {"name": "cat", "schema": {...}}')
+        _only("response_format", schema, ("name", "description", "schema", "strict"))
         yield "response_format", partial(Guide.json, schema["schema"])
     elif kind != "text":
         raise bad("response_format", f"type must be text, json_object or json_schema, not {_shown(kind)}")
@@ -260,6 +304,12 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
             if not _is(value, kinds):
                 raise bad("structured_outputs", f"{name.removeprefix('guided_')} must be {NAMES[kinds[0]]}")
             yield "structured_outputs", partial(make, value)
+
+
+def _only(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise bad(field, f"{_shown(name)} is not served there; {' and '.join(known)} are")
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:

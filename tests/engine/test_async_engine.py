@@ -8,7 +8,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.loop import Engine
-from jllm.errors import EngineClosed, QueueFull, RequestError
+from jllm.errors import EngineClosed, QueueFull, RequestError, TokenizerError
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
@@ -222,3 +222,42 @@ def test_a_failing_engine_tells_all_who_wait(model):
         return await engine.close()
 
     assert run(work, model) == 0
+
+
+def test_what_had_ended_before_a_failure_arrives(model):
+    """One ends while the other's step fails; the first's end is in what the engine had not returned yet."""
+
+    async def work(engine):
+        inner = engine._engine
+        read = inner._read
+
+        def reads(flight):
+            read(flight)
+            if any(getattr(event, "reason", None) == "length" for event in inner._events):
+                raise ZeroDivisionError("the step broke")
+
+        inner._read = reads
+        short, long = engine.submit_all([(PROMPT, greedy(3))]), engine.submit_all([(PROMPT, greedy(30))])
+        ended, failed = await asyncio.gather(completions(short), completions(long), return_exceptions=True)
+        assert [len(each.token_ids) for each in ended] == [3]
+        assert isinstance(failed, EngineClosed)
+
+    run(work, model)
+
+
+def test_another_error_of_a_request_ends_that_request_alone(model, monkeypatch):
+    async def work(engine):
+        def fail(*args, **more):
+            raise TokenizerError("it cannot be encoded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, "submit", fail)
+            stream = engine.submit_all([(PROMPT, greedy(3))])
+            while not stream.ended:
+                await asyncio.sleep(0.001)
+        with pytest.raises(TokenizerError):
+            await completions(stream)
+        (done,) = await completions(await engine.submit(PROMPT, greedy(3)))
+        return done.finish_reason
+
+    assert run(work, model) == "length"

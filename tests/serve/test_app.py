@@ -227,13 +227,24 @@ def test_structured_output(model, asked, fits):
 
 
 WRONG = [
-    ({"prompt": "a", "best_of": 2}, "best_of", '"best_of" is not a field that this server serves'),
+    ({"prompt": "a", "suffix": "b"}, "suffix", '"suffix" is not a field that this server serves'),
+    ({"prompt": "a", "best_of": 2}, "best_of", "must be n, 1, not 2"),
+    ({"prompt": "a", "store": True}, "store", "this server keeps nothing"),
+    ({"prompt": "a", "user": 5}, "user", "must be text, not 5"),
+    ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be a finite number >= 0, not -1"),
+    ({"prompt": "a", "top_p": 2}, "top_p", "top_p must be in (0, 1]"),
+    ({"prompt": "a", "response_format": {"type": "text", "strict": True}}, "response_format", '"strict" is not served'),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}},
+        "response_format",
+        '"strikt" is not served',
+    ),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: must be an integer >= 1, not 0"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", 'max_tokens: must be an integer, not "5"'),
     ({"prompt": "a", "temperature": True}, "temperature", "temperature: must be a number, not true"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "type must be text, json_object or json_"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
-    ({"prompt": "a", "guided_regex": "(("}, None, "the guide (regex) is not valid"),
+    ({"prompt": "a", "guided_regex": "(("}, "guided_regex", "the guide (regex) is not valid"),
     ({"prompt": "a", "guided_json": "{"}, "guided_json", "the JSON schema is not JSON"),
     ({"prompt": "a", "guided_choice": "a"}, "guided_choice", "must be a list"),
     (
@@ -243,22 +254,22 @@ WRONG = [
     ),
     ({"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs", '"xml" is not served'),
     ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs", "regex must be text"),
-    ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, None, "ignore_eos has no meaning with a guide"),
+    ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos has no meaning with a guide"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", '"x" is not served'),
     ({"prompt": "a", "stream": True, "echo": True}, "echo", "is not served with stream"),
     ({"prompt": "a", "echo": True, "logprobs": 3}, "logprobs", "must be 0 or 1 with echo"),
-    ({"prompt": "a", "logprobs": 21}, None, "logprobs must be None or an integer in [0, 20], not 21"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs must be None or an integer in [0, 20], not 21"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", 'keys must be token ids, not "x"'),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 strings, not 17"),
     ({"prompt": "a", "n": 261}, "prompt", "1 prompts with n = 261 are too many samples"),
     ({"prompt": [[1], "a", {}]}, "prompt", "one is {}"),
     ({"prompt": []}, "prompt", "not empty"),
     ({"prompt": [True]}, "prompt", "one is true"),
-    ({"prompt": [1000]}, None, "token id 1000 is not in"),
-    ({"prompt": [5] * 48}, None, "a prompt of 48 tokens is too long"),
+    ({"prompt": [1000]}, "prompt", "token id 1000 is not in"),
+    ({"prompt": [5] * 48}, "prompt", "a prompt of 48 tokens is too long"),
     ({}, "prompt", "is missing"),
-    ({"prompt": "\ud800"}, None, "lone surrogate"),
+    ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
 ]
 
 
@@ -354,6 +365,55 @@ def test_a_body_that_is_no_object_is_refused(small_app, data):
     status, found = small_app(COMPLETIONS, data)
     assert status == 400
     assert "the body" in one_line(found)
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"prompt": "a", "n": 1, "n": 2}', b'{"prompt": "a", "guided_json": {"n": 1, "n": 2}}']
+)
+def test_a_name_that_is_there_twice_is_refused(small_app, data):
+    status, found = small_app(COMPLETIONS, data)
+    assert (status, found["error"]["param"]) == (400, "n")
+    assert one_line(found) == '"n" is in the body, or in one object of it, twice'
+
+
+def test_fields_that_change_nothing(small_app):
+    body = {"prompt": "the wolf", "max_tokens": 3, **GREEDY}
+    plain, more = (small_app(COMPLETIONS, body | x)[1] for x in ({}, {"user": "me", "store": False, "best_of": 1}))
+    assert plain["choices"] == more["choices"]
+
+
+def test_the_model_by_its_name(small_app):
+    (listed,) = small_app("/v1/models")[1]["data"]
+    assert small_app("/v1/models/small") == (200, listed)
+    assert small_app("/v1/models/large")[0] == 404
+
+
+def test_a_long_request_line_is_refused(model):
+    from jllm.serve.http import Limits
+
+    async def work(engine, app):
+        for path, status in (("/health", 200), ("/" + "a" * 300, 431)):
+            assert (await answer(app, path))[0] == status
+
+    run(model, work, limits=Limits(header=250))
+
+
+def test_a_guide_without_a_way_on_is_named(model):
+    from dataclasses import replace
+
+    from jllm.engine.guide import Guide
+    from jllm.engine.request import Completion, Event, Timings
+    from jllm.serve.answers import Answer
+    from jllm.serve.errors import HttpError
+    from jllm.serve.requests import Served, Wanted
+
+    failed = Event(0, 0, "", (), Completion((), "", "error", None, None, Timings(None, 0.0, 1, 0)))
+    plain = Wanted(([1],), SamplingParams(), chat=False)
+    served = Served("small", model.tokenizer, 8, 4, lambda *_: [1])
+    for wanted, guide in ((plain, False), (replace(plain, sampling=SamplingParams(guide=Guide.regex("a"))), True)):
+        with pytest.raises(HttpError) as found:
+            Answer(wanted, served).add(failed)
+        assert ("its guide had no way on" in str(found.value)) == guide
 
 
 def test_other_answers_than_what_was_asked_for(model):

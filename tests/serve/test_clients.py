@@ -101,6 +101,7 @@ def test_errors_are_those_that_the_client_knows(client, address):
     with pytest.raises(openai.AuthenticationError), stranger:
         stranger.models.list()
     assert [model.id for model in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
 
 
 def test_many_at_once(address, want):
