@@ -25,6 +25,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
 from jllm.errors import ConfigError, SnapshotError
 from jllm.hooks import Hooks
+from jllm.linear import linear
 from jllm.memory import Memory
 from jllm.merge_step import Logits
 from jllm.model import Cache
@@ -32,7 +33,7 @@ from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, rank_config
 from jllm.parallel.ranks import HEADS, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
-from jllm.params import Params, linears
+from jllm.params import HEAD, Params, linears
 from jllm.sampling import make_counts
 from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
@@ -66,7 +67,7 @@ class Device:
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
         self._config, self._params, self._backend = config, params, options.kernels
         if options.kernels == DETERMINISTIC:
-            check_rows_apart(params)
+            check_one_order(params)
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -318,14 +319,25 @@ def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array
     return drafter.remember(memory, slot, tokens, start, count)
 
 
-def check_rows_apart(params: Params) -> None:
-    """ConfigError for a weight that has one scale for all rows of a step."""
-    for name, w in linears(params).items():
+def check_one_order(params: Params) -> None:
+    """ConfigError for a weight that has one scale for all rows of a step, or whose products have no one order of sums
+    here."""
+    seen = set()
+    for name, w in [*linears(params).items(), (HEAD, params.embed if params.head is None else params.head)]:
         if isinstance(w, QuantizedWeight) and w.format.per_tensor and w.input_scale is None:
             raise ConfigError(
                 f"{name} takes activations with one scale for all tokens of a step, and deterministic=True none: "
                 "quantize it with a scale a token, as w8a8 does"
             )
+        of = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        if (key := (jax.tree.structure(of), *jax.tree.leaves(of))) in seen:
+            continue
+        seen.add(key)
+        row = jax.ShapeDtypeStruct((1, w.shape[1]), params.dtype)
+        try:
+            jax.eval_shape(partial(linear, backend=DETERMINISTIC), row, of)
+        except NotImplementedError as error:
+            raise ConfigError(f"deterministic=True has no product for {name}: {error}") from None
 
 
 def make_files(folder: Path, params: Params) -> Executables:

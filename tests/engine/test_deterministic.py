@@ -15,6 +15,8 @@ from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.quant.quantize import quantize
+from pallas_kernels import one_order
+from pallas_kernels.matmul import config as matmul_config
 from tests.engine.test_oracle import COMPANY, QUANTIZED, TINY, alone, jobs, play
 from tests.tiny import tiny_model
 
@@ -71,6 +73,18 @@ def test_a_scale_that_all_tokens_share_is_refused():
     with pytest.raises(ConfigError, match="one scale for all tokens of a step.*w8a8 does"):
         Engine(model, deterministic=True)
     Engine(model)
+
+
+def test_what_has_no_one_order_here_is_refused_before_anything_runs(monkeypatch):
+    for module in (one_order, matmul_config):
+        monkeypatch.setattr(module, "on_hopper", lambda: True)
+    monkeypatch.setattr(one_order, "capability", lambda: "9.0")
+    with pytest.raises(ConfigError, match="has no product for model.layers.0.self_attn.qkv_proj: .*no float32 matmul"):
+        Engine(tiny_model("float32"), deterministic=True)
+    monkeypatch.setattr(one_order, "on_hopper", lambda: False)
+    monkeypatch.setattr(one_order, "capability", lambda: "8.0")
+    with pytest.raises(ConfigError, match="deterministic is for Hopper GPUs and CPUs"):
+        Engine(tiny_model("bfloat16"), deterministic=True)
 
 
 def test_it_chooses_the_kernels_itself():
