@@ -67,7 +67,7 @@ class Device:
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
         self._config, self._params, self._backend = config, params, options.kernels
         if options.kernels == DETERMINISTIC:
-            check_one_order(params)
+            check_one_order(params, config)
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -319,21 +319,21 @@ def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array
     return drafter.remember(memory, slot, tokens, start, count)
 
 
-def check_one_order(params: Params) -> None:
+def check_one_order(params: Params, config: LlamaConfig) -> None:
     """ConfigError for a weight that has one scale for all rows of a step, or whose products have no one order of sums
     here."""
-    seen = set()
+    seen, stacked = set(), config.mesh is not None
     for name, w in [*linears(params).items(), (HEAD, params.embed if params.head is None else params.head)]:
         if isinstance(w, QuantizedWeight) and w.format.per_tensor and w.input_scale is None:
             raise ConfigError(
                 f"{name} takes activations with one scale for all tokens of a step, and deterministic=True none: "
                 "quantize it with a scale a token, as w8a8 does"
             )
-        of = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        of = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[stacked:], leaf.dtype), w)  # one rank's
         if (key := (jax.tree.structure(of), *jax.tree.leaves(of))) in seen:
             continue
         seen.add(key)
-        row = jax.ShapeDtypeStruct((1, w.shape[1]), params.dtype)
+        row = jax.ShapeDtypeStruct((1, of.shape[1]), params.dtype)
         try:
             jax.eval_shape(partial(linear, backend=DETERMINISTIC), row, of)
         except NotImplementedError as error:
