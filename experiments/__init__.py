@@ -5,7 +5,7 @@
     requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
     what quantization costs     quant_accuracy, outliers, ptq_methods
     starts and memory           first_command, start_up, load_memory
-    what others claimed         claims C1 ... C23
+    what others claimed         claims C1 ... C27
     training                    train_small, train_card (the bundled model), train_length_predictor
     all that wants a GPU        measure_all, sanitizer
     what came out               results_page writes RESULTS.md and results/*.md

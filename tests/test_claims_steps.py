@@ -9,7 +9,7 @@ import pytest
 
 from experiments.baselines import BASELINES
 from experiments.claims import __main__ as command
-from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, serving, shapes, unfused
+from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, c27, serving, shapes, unfused
 from experiments.claims.unfused import NAMES, Fusions
 from experiments.qps import Request
 from jllm.cache import make_cache, parse_kv_cache
@@ -309,6 +309,19 @@ def test_c23_wants_almost_all_in_time():
     assert c23.judge(rows(x5=0.9)).verdict == "no"
 
 
+def test_c27_counts_what_follows_a_requests_end():
+    assert c27.unwanted_share([1, 3, 2, 2], 2) == pytest.approx(2 / 10)  # two batches of 2 x 3 and 2 x 2 for 8 tokens
+    assert c27.unwanted_share([1, 3, 2], 2) == pytest.approx(2 / 8)  # the last batch has one member
+    assert c27.unwanted_share([5, 1, 9], 1) == 0
+    rows = list(c27.measure(True))
+    shares = [row["unwanted_shuffled"] for row in rows]
+    assert shares == sorted(shares)
+    assert all(row["unwanted_low"] <= row["unwanted_shuffled"] <= row["unwanted_high"] for row in rows)
+    assert c27.judge(rows).verdict == "partly"
+    assert c27.judge([row for row in rows if row["batch"] >= 8]).verdict == "yes"
+    assert c27.judge([row for row in rows if row["batch"] <= 4]).verdict == "no"
+
+
 def test_each_draws_its_rows(tmp_path):
     served = {"qps": 2.0, "goodput": 1.0, "qps_ci": None}
     two = [{"policy": name} | served for name in ("ours", "theirs")]
@@ -326,6 +339,7 @@ def test_each_draws_its_rows(tmp_path):
         "C19": [c19.row_of("decode", 1, 8, [0.0, 2.0, 1.0, 1.0])],
         "C20": [{"model": "176B", "kv": "bf16", "devices": 8, "share": 0.4}],
         "C23": [{"load": 0.5, "rate": 4.0, "good_share": 1.0, "ttft_ms_p99": 9.0, "itl_ms_p99": 8.0}],
+        "C27": [row for row in c27.measure(True) if row["batch"] < 8],
     }
     for name, found in rows.items():
         path = tmp_path / f"claims-{name}.json"

@@ -29,6 +29,7 @@ TITLES = {
     "C21": "KV dequantization hides behind memory even at 10x its arithmetic",
     "C22": "KV cache over recomputation, and flash over naive attention",
     "C23": "service quality: requests a second that are served in time",
+    "C27": "half of what static batches compute is not wanted",
 }
 
 
