@@ -46,7 +46,7 @@ class Ascii:
         return [FIRST + ord(c) - 32 for c in text if 32 <= ord(c) < 32 + self.size - FIRST]
 
     def piece(self, id):
-        return bytes([32 + id - FIRST]) if id >= FIRST else b""
+        return bytes([32 + id - FIRST]) if FIRST <= id < self.size else b""
 
 
 TOKENIZER = Tokenizer(Ascii(), None, (EOS,), (), {}, None)
