@@ -22,7 +22,7 @@ from jllm.errors import RequestError
 from jllm.sampling import constrain
 from jllm.speculative.ngram import NGram
 from jllm.state import Guidance
-from jllm.tokenizer import Tokenizer
+from tests.ascii import EOS, FIRST, TOKENIZER
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.tiny import CONFIG, full_logits, tiny_model
 
@@ -31,25 +31,6 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-EOS, FIRST = 2, 3
-
-
-@dataclass(frozen=True)
-class Ascii:
-    """A token a character, from space on."""
-
-    size: int = CONFIG.vocab_size
-    leading_spaces: int = 0
-    errors: str = "replace"
-
-    def encode(self, text):
-        return [FIRST + ord(c) - 32 for c in text if 32 <= ord(c) < 32 + self.size - FIRST]
-
-    def piece(self, id):
-        return bytes([32 + id - FIRST]) if FIRST <= id < self.size else b""
-
-
-TOKENIZER = Tokenizer(Ascii(), None, (EOS,), (), {}, None)
 POOL = "pool that forces preemption"
 GUIDES = [
     Guide.regex("[a-f]{3,12}"),

@@ -10,6 +10,7 @@ import pytest
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
 from jllm.engine.drafters import find_drafter
+from jllm.engine.guide import Guide
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
@@ -19,6 +20,7 @@ from jllm.speculative.medusa import Medusa, MedusaHead
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import chain
 from jllm.state import Variant, init_state
+from tests.ascii import TOKENIZER
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import serve
 
@@ -87,6 +89,18 @@ def test_preemption_prefixes_and_speculation():
     assert engine.metrics()["prefix_hit_tokens"] > 0
     drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
     assert tokens(two, greedy, **drafted) == wanted
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculate": NGram(drafts=2, shortest=1)}], ids=["plain", "drafts"])
+def test_guides(drafts):
+    """Masks are put into a state that every device has, and each draws by them."""
+    pytest.importorskip("llguidance")
+    model = replace(model_of(), tokenizer=TOKENIZER)
+    guides = [Guide.regex("([a-e]{2}-){2,4}"), Guide.choice(["yes", "no"]), None, Guide.regex("[a-f]{9}")]
+    asked = [replace(p, guide=guide, ignore_eos=False) for p, guide in zip(ASKED, guides)]
+    one, two = (serve(m, PROMPTS, asked, **SIZES, **drafts) for m in (model, on_mesh(model, 2)))
+    assert [(c.token_ids, c.finish_reason) for c in two] == [(c.token_ids, c.finish_reason) for c in one]
+    assert two[1].text in ("yes", "no")
 
 
 def test_penalties_and_logprobs():

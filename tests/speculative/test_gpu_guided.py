@@ -9,6 +9,7 @@ from jllm.batch import Bucket
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.ngram import NGram
+from tests.ascii import EOS, TOKENIZER
 from tests.gpu_models import Job, kernel_model, play
 from tests.tiny import full_logits
 
@@ -16,7 +17,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
 
 from jllm.engine.guides import Guides  # noqa: E402
-from tests.engine.test_guided import EOS, GUIDES, TOKENIZER  # noqa: E402
+from tests.engine.test_guided import GUIDES  # noqa: E402
 from tests.speculative.scripted import scripted  # noqa: E402
 from tests.speculative.test_guided import KEYS, SHAPES  # noqa: E402
 

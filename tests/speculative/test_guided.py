@@ -17,6 +17,7 @@ from jllm.engine.request import SamplingParams
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.forced import coming_tokens, with_forced
 from jllm.speculative.tree import Tree, chain
+from tests.ascii import EOS, TOKENIZER
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
 from tests.speculative.test_oracle import BUSHY, POOL
@@ -28,7 +29,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from jllm.engine.guides import Guided, Guides, words  # noqa: E402
-from tests.engine.test_guided import EOS, FITS, GUIDES, TOKENIZER  # noqa: E402
+from tests.engine.test_guided import FITS, GUIDES  # noqa: E402
 
 SHAPES = {"chain": chain(3), "tree": BUSHY}
 LIKELY = tuple(TOKENIZER.vocabulary.encode('ae"x'))
