@@ -41,6 +41,8 @@ class Snapshot:
     cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
     # Fingerprint of the weights that made it (fingerprint.of_params). None: unknown, and then resumed with any.
     weights: str | None = field(default=None, metadata={"static": True})
+    # Where the text of its sample's guide begins, which goes on when it is resumed with a guide. None: it had none.
+    guided: int | None = field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> int:
@@ -77,7 +79,8 @@ def cut(snapshot: Snapshot, length: int) -> Snapshot:
     """The snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its end."""
     if not 0 <= length <= snapshot.length:
         raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
-    return replace(join(snapshot.cache, snapshot.tokens[:length], length), weights=snapshot.weights)
+    guided = None if snapshot.guided is None else min(snapshot.guided, length)
+    return replace(join(snapshot.cache, snapshot.tokens[:length], length), weights=snapshot.weights, guided=guided)
 
 
 def check_fits(snapshot: Snapshot, cache: Cache) -> None:
@@ -167,6 +170,7 @@ def save(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = Mappin
     first = snapshot.cache[0]
     metadata = {**about, "kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
+    metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
     write_file(path, arrays, metadata)
 
 
@@ -224,4 +228,7 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
         raise ValueError(f"tokens is {tokens.dtype} of shape {list(tokens.shape)}, and K and V are of {length}")
     if odd := sorted(arrays.keys() - used):
         raise ValueError(f"{odd[0]} has no place in it")
-    return Snapshot(tokens, layers, metadata.get("weights"))
+    guided = int(metadata["guided"]) if "guided" in metadata else None
+    if guided is not None and not 0 <= guided <= len(tokens):
+        raise ValueError(f"its guide begins at token {guided} of {len(tokens)}")
+    return Snapshot(tokens, layers, metadata.get("weights"), guided)

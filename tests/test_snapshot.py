@@ -88,7 +88,7 @@ def test_cut_is_the_snapshot_taken_earlier(kv_cache):
 
 @pytest.mark.parametrize("kv_cache", FORMATS)
 def test_a_file_holds_it_exactly(kv_cache, tmp_path):
-    one = take(random_cache(kv_cache, 4, 8), [2, 0], range(50, 70), length=13)
+    one = replace(take(random_cache(kv_cache, 4, 8), [2, 0], range(50, 70), length=13), guided=17)
     save(tmp_path / "one.safetensors", one)
     back = load(tmp_path / "one.safetensors")
     assert jax.tree.structure(back) == jax.tree.structure(one)

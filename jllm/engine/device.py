@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Device:
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params)
         self.programs = Programs(
-            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress
+            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks
         )
         self.renew()
 
@@ -234,6 +235,24 @@ class Device:
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools = placed_shapes(jax.eval_shape(_pools, self._state), self._config, HEADS)
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
+
+    def _masks(self, variant: Variant) -> list[Recipe]:
+        """What puts masks into the state between the halves of a variant's steps."""
+        guidance = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state).guidance
+        if guidance is None:
+            return []
+        guidance, found = placed_shapes(guidance, self._config, EVERYWHERE), []
+        for size, nodes in product(MASKS, {1, self.tree().size}):
+            where, *new = (
+                jax.ShapeDtypeStruct((size, *shape), dtype)
+                for shape, dtype in (
+                    ((), np.int32),
+                    ((nodes, guidance.allowed.shape[2]), np.uint32),
+                    (guidance.coming.shape[1:], np.int32),
+                )
+            )
+            found.append(Recipe(partial(_guide.lower, guidance, where, *new), name=f"{size} masks"))
+        return found
 
     def _check(self, top: jax.stages.Compiled) -> None:
         assert self._state is not None

@@ -59,8 +59,9 @@ class Guides:
         self._threads: Any = None
         self._compiled: OrderedDict[Guide, Any] = OrderedDict()
 
-    def matcher(self, guide: Guide) -> Matcher:
-        """At the guide's beginning. Raises RequestError for a guide that is not valid, or not with this model."""
+    def matcher(self, guide: Guide, after: Sequence[int] = ()) -> Matcher:
+        """At the guide's beginning, or after some tokens that a snapshot has of it. Raises RequestError for a guide
+        that is not valid, or not with this model, or does not allow these tokens."""
         with self._lock:
             made = self._compiled.get(guide)
         if made is None:  # without the lock: a large schema does not hold up others' guides
@@ -70,7 +71,13 @@ class Guides:
             self._compiled.move_to_end(guide)
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return Matcher(made.deep_copy())
+            found = Matcher(made.deep_copy())
+        if after and not found.state.consume_tokens(list(after)):
+            raise RequestError(
+                f"the guide ({guide.kind}) does not allow what the snapshot's guide has begun with "
+                "(to begin it anew: dataclasses.replace(snapshot, guided=None))"
+            )
+        return found
 
     def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
         """The tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V / 32)], token

@@ -182,8 +182,10 @@ class Engine:
         first = None
         for sample in range(sampling.n):
             seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
-            seq.origin, seq.common, seq.snapshot, seq.private = first, len(ids), snapshot, private
-            seq.priority = priority
+            seq.origin, seq.common, seq.priority = first, len(ids), priority
+            if snapshot is not None and snapshot.length:
+                seq.snapshot, seq.private = snapshot, private
+            seq.guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
             first = first or seq
             self._add(seq)
         if deadline is not None:
@@ -216,7 +218,7 @@ class Engine:
         index = self._requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
-        twin.priority = seq.priority
+        twin.priority, twin.guided = seq.priority, seq.guided
         new = self._add(twin)
         for token in seq.output:
             new.output.push(token)
@@ -233,7 +235,7 @@ class Engine:
         length = 0 if seq.slot is None else known_tokens(seq)
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
-        return replace(value, weights=self._device.weights)
+        return replace(value, weights=self._device.weights, guided=seq.guided if seq.params.guide else None)
 
     @in_turn
     def resume(
@@ -248,8 +250,8 @@ class Engine:
         """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
         are in it, are taken as they are: edited ones too, so they are never shared but with samples and forks of this
         request; unless `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
-        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have; but a
-        guide is of what is generated from here on, and begins anew.
+        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have, in its
+        guide too if it had one; a guide begins here if it had none, or with `replace(snapshot, guided=None)`.
         SnapshotError for one of other weights or another cache."""
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
@@ -259,8 +261,7 @@ class Engine:
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         check_urgency(priority, deadline)
         self._device.check_snapshot(snapshot)
-        known = jax.device_get(snapshot) if snapshot.length else None
-        return self._submit(ids, sampling, priority, deadline, known, private=known is not None and not share)
+        return self._submit(ids, sampling, priority, deadline, jax.device_get(snapshot), private=not share)
 
     @in_turn
     def reset_prefix_cache(self) -> None:
@@ -388,7 +389,8 @@ class Engine:
             raise EngineClosed(f"this engine takes no more work: {self._closed}")
 
     def _add(self, seq: Sequence) -> Live:
-        matcher = None if seq.params.guide is None else self._guides.matcher(seq.params.guide)
+        guide = seq.params.guide
+        matcher = None if guide is None else self._guides.matcher(guide, seq.prompt[seq.guided :])
         self._gate.add(seq)
         if self._trace:
             self._trace.request(seq)
@@ -431,11 +433,8 @@ class Engine:
             for seq, skipped in plan.skips:
                 assert seq.slot is not None
                 self._device.remember(seq.slot, seq.slice(0, skipped))
-        half = outputs = None
-        if variant.guided:
-            half = self._device.forward(buffer, layout, variant)
-        else:
-            outputs = self._device.run(buffer, layout, variant)
+        half = self._device.forward(buffer, layout, variant) if variant.guided else None
+        outputs = None if variant.guided else self._device.run(buffer, layout, variant)
         counts = self._counts
         if self._trace:
             self._trace.dispatched(plan, bucket, pool.num_used)

@@ -29,8 +29,8 @@ class Programs:
     """Programs live in packed_step's own cache, which engines over the same shapes share, or in files as well and here.
 
     arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
-    static(bucket, variant, part) its static ones. check raises where a program that holds every step takes more memory
-    than there is.
+    static(bucket, variant, part) its static ones. between(variant) has what runs between steps of a variant. check
+    raises where a program that holds every step takes more memory than there is.
     """
 
     def __init__(
@@ -41,12 +41,14 @@ class Programs:
         files: Executables | None,
         check: Callable[[jax.stages.Compiled], None],
         progress: bool | None = None,
+        between: Callable[[Variant], list[Recipe]] = lambda variant: [],
     ):
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
         self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
         self._buckets = most_needed_first(buckets)
         self._arguments, self._static, self._files, self._check = arguments, static, files, check
+        self._between = between
         self._progress = progress
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
@@ -99,7 +101,7 @@ class Programs:
     # How programs come to be
 
     def compile_ahead(self, variant: Variant, *others: Recipe) -> None:
-        """All sizes of a variant, and others besides."""
+        """All sizes of a variant, what runs between its steps, and others besides."""
         jobs = self.start(variant, *others)
         try:
             self._compiling().wait(jobs)
@@ -110,7 +112,7 @@ class Programs:
         """The same in the background: returns once the others, and the program that holds every step, are there, with
         all that was begun."""
         try:
-            jobs = [self._compiling().add(other) for other in others]
+            jobs = [self._compiling().add(other) for other in (*others, *self._between(variant))]
             for bucket in self._buckets:
                 self._begin(bucket, variant)
             first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]
@@ -127,7 +129,11 @@ class Programs:
         return coming
 
     def prepare(self, variant: Variant) -> None:
-        """Begins to compile, in the background, what it takes to serve a variant: the program that holds every step."""
+        """Begins to compile, in the background, what it takes to serve a variant: what runs between its steps, and the
+        program that holds every step."""
+        if self._jobs.keys().isdisjoint(keys := _parts(self._buckets[0], variant)) and not self._made.issuperset(keys):
+            for recipe in self._between(variant):
+                self._compiling().add(recipe)
         self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:

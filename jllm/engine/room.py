@@ -9,12 +9,15 @@ import jax
 from jllm.batch import Bucket
 from jllm.cache import cache_bytes
 from jllm.config import LlamaConfig
+from jllm.engine.guides import words
 from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
 from jllm.memory import gib, is_host
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
+from jllm.speculative.forced import coming_tokens
+from jllm.speculative.tree import chain
 from jllm.state import State, make_slots
 from pallas_kernels.numerics import compute_dtype
 
@@ -115,7 +118,8 @@ def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pag
         found += tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, slots=options.max_slots, **sizes)[1]))
     if drafter is not None and options.acceptance == "rejection":  # keeps what drafts were drawn from
         found += options.max_slots * (drafter.tree.size - 1) * config.vocab_size * compute_dtype(dtype).itemsize
-    return found
+    tree = chain(0) if drafter is None else drafter.tree  # each of its nodes has a mask while guides are asked for
+    return found + 4 * options.max_slots * (tree.size * words(config.vocab_size) + coming_tokens(tree))
 
 
 def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: int, room: int) -> int:

@@ -44,6 +44,7 @@ class Sequence:
     priority: int = 0  # lower values first
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
     common: int = 0  # tokens that both begin with
+    guided: int = 0  # the index of the first token that its guide is of, if it has one
     snapshot: "Snapshot | None" = None  # K and V of its first tokens, on the host: these are taken as they are
     private: bool = False  # these may be edited, so that its pages are no other request's
     preemptions: int = 0

@@ -12,6 +12,7 @@ import pytest
 
 import jllm
 from jllm import merge_step
+from jllm import snapshot as snapshots
 from jllm.batch import Bucket
 from jllm.engine import device
 from jllm.engine.guide import Guide
@@ -199,19 +200,39 @@ def test_forks_and_aborts(model64):
     assert done[first, 0].token_ids[:3] == done[first, fork].token_ids[:3]
 
 
-def test_a_guide_begins_anew_after_a_snapshot(model64):
-    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20, guide=Guide.regex("[a-f]{4}-[0-9]{4}"))
+def test_a_guide_goes_on_after_a_snapshot(model64, tmp_path):
+    """Through a file, from the snapshot of what was resumed, and in a fork; or it begins anew."""
+    pattern = "[a-f]{4}-[0-9]{4}"
+    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20, guide=Guide.regex(pattern))
     with jax.enable_x64(True):
-        engine = Engine(model64, max_slots=2, page_size=8, max_step_tokens=40, buckets=(Bucket(2, 38, 2),))
-        first = engine.submit([9] * 12, params)
-        for _ in range(5):
+        engine = Engine(model64, max_slots=6, page_size=8, max_step_tokens=40, buckets=(Bucket(6, 34, 4),))
+        plain = replace(params, guide=None, ignore_eos=True)
+        first, other = engine.submit([9] * 12, params), engine.submit([9] * 12, plain)
+        for _ in range(4):
             engine.step()
-        snapshot = engine.snapshot(first)
-        again = engine.resume(snapshot, params)
-        done = {event.id: event.completion for event in engine.run() if event.completion}
-    assert len(snapshot.tokens) > 13
-    for id in (first, again):
-        assert re.fullmatch("[a-f]{4}-[0-9]{4}", done[id].text)
+        snapshot, free = engine.snapshot(first), engine.snapshot(other)
+        assert (snapshot.guided, free.guided, snapshots.cut(snapshot, 5).guided) == (12, None, 5)
+        assert len(snapshot.tokens) > 13
+        snapshots.save(tmp_path / "one", snapshot)
+        loaded = snapshots.load(tmp_path / "one")
+        with pytest.raises(RequestError, match="does not allow what the snapshot's guide has begun with .to begin it"):
+            engine.resume(snapshot, replace(params, guide=Guide.regex("[0-9]+")))
+        again, anew = engine.resume(loaded, params), engine.resume(replace(snapshot, guided=None), params)
+        begun = engine.resume(free, params)
+        for _ in range(3):
+            engine.step()
+        later = engine.snapshot(again)
+        fork = engine.fork(again)
+        third = engine.resume(later, params)
+        done = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
+    assert later.guided == 12
+    assert len(later.tokens) > len(snapshot.tokens)
+    whole = done[first, 0]
+    for id, known in ((again, snapshot), (third, later)):
+        assert (*known.tokens[12:], *done[id, 0].token_ids) == whole.token_ids
+    head = TOKENIZER.decode([int(token) for token in snapshot.tokens[12:]])
+    for text in (whole.text, head + done[again, fork].text, done[anew, 0].text, done[begun, 0].text):
+        assert re.fullmatch(pattern, text)
 
 
 def test_what_no_token_can_write_ends_as_an_error(model64):
@@ -298,6 +319,24 @@ def test_each_slot_gets_its_own_masks_however_many_there_are(samples):
     expected = Guidance(old.allowed.copy(), old.coming.copy())
     expected.allowed[where, :2], expected.coming[where] = allowed, coming
     jax.tree.map(np.testing.assert_array_equal, holder._state.guidance, expected)
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculate": NGram(2, shortest=1), "drafts": 2}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "prepared"])
+def test_what_uploads_masks_is_compiled_before_steps_need_it(caplog, drafts, asked):
+    """Where compile_ahead was told of guides, and where the first guided request has their steps compiled."""
+    params = SamplingParams(guide=GUIDES[0], max_new_tokens=4)
+    model = tiny_model(tokenizer=TOKENIZER, num_layers=1)
+    slots = 7 + 2 * bool(drafts) + asked  # as no other engine has, whose compiled steps this one would use
+    engine = Engine(model, max_slots=slots, num_pages=16, buckets=(Bucket(slots, 4, 2),), **drafts)
+    engine.compile_ahead([params] if asked else [])
+    with jax.log_compiles():
+        engine.submit([5, 6], params)
+        list(engine.run())
+        engine.close()
+    found = [record for record in caplog.records if "Compiling jit(_guide)" in record.getMessage()]
+    assert not [record for record in found if record.thread == threading.get_ident()]
+    assert bool(found) != asked
 
 
 def test_a_guide_that_is_being_compiled_holds_up_no_other(monkeypatch):

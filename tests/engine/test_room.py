@@ -206,12 +206,20 @@ def test_a_drafter_s_pools_and_memory_are_reckoned_with():
         asked = make_options({"max_slots": 8, "num_pages": 512, **options})
         return room._reckon(asked, config, params.dtype, 100 * GIB)[1]
 
-    plain, model, words = need(), need(speculate=DraftModel(params, config)), need(speculate=NGram(4, context=1000))
-    assert (model.pool, words.pool) == (2 * plain.pool, plain.pool)
-    assert model.slots - plain.slots == 8 * 4, "the newest token of each slot"
-    assert words.slots - plain.slots == 8 * 1000 * 4
-    copy = need(speculate=QuantizedCopy(params))
-    assert (copy.pool, copy.slots) == (plain.pool, plain.slots), "it reads the target's own K and V"
+    def memory(drafter):
+        """Of what it remembers, beside the masks of guides, of as many nodes as its tree has."""
+        masks = 4 * 8 * (drafter.tree.depth * (-(-config.vocab_size // 32) + 2))
+        return need(speculate=drafter).slots - plain.slots - masks
+
+    plain, model, words, copy = need(), DraftModel(params, config), NGram(4, context=1000), QuantizedCopy(params)
+    assert [need(speculate=drafter).pool for drafter in (model, words, copy)] == [
+        2 * plain.pool,
+        plain.pool,
+        plain.pool,
+    ]
+    assert memory(model) == 8 * 4, "the newest token of each slot"
+    assert memory(words) == 8 * 1000 * 4
+    assert memory(copy) == 0, "it reads the target's own K and V"
 
 
 def test_a_cpu_keeps_its_memory_for_others_too():
