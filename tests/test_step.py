@@ -143,14 +143,13 @@ def test_a_step_on_the_kernels_waits_for_nothing_that_the_host_must_read(bucket,
         assert branches(plain) > 3  # what plain sampling skips
 
 
-def test_a_vocabulary_that_the_kernel_for_samples_lacks():
-    """Is sampled from in plain jnp where no backend is named, beside the other kernels; a name is taken at its word."""
-    for vocabulary, count in ((32004, 1), (32001, 0), (300, 0)):
-        step = traced_for_cuda("llama-2-7b", "bf16", num_layers=1, vocab_size=vocabulary)
-        kernels = kernels_of(step.jaxpr.jaxpr)
-        assert (kernels["sample_part"], kernels["sample_row"], kernels["decode_attention"]) == (count, count, 1)
-    with pytest.raises(NotImplementedError, match="V=32001 is not supported by backend mosaic, which does multiples"):
-        traced_for_cuda("llama-2-7b", "bf16", backend="mosaic", num_layers=1, vocab_size=32001)
+@pytest.mark.parametrize("vocabulary", [300, 32001])
+def test_a_vocabulary_of_any_size_is_sampled_from_on_the_kernels(vocabulary):
+    """Without a word to the host, where rows end within a vector, too."""
+    step = traced_for_cuda("llama-2-7b", "bf16", num_layers=1, vocab_size=vocabulary)
+    kernels = kernels_of(step.jaxpr.jaxpr)
+    assert (kernels["sample_part"], kernels["sample_row"]) == (1, 1)
+    assert branches(step.lower(lowering_platforms=("cuda",)).as_text()) == 0
 
 
 def test_prompts_are_scored_in_blocks(monkeypatch):

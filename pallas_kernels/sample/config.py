@@ -8,7 +8,7 @@ from pallas_kernels.triton_call import check_installed
 VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
 PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once
-SMALLEST, LARGEST = PIECE, 1 << 24  # vocabularies; token ids are exact in float32
+LARGEST = 1 << 24  # vocabulary; token ids are exact in float32
 PART, MOST_PARTS = 4, 16  # chunks at least, and parts at most, of a row that blocks share
 HOTTEST = 1e30  # that a temperature counts for on all backends: over an infinite one a ban would be NaN
 
@@ -17,13 +17,15 @@ def check_supported(dtype: str, rows: int, vocabulary: int) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming what it does."""
     if dtype != "float32":
         raise NotImplementedError(f"logits of {dtype} are not supported by backend mosaic, which does float32")
-    if vocabulary % VECTOR or not SMALLEST <= vocabulary <= LARGEST:
-        raise NotImplementedError(
-            f"V={vocabulary} is not supported by backend mosaic, "
-            f"which does multiples of {VECTOR} from {SMALLEST} to {LARGEST}"
-        )
+    if vocabulary > LARGEST:
+        raise NotImplementedError(f"V={vocabulary} is not supported by backend mosaic, which does up to {LARGEST}")
     if rows < 1:
         raise NotImplementedError("R=0 is not supported by backend mosaic, which does at least one row")
+
+
+def padded(vocabulary: int) -> int:
+    """Logits of a row as the kernels read it: whole vectors, and one piece at least."""
+    return max(-(-vocabulary // VECTOR) * VECTOR, PIECE)
 
 
 @dataclass(frozen=True)

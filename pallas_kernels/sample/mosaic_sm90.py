@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sample import block_sm90, cut_sm90
 from pallas_kernels.sample.block_sm90 import Area, Block, image, last, number
-from pallas_kernels.sample.config import HOTTEST, PIECE, THREADS, VECTOR, Config, check_supported, choose_config
+from pallas_kernels.sample.config import HOTTEST, PIECE, THREADS, VECTOR, Config, check_supported, choose_config, padded
 from pallas_kernels.sample.noise import KEYS
 from pallas_kernels.sample.noise_sm90 import log2_exponentials
 from pallas_kernels.sample.row_sm90 import INFINITY, Held, Pieces, Row, Streamed, Weights, clean, full, zeros
@@ -54,13 +54,16 @@ def sample(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """logits f32[R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py."""
-    rows, vocabulary = logits.shape
-    check_supported(str(logits.dtype), rows, vocabulary)
+    rows, size = logits.shape
+    check_supported(str(logits.dtype), rows, size)
+    vocabulary = padded(size)
+    if vocabulary > size:
+        logits = jnp.pad(logits, ((0, 0), (0, vocabulary - size)), constant_values=-jnp.inf)
     config = choose_config(vocabulary) if config is None else config
     config.check(vocabulary)
     temperature, top_p, min_p = (x.astype(jnp.float32) for x in (temperature, top_p, min_p))
     arguments = logits.reshape(rows, vocabulary // VECTOR, VECTOR), temperature, top_k, top_p, min_p, keys
-    run = partial(_kernel, vocabulary=vocabulary, interpret=interpret)
+    run = partial(_kernel, vocabulary=vocabulary, size=size, interpret=interpret)
     small = replace(config, warpgroups=1)
     grid = rows, small.parts(vocabulary)[0]
     of_parts = [jax.ShapeDtypeStruct(grid, dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
@@ -69,8 +72,8 @@ def sample(
         of_parts += [jax.ShapeDtypeStruct((*grid, config.kept, THREADS, VECTOR), jnp.float32)]
     drawn = run(_draw_part, of_parts, grid, block_sm90.scratch(1), arguments, small)
     of_rows = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2
-    tokens, finite = run(_draw_row, of_rows, (rows,), scratch(vocabulary, config), (*arguments, *drawn), config)
-    return tokens, finite > 0
+    found, finite = run(_draw_row, of_rows, (rows,), scratch(vocabulary, config), (*arguments, *drawn), config)
+    return found, finite > 0
 
 
 def _kernel(
@@ -82,10 +85,11 @@ def _kernel(
     config: Config,
     *,
     vocabulary: int,
+    size: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Any:
     return plgpu.kernel(
-        partial(body, vocabulary=vocabulary, config=config),
+        partial(body, vocabulary=vocabulary, size=size, config=config),
         out_type=out,
         grid=grid,
         grid_names=("row", "part")[: len(grid)],
@@ -131,7 +135,7 @@ class Asked:
 def _draw_part(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any,
     scores: Any, shifts: Any, tokens: Any, *rest: Any,
-    vocabulary: int, config: Config,
+    vocabulary: int, size: int, config: Config,
 ) -> None:  # fmt: skip
     """The best score f32[R, parts] of a part, to which its shift / temperature is to be added, and the token that has
     it, or its complement where not all logits are finite; for greedy and filtered rows, the largest logit. Of a row
@@ -139,8 +143,8 @@ def _draw_part(
     both f32[R, parts], and those kept, f32[R, parts, kept, 128, 4]; of other rows these are not written."""
     *of_cut, scratch, barrier = rest
     r, part, warpgroup = lax.axis_index("row"), lax.axis_index("part"), lax.axis_index("warpgroup")
-    asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
-    block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
+    asked = Asked(r, size, temperature, top_k, top_p, min_p, keys)
+    block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, size, config)
     chunks = config.parts(vocabulary)[1]
     best = partial(_best, block, row, part * chunks, chunks)
     zero = jnp.float32(0)
@@ -179,18 +183,18 @@ def _draw_part(
 def _draw_row(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any, scores: Any, shifts: Any, tokens: Any,
     *rest: Any,
-    vocabulary: int, config: Config,
+    vocabulary: int, size: int, config: Config,
 ) -> None:  # fmt: skip
     """found i32[R]: a row's token; is_finite i32[R]: 1 where all its logits are finite, else 0."""
     cuts = config.cuts(vocabulary)
     of_cut, (found, is_finite, scratch, barrier, *held) = rest[: 3 * cuts], rest[3 * cuts :]
     r, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-    asked = Asked(r, vocabulary, temperature, top_k, top_p, min_p, keys)
+    asked = Asked(r, size, temperature, top_k, top_p, min_p, keys)
     of_parts = [[x[r, part] for part in range(x.shape[1])] for x in (scores, shifts, tokens)]
     top, token, finite = _best_part(asked, *of_parts)
 
     def filtered() -> jax.Array:
-        block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, config)
+        block, row = Block(warpgroup, scratch, barrier), Row(logits.at[r], warpgroup, vocabulary, size, config)
         weights = Weights(jnp.where(top == -INFINITY, 0.0, top), asked.scale)
 
         def searched() -> jax.Array:
@@ -256,7 +260,7 @@ def _best(
             found = score(x, offset + start)
             better = found > best
             best, at = jnp.where(better, found, best), jnp.where(better, start.astype(jnp.float32), at)
-            odd = odd + x * 0.0  # NaN from the first that is not finite
+            odd = odd + row.given(x, offset + start) * 0.0  # NaN from the first that is not finite
         return best, at, odd
 
     nothing = full(-INFINITY), row.start(first).astype(jnp.float32) + zeros(), zeros()

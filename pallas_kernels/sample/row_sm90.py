@@ -20,12 +20,13 @@ INFINITY, LARGEST = float("inf"), float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of V logits in memory and what a warpgroup reads of it. The last chunk ends with the row: what it shares
+    """A row of V logits in memory, and what a warpgroup reads of it. The last chunk ends with the row: what it shares
     with the one before is masked where it must not count twice."""
 
     ref: Any  # f32[V / 4, 4]
     warpgroup: jax.Array
-    vocabulary: int
+    vocabulary: int  # V, padding included
+    size: int  # logits before the padding, which is -inf
     config: Config
 
     @property
@@ -48,6 +49,10 @@ class Row:
             plgpu.load(self.ref.at[pl.ds(first + i * THREADS, THREADS)], layout=PIECE_LAYOUT, optimized=False)
             for i in range(self.config.pieces)
         ]
+
+    def given(self, x: jax.Array, ids: jax.Array) -> jax.Array:
+        """Logits of these ids, zeros for the padding."""
+        return x if self.size == self.vocabulary else jnp.where(ids < self.size, x, 0.0)
 
     def own(self, chunk: Any, raw: Pieces) -> Pieces:
         """Clean logits of a chunk; what the chunk before has too is -inf, and so is all that is past the last one."""
