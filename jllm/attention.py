@@ -146,20 +146,20 @@ def _split_qkv(p: AttentionParams, qkv: jax.Array, config: LlamaConfig) -> tuple
 
 
 def paged_attention(q: jax.Array, pages: KVPages, inputs: AttentionInputs, **options: Any) -> jax.Array:
-    """Attention of queries [T, H, D] over pages: [T, H, D]. Decode rows and prompt chunks each go to their own kernel;
-    both take the options scale, window and backend."""
+    """Attention of queries [T, H, D] over pages: [T, H, D]. Decode rows and prompt chunks each go to their own kernel,
+    which take all queries and write to one array; both take the options scale, window and backend."""
     batch = inputs.batch
     assert isinstance(batch, Paged), "with a cache, the batch is Paged"
-    R = batch.short_rows
-    parts = []
+    R, out = batch.short_rows, None
     if R:
         rows = (batch.decode_pages, batch.decode_lengths)
-        own = options | {"segments": batch.segments, "work": inputs.decode}
-        parts.append(decode_attention.decode_attention(q[:R], pages, *rows, **own))
-    if q.shape[0] > R:
+        own = options | {"segments": batch.segments, "rows": batch.width, "work": inputs.decode}
+        out = decode_attention.decode_attention(q, pages, *rows, **own)
+    if out is None or q.shape[0] > R:
         chunks = (batch.chunk_pages, batch.chunk_cu, batch.chunk_lengths)
-        parts.append(prefill_attention.prefill_attention(q[R:], pages, *chunks, work=inputs.prefill, **options))
-    return jnp.concatenate(parts)
+        own = options | {"into": out, "first": R, "work": inputs.prefill}
+        out = prefill_attention.prefill_attention(q, pages, *chunks, **own)
+    return out
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -32,11 +32,15 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     segments: Segments | None = None,
+    rows: int | None = None,
     work: Work | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """softmax(scale * q k^T) v of Q queries a sequence, over K and V as stored. q [R Q, H, D] -> [R Q, H, D].
+
+    `rows` is Q where q has further rows than these, as many as they are: the result has them too, and what they hold is
+    for another operation to write (prefill_attention's `into`).
 
     With Q = 1, lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a
     row of length 0 is unused and comes out zero. With more, a segment's own keys are the last of these, and `segments`
@@ -51,7 +55,7 @@ def decode_attention(
     disagree, NotImplementedError for sizes, dtypes and formats that the backend lacks.
     """
     sizes = bind_shapes(q=(q, "T H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
-    rows = _rows_each(q, lengths)
+    rows = _rows_each(q, lengths, rows)
     if segments is not None:
         _check_segments(segments, sizes["R"], rows)
     check_floats(q=q)
@@ -62,7 +66,7 @@ def decode_attention(
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
     chosen = choose(BACKENDS, backend, q, pages, rows)
-    return chosen.run(q, pages, page_table, lengths, scale, window, segments, work)
+    return chosen.run(q, pages, page_table, lengths, scale, window, segments, work, rows)
 
 
 def plan(
@@ -81,9 +85,13 @@ def plan(
     return None if make is None else make(q, pages, lengths, window, segments)
 
 
-def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array) -> int:
-    """Q. Raises ValueError for queries that segments cannot share."""
+def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array, rows: int | None = None) -> int:
+    """Q. Raises ValueError for queries that segments cannot share, or fewer than R times `rows`."""
     R = lengths.shape[0]
+    if rows is not None:
+        if not 0 < rows <= MOST_ROWS or rows * R > q.shape[0]:
+            raise ValueError(f"rows is {rows}, expected 1 to {MOST_ROWS} of each of {R} in {q.shape[0]} queries")
+        return rows
     rows = q.shape[0] // R if R else 1
     if rows * R != q.shape[0] or not 0 < rows <= MOST_ROWS:
         raise ValueError(f"{q.shape[0]} queries for {R} lengths: expected 1 to {MOST_ROWS} for each")
@@ -100,10 +108,10 @@ def _check_segments(segments: Segments, R: int, Q: int) -> None:
         raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32{list(shape)}")
 
 
-def _mosaic(q, pages, page_table, lengths, scale, window, segments, work) -> jax.Array:
+def _mosaic(q, pages, page_table, lengths, scale, window, segments, work, rows) -> jax.Array:
     from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work, segments)
+    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work, segments, width=rows)
 
 
 def _mosaic_plan(
@@ -118,14 +126,21 @@ def _mosaic_plan(
     return make_work(lengths, *sizes, width=_rows_each(q, lengths), segments=segments, **options)
 
 
-def _triton(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
+def _triton(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
     from pallas_kernels.decode_attention import triton  # imports Triton
 
-    return triton.decode_attention(q, pages, page_table, lengths, scale, window, segments)
+    return _of_own_rows(triton.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
-def _xla(q, pages, page_table, lengths, scale, window, segments, _) -> jax.Array:
-    return xla.decode_attention(q, pages, page_table, lengths, scale, window, segments)
+def _xla(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
+    return _of_own_rows(xla.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
+
+
+def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows) -> jax.Array:
+    """With zeros for the others."""
+    own = lengths.shape[0] * rows
+    out = attend(q[:own], pages, page_table, lengths, scale, window, segments)
+    return out if own == q.shape[0] else jnp.pad(out, ((0, q.shape[0] - own), (0, 0), (0, 0)))
 
 
 BACKENDS = {

@@ -46,7 +46,7 @@ from pallas_kernels.segments import Segments, words_of
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "config", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "config", "width", "interpret"))
 def decode_attention(
     q: jax.Array,
     pages: KVPages,
@@ -58,20 +58,23 @@ def decode_attention(
     segments: Segments | None = None,
     *,
     config: Config | None = None,
+    width: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py."""
+    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py, where `width` is `rows`. Further
+    rows of q are not read, and their results not written."""
     if q.size == 0:
         return q
     num_rows, (_, num_heads, head_dim) = lengths.shape[0], q.shape
-    width = q.shape[0] // num_rows
+    width = q.shape[0] // num_rows if width is None else width
     check_supported(q, pages, width)
     kv_heads, page_size = pages.k.values.shape[1:3]
     if work is None:
         options: dict[str, Any] = {"window": window, "width": width, "segments": segments, "config": config}
         work = make_work(lengths, num_heads, kv_heads, head_dim, narrow=pages.narrow, **options)
     config, words = work.config, 0 if work.trees is None else words_of(width)
-    shape = shape_of(q, pages, scale, window, page_table.shape[1] * page_size, config, width, words)
+    own = jax.ShapeDtypeStruct((num_rows * width, num_heads, head_dim), q.dtype)
+    shape = shape_of(own, pages, scale, window, page_table.shape[1] * page_size, config, width, words)
     if width > 1 and (words > 0) != (segments is not None and segments.ancestors is not None):
         raise ValueError(f"the work list is for {'trees' if words else 'chains'}, the call's segments are not")
     if (work.rows.shape, work.width, work.heads, work.window) != ((num_rows,), width, shape.items, window):
@@ -86,7 +89,7 @@ def decode_attention(
 
 
 def shape_of(
-    q: jax.Array,
+    q: jax.Array | jax.ShapeDtypeStruct,
     pages: KVPages,
     scale: float,
     window: int | None,
@@ -177,7 +180,7 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [R Q * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
+    """Results [rows of q * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
     warpgroup's sums after the other's."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
@@ -190,7 +193,7 @@ def _attend(
     return plgpu.kernel(
         partial(_attend_kernel, shape, tuple(sources), tuple(drafts)),
         out_type=(
-            jax.ShapeDtypeStruct((shape.rows * shape.width * shape.num_heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((q.shape[0] * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((config.computing * shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
         scratch_types=fitting_scratch(shape, dtype, tuple(sources)),

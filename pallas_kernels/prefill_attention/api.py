@@ -28,6 +28,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    into: jax.Array | None = None,
+    first: int = 0,
     work: Work | None = None,
     backend: str | None = None,
     debug: bool = False,
@@ -38,11 +40,21 @@ def prefill_attention(
     nondecreasing: a chunk may be empty), and its last one sees kv_lens[b] keys (i32[B]): positions run up to
     kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
     (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
-    window, key j is visible to query i iff 0 <= i - j < window. `work` is `plan`'s for the same arguments, which all
-    layers of a step share; without it each call makes its own. `debug` reads the values first, outside of jit only, and
-    raises ValueError for a chunk whose rows, length or pages are out of range. Raises ValueError where shapes or dtypes
-    disagree, NotImplementedError for sizes, dtypes and formats that a backend lacks.
+    window, key j is visible to query i iff 0 <= i - j < window.
+
+    With `into` [F + C, H, D] the C rows are those of q [F + C, H, D] from F = `first` on, and the result is `into`
+    with these rows replaced, in place where it may be: so the rows before may be another operation's. `work` is
+    `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own. `debug`
+    reads the values first, outside of jit only, and raises ValueError for a chunk whose rows, length or pages are
+    out of range. Raises ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and
+    formats that a backend lacks.
     """
+    if into is not None and (into.shape != q.shape or into.dtype != q.dtype or not 0 <= first <= q.shape[0]):
+        raise ValueError(
+            f"into is {into.dtype}{list(into.shape)} and first {first}, expected {q.dtype}{list(q.shape)} and its row"
+        )
+    if into is None and first:
+        raise ValueError(f"first is {first} without into, whose rows before it are kept")
     sizes = bind_shapes(
         q=(q, "C H D"), page_table=(page_table, "B M"), cu_q_lens=(cu_q_lens, "B+1"), kv_lens=(kv_lens, "B")
     )
@@ -52,9 +64,9 @@ def prefill_attention(
     check_heads(sizes["H"], pages.k.values.shape[1])
     check_window(window)
     if debug:
-        check_prefill_values(q.shape[0], page_table, cu_q_lens, kv_lens, window, pages)
+        check_prefill_values(q.shape[0] - first, page_table, cu_q_lens, kv_lens, window, pages)
     chosen = choose(BACKENDS, backend, q, pages, scale)
-    return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work)
+    return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first)
 
 
 def plan(
@@ -77,13 +89,14 @@ def plan(
 def _mosaic(*args) -> jax.Array:
     from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.prefill_attention(*args)
+    *rest, into, first = args
+    return mosaic_sm90.prefill_attention(*rest, into=into, first=first)
 
 
 def _triton(*args) -> jax.Array:
     from pallas_kernels.prefill_attention import triton  # imports Triton
 
-    return triton.prefill_attention(*args)
+    return _placed(triton.prefill_attention, *args)
 
 
 def _triton_plan(*args, **options) -> Work:
@@ -92,8 +105,16 @@ def _triton_plan(*args, **options) -> Work:
     return triton.plan(*args, **options)
 
 
-def _xla(q, pages, page_table, cu_q_lens, kv_lens, scale, window, _) -> jax.Array:
-    return xla.prefill_attention(q, pages, page_table, cu_q_lens, kv_lens, scale, window)
+def _xla(*args) -> jax.Array:
+    return _placed(lambda *rest: xla.prefill_attention(*rest[:-1]), *args)
+
+
+def _placed(attend, q, *args) -> jax.Array:
+    """attend of the rows from `first` on, and what `into` holds before."""
+    *rest, into, first = args
+    if into is None:
+        return attend(q, *rest)
+    return into.at[first:].set(attend(q[first:], *rest))
 
 
 BACKENDS = {

@@ -121,7 +121,7 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
     for at in range(0, WARPGROUP_ROWS, BOX):
         tile, offset = pack.tile_at(at, WARPGROUP_ROWS), at & (pack.rows - 1)
         # What lies past a chunk's rows is not used: any rows do, as long as there are some.
-        begins.append(refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
+        begins.append(plan.first_row + refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
     pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
 
     @pl.loop(0, groups)

@@ -23,7 +23,7 @@ from pallas_kernels.prefill_attention.plan_sm90 import REGISTERS, Plan, Pool, Re
 from pallas_kernels.prefill_attention.work import Work, make_work
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "config", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "config", "first", "interpret"))
 def prefill_attention(
     q: jax.Array,
     pages: KVPages,
@@ -34,6 +34,8 @@ def prefill_attention(
     window: int | None,
     work: Work | None = None,
     config: Config | None = None,
+    into: jax.Array | None = None,
+    first: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py.
@@ -41,25 +43,28 @@ def prefill_attention(
     `work` carries its configuration; `config` is that of the list made here without one. Raises ValueError for a list
     made for another window, and NotImplementedError for what isn't supported.
     """
-    num_rows, num_heads, head_dim = q.shape
+    all_rows, num_heads, head_dim = q.shape
+    num_rows = all_rows - first
     _, num_kv_heads, page_size, _ = pages.k.values.shape
     check_supported(q, pages, scale)
     if num_rows == 0 or page_table.shape[0] == 0:
-        return jnp.zeros_like(q)
+        return jnp.zeros_like(q) if into is None else into.at[first:].set(0)
     if work is None:
-        work = make_work(q, pages, cu_q_lens, kv_lens, window=window, config=config)
+        own = jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), q.dtype)
+        work = make_work(own, pages, cu_q_lens, kv_lens, window=window, config=config)
     if work.window != window:
         raise ValueError(f"work was made for window {work.window}, not {window}")
     if not isinstance(work.config, Config):
         raise ValueError("work was made for backend triton, not mosaic")
-    if num_rows < WARPGROUP_ROWS:  # no copy is larger than its array
-        q = jnp.pad(q, ((0, WARPGROUP_ROWS - num_rows), (0, 0), (0, 0)))
+    if all_rows < WARPGROUP_ROWS:  # no copy is larger than its array
+        pad = partial(jnp.pad, pad_width=((0, WARPGROUP_ROWS - all_rows), (0, 0), (0, 0)))
+        q, into = pad(q), None if into is None else pad(into)
     formats = pages.k.format, pages.v.format
-    plan = Plan(num_heads, num_kv_heads, head_dim, page_size, q.dtype, *formats, scale, window, work.config)
+    plan = Plan(num_heads, num_kv_heads, head_dim, page_size, q.dtype, *formats, scale, window, work.config, first)
     plan.check()
     kernel = plgpu.kernel(
         partial(_kernel, plan),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=() if into is not None else jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=plan.scratch(),
         grid=(work.config.ctas,),
         grid_names=("cta",),
@@ -70,7 +75,12 @@ def prefill_attention(
         interpret=interpret,
     )
     pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
-    return kernel(q, page_table, work.tiles, work.count, *pools)[:num_rows]
+    arrays = q, page_table, work.tiles, work.count, *pools
+    if into is None:
+        return kernel(*arrays)[:all_rows]
+    out = jax.new_ref(into)
+    kernel(*arrays, out)
+    return jax.freeze(out)[:all_rows]
 
 
 def _kernel(plan: Plan, q: Any, table: Any, tiles: Any, count: Any, *arrays: Any, **scratch: Any) -> None:

@@ -55,7 +55,8 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     @pl.loop(0, pack.chunks)
     def _(i: jax.Array) -> None:
         tile = pack.tile(i)
-        write_rows(refs, wg, i * pack.rows, refs.tiles[tile, ROW], refs.tiles[tile, ROWS], pack.head + wg)
+        row = plan.first_row + refs.tiles[tile, ROW]
+        write_rows(refs, wg, i * pack.rows, row, refs.tiles[tile, ROWS], pack.head + wg)
 
 
 def _pass_by(plan: Plan, blocks: jax.Array, span: tuple[Any, Any], barriers: Sequence[tuple[Any, Any]]) -> None:

@@ -124,6 +124,7 @@ class Plan:
     scale: float
     window: int | None
     config: Config
+    first_row: int = 0  # of q and of the result, from which the work list counts rows
 
     def check(self) -> None:
         """Raises NotImplementedError for a configuration that does not suit the call."""
@@ -267,7 +268,7 @@ def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
     head = (item - index * sets) * plan.config.heads
-    return Tile(chunk, row, rows, position, keys, head, low, first, last)
+    return Tile(chunk, plan.first_row + row, rows, position, keys, head, low, first, last)
 
 
 def lowest_key(plan: Plan, position: jax.Array) -> jax.Array:
