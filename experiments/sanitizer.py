@@ -85,6 +85,27 @@ def multiply_int8(rows: str, backend: str) -> Result:
     return out, scaled_matmul(*inputs)
 
 
+def quantize_and_multiply(rows: str, backend: str) -> Result:
+    """The product of rows that it norms and quantizes itself."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.norm_quant.reference import normalize
+    from pallas_kernels.scaled_matmul.cases import Case
+    from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
+    from pallas_kernels.scaled_matmul.reference import scaled_matmul
+
+    codes, w, _, w_scale, bias, residual = Case(int(rows), 320, 1024, "int8", bias=True, residual=True).inputs()
+    assert codes is not None
+    assert w is not None
+    assert w_scale is not None
+    x, norm = (jnp.asarray(array, "bfloat16") for array in (codes, np.ones(1024)))
+    added: dict[str, Any] = {"bias": bias, "residual": residual}
+    out = of_plain_rows(x, w, w_scale, norm=norm, eps=1e-5, **added, backend=backend)
+    ones = np.ones(len(x))
+    return out, scaled_matmul(normalize(np.asarray(x), 1e-5), w, ones, w_scale, bias, residual)
+
+
 def multiply_codes(which: str, backend: str) -> Result:
     """`which`: the format of the weight and the rows of x."""
     from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
@@ -122,6 +143,7 @@ KERNELS = {
     "cache_update": Kernel(update_cache, FORMATS),
     "matmul": Kernel(multiply, ("1", "8", "64"), ("mosaic",)),
     "int8_matmul": Kernel(multiply_int8, ("1", "17", "200")),
+    "norm_quant and int8_matmul": Kernel(quantize_and_multiply, ("1", "9"), ("mosaic",)),
     "weight_only_matmul": Kernel(
         multiply_codes, ("w4a16-g128:1", "w4a16-g128:9", "w8a16:1", "w8a16:70", "nf4:1", "nf4:33")
     ),

@@ -32,6 +32,7 @@ from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, take_rows
+from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
@@ -89,7 +90,10 @@ def norm_linear(
         options: dict[str, Any] = {"out_dtype": out_dtype, "backend": where_faster(backend)}
         return matmul(x, w, norm=weight, eps=eps, bias=bias, **options)
 
-    def run(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+    def run(x: jax.Array, weight: jax.Array, w: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+        if _takes_plain_rows(w):
+            options: dict[str, Any] = {"norm": weight, "eps": eps, "out_dtype": out_dtype, "backend": backend}
+            return of_plain_rows(x, w.values, w.scales, bias=bias, **options)
         rows = norm(x, weight, eps, w, backend=backend)
         return _linear(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
 
@@ -100,16 +104,29 @@ def norm_linear(
     return _with_gradient(run, straight)(x, weight, w, bias)
 
 
-def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
-    """Whether gate and up projection, SiLU and product can be one operation: of plain weights, for a reader of plain
-    rows."""
-    return not isinstance(w, QuantizedWeight) and bias is None and _rows_kind(reader) is None
+def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
+    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of plain weights, for a reader of
+    plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what comes."""
+    if bias is not None or not isinstance(w, QuantizedWeight):
+        return bias is None and _rows_kind(reader) is None
+    if not _takes_plain_rows(w) or _rows_kind(reader) != _rows_kind(w):
+        return False
+    return one_kernel(x, w.values, gated=True, backend=backend) is not None
 
 
 def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
-    """swiglu of norm of x [T, E] with w [2F, E], which is plain: [T, F]."""
-    assert not isinstance(w, QuantizedWeight), "see fuses_swiglu"
-    return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+    """swiglu of norm of x [T, E] with w [2F, E], where fuses_swiglu says so: [T, F]."""
+    if not isinstance(w, QuantizedWeight):
+        return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+
+    def run(x: jax.Array, weight: jax.Array, w: QuantizedWeight) -> jax.Array:
+        return of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
+
+    def straight(x: jax.Array, weight: jax.Array, w: QuantizedWeight) -> jax.Array:
+        rows = norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
+        return silu_mul_quant(_straight(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
+
+    return _with_gradient(run, straight)(x, weight, w)
 
 
 def silu_linear(
@@ -162,6 +179,12 @@ def _linear(
             x, large = _part_outliers(x, w.format.outliers)
             kept = weight_only_matmul(large, w, **added, out_dtype=out_dtype, backend=backend)
             added = {"bias": None, "residual": kept}
+        if _takes_plain_rows(w):
+            y = of_plain_rows(
+                x.reshape(-1, w.shape[1]), w.values, w.scales, bias=added["bias"], residual=_flat(added["residual"]),
+                out_dtype=out_dtype, backend=backend,
+            )  # fmt: skip
+            return y.reshape(*x.shape[:-1], w.shape[0])
         rows = quantize_rows(x, w.format.row_codes, per_tensor=w.format.per_tensor, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
@@ -248,12 +271,22 @@ def _rows_kind(reader: Weight) -> str | None:
     return reader.format.row_codes if reader.format.outliers is None else None
 
 
+def _takes_plain_rows(w: QuantizedWeight) -> bool:
+    """Whether rows of x can be quantized as they are multiplied: each by itself, for codes that are not padded."""
+    return _rows_kind(w) is not None and w.values.shape == w.shape
+
+
 def _part_outliers(x: jax.Array, threshold: float) -> tuple[jax.Array, jax.Array]:
     """x as the sum of what is smaller and of what is not (LLM.int8, arXiv 2208.07339), value by value: bitsandbytes
     takes a column out for all tokens of a batch where one has an outlier there, and a token then depends on others."""
     large = jnp.abs(x) >= jnp.asarray(threshold, x.dtype)
     zero = jnp.zeros((), x.dtype)
     return jnp.where(large, zero, x), jnp.where(large, x, zero)
+
+
+def _flat(x: jax.Array | None) -> jax.Array | None:
+    """x [.., N] as [M, N]."""
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def _codes_product(

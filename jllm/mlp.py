@@ -31,14 +31,13 @@ def _(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str | None, t
         rows = tap.pass_on("silu_mul", silu_mul_quant(gate_up, backend=backend))
         more: dict[str, Any] = {"out_dtype": x.dtype, "backend": backend, "parts": config.activation_parts}
         return linear(rows, p.down, p.down_bias, residual=x, **more)
+    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     tap("mlp_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    if fuses_swiglu(p.gate_up, p.gate_up_bias, p.down) and not tap.wants("gate_up"):
+    if fuses_swiglu(x, p.gate_up, p.gate_up_bias, p.down, backend=backend) and not tap.wants("gate_up"):
         rows = norm_swiglu(x, p.norm, p.gate_up, eps=config.norm_eps, backend=backend)
         tap("silu_mul", lambda: rows)
-        options: dict[str, Any] = {"out_dtype": x.dtype, "backend": backend, "axis": config.axis}
-        return linear(rows, p.down, p.down_bias, residual=x, **options)
+        return linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
     gate_up = norm_linear(x, p.norm, p.gate_up, p.gate_up_bias, eps=config.norm_eps, backend=backend)
     tap("gate_up", lambda: gate_up)
     tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))
-    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     return silu_linear(gate_up, p.down, p.down_bias, residual=x, backend=backend, **shared)

@@ -98,7 +98,7 @@ class Part:
 
     def store_scale(self, ref: Any, peak: jax.Array, kind: str) -> jax.Array:
         """Stores the row's scale, as quantize_rows defines it, at scalar `ref`; returns its reciprocal."""
-        scale = _scale(peak, kind)
+        scale = scale_of(peak, kind)
 
         @pl.when(self.index == 0)
         def _() -> None:
@@ -147,7 +147,8 @@ def _normed(row: Sequence[jax.Array], gains: Sequence[jax.Array], mean: jax.Arra
     return [(widen(y) * rstd).astype(y.dtype) * gain for y, gain in zip(row, gains, strict=True)]
 
 
-def _scale(peak: jax.Array, kind: str) -> jax.Array:
+def scale_of(peak: jax.Array, kind: str) -> jax.Array:
+    """The scale of a row whose largest magnitude is `peak`, as quantize_rows defines it."""
     scaled = peak * float(np.float32(1 / LARGEST[kind]))
     return jnp.maximum(scaled, float(np.finfo(np.float32).smallest_normal))
 

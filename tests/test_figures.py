@@ -140,6 +140,11 @@ def attention_beside_mosaic(narrow: bool) -> tuple[float, float]:
     return spread([us["triton", *cell] / took for (peer, *cell), took in us.items() if peer == "mosaic"])
 
 
+def with_the_head() -> list[float]:
+    found = rows("quant_accuracy-head", "cpu", part="scheme", kv="model")
+    return [row["kl"] for scheme in ("w8a8-all", "w8a8-head") for row in found if row["scheme"] == scheme]
+
+
 QUOTES: dict[str, Callable[[], Any]] = {
     "costs the bundled model {:.3f} nats a token, `nvfp4-weight` {:.3f} and `mxfp4-weight` {:.3f};": lambda: (
         in_blocks("-weight")
@@ -151,6 +156,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
         accuracy("kl", scheme) for scheme in ("w8a8-talk", "fp8", "nf4", "w4a16-g128")
     ],
+    "with O {:.5f} nats a token (`w8a8-all`), and with the head, whose roundings no layer averages, {:.5f} (": (
+        with_the_head
+    ),
     "`w8a8` prefills {:.2f} to {:.2f} times as fast as bf16 from 512 tokens a step on": lambda: (
         spread(times_as_fast("w8a8-talk", "prefill", 512).values())
     ),

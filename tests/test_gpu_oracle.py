@@ -37,7 +37,7 @@ class Case:
         """Kernels for a layer's products, of 100 rows."""
         if self.shape == "7B":
             return {"gemm_skinny": 3, "gemm_skinny_gated": 1}
-        quantized = {"gemm_tall": 4, "silu_mul_quant": 1}
+        quantized = {"gemm_tall": 4, "silu_mul_quant": 1, "norm_quant": 1}  # attention's output, too
         return {"w8a8-all": quantized, "fp8": quantized, "w4a16-g128": {"weight_only_matmul": 4}}.get(self.scheme, {})
 
     def engine(self, **changes) -> Engine:

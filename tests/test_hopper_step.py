@@ -44,7 +44,8 @@ def traced(scheme: str, bucket: Bucket, backend: str | None = "hopper") -> Any:
     return step.jaxpr.jaxpr
 
 
-# Of a layer, beside what each has. XLA's own product is the faster one for many rows; that of one row norms it, too.
+# Of a layer, beside what each has. XLA's own product is the faster one for many rows; that of one row norms it, too,
+# and quantizes it.
 PRODUCTS = {
     "bf16": {
         ONE: {"gemv": 3, "gemv_gated": 1, "norm_quant": -2},
@@ -54,7 +55,7 @@ PRODUCTS = {
         LARGE: {},
     },
     "w8a8": {
-        ONE: {"gemm_skinny": 3, "gemv": 1, "silu_mul_quant": 1},
+        ONE: {"gemv_int8": 2, "gemv_int8_gated": 1, "gemv": 1, "norm_quant": -2},
         SOME: {"gemm_skinny": 4, "silu_mul_quant": 1},
         MANY: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},
         MIXED: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},

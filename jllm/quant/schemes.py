@@ -166,6 +166,7 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8", "w8a8", _TALK),
         _linears("w8a8-talk", "w8a8", _TALK),
         _linears("w8a8-all", "w8a8"),
+        _linears("w8a8-head", "w8a8", ("lm_head", "w8a8")),
         _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
         *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "fp8", "fp8-weight", "uint8-zp")),

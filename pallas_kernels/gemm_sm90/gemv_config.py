@@ -19,9 +19,18 @@ class Config:
             raise ValueError(f"rows={self.rows} and ahead={self.ahead}, expected a multiple of {WARPS}, and at least 1")
 
 
-PLAIN, GATED = Config(), Config(rows=4)  # the best of those tried on an H200 (experiments/LOG.md, 2026-11-23)
+# The best of those tried on an H200 (experiments/LOG.md, 2026-11-23; of int8 2026-11-24).
+PLAIN, GATED = Config(), Config(rows=4)
+INT8, INT8_LONG = Config(ahead=8), Config(rows=16, ahead=8)
+LONG = 8192  # from where on it takes time to quantize a row: fewer blocks do it
 
 
 def fits(config: Config, n: int, k: int) -> bool:
     """Whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
     return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
+
+
+def for_int8(n: int, k: int) -> Config | None:
+    """The configuration for w int8 [n, k], or each half of it; None where it does not fit."""
+    config = INT8_LONG if k > LONG else INT8
+    return config if fits(config, n, k) else None

@@ -19,7 +19,7 @@ def norm_quant(
 @overload
 def norm_quant(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     *,
     eps: float,
     residual: jax.Array | None = ...,
@@ -28,7 +28,7 @@ def norm_quant(
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]: ...
 def norm_quant(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     *,
     eps: float,
     residual: jax.Array | None = None,
@@ -40,18 +40,21 @@ def norm_quant(
     summed = x + residual is rounded to x's dtype (x itself without a residual); its norm over the last axis is computed
     in promote_types(x.dtype, float32) with `eps` added to the mean square, rounded to x's dtype, multiplied by weight
     and rounded again; then it is quantized as quantize_rows does where `kind` is "int8" or "fp8". `eps` is a Python
-    number, static under jit.
+    number, static under jit. Without a weight there is no norm: summed is quantized as it is.
 
     The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends;
     so is summed. The rounded row itself differs between them by one unit in the last place in at most five
     values of a thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
     shapes or dtypes that don't fit, NotImplementedError for what a backend that was named doesn't do.
     """
-    arrays = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
+    optional = {"x": x, "weight": weight, "residual": residual}
+    arrays = {name: array for name, array in optional.items() if array is not None}
     sizes = bind_shapes(**{name: (array, "E" if name == "weight" else "T E") for name, array in arrays.items()})
     check_floats(**arrays)
     if kind is not None:
         check_kind(kind)
+    elif weight is None:
+        raise ValueError("neither a weight nor a kind: expected something to do")
     rows, width = sizes["T"], sizes["E"]
     if width < 1:
         raise ValueError(f"x has shape {x.shape}, expected [T, E] with E of at least 1")
@@ -72,7 +75,7 @@ def _triton(*args, **options):
 
 
 def _one_order(
-    x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None, kind: str | None
+    x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None, kind: str | None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
     """XLA on a CPU sums few rows in another order than many."""
     if on_hopper() and BACKENDS["mosaic"].supports(str(x.dtype), *x.shape) is None:

@@ -20,7 +20,7 @@ from pallas_kernels.row_pieces_sm90 import VECTOR, Part
 @partial(jax.jit, static_argnames=("eps", "kind", "interpret"))
 def norm_quant(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     *,
     eps: float,
     residual: jax.Array | None = None,
@@ -35,7 +35,7 @@ def norm_quant(
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _norm_quant(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
     kind: str | None,
@@ -45,8 +45,12 @@ def _norm_quant(
     vectors = width // VECTOR
     shape = (rows, vectors, VECTOR)
     sources = [array.reshape(shape) for array in (x, residual) if array is not None]
+    if weight is not None:
+        sources.append(weight.reshape(shape[1:]))
     out = [jax.ShapeDtypeStruct(shape, x.dtype if kind is None else KINDS[kind])]
-    scratch: list[Any] = [plgpu.SMEM((vectors,), jnp.float32), plgpu.Barrier()]
+    scratch: list[Any] = []
+    if weight is not None:
+        scratch = [plgpu.SMEM((vectors,), jnp.float32), plgpu.Barrier()]
     if kind is not None:
         out.append(jax.ShapeDtypeStruct((rows,), jnp.float32))
         peaks = row_pieces.num_peaks(row_pieces.pieces(vectors))
@@ -54,7 +58,7 @@ def _norm_quant(
     if residual is not None:
         out.append(jax.ShapeDtypeStruct(shape, x.dtype))
     values, *others = plgpu.kernel(
-        partial(_body, eps=eps, kind=kind, add=residual is not None),
+        partial(_body, eps=eps, kind=kind, add=residual is not None, norm=weight is not None),
         out_type=out,
         grid=(rows,),
         grid_names=("row",),
@@ -64,7 +68,7 @@ def _norm_quant(
         interpret=interpret,
         compiler_params=row_pieces.COMPILER_PARAMS,
         kernel_name="norm_quant",
-    )(weight.reshape(shape[1:]), *sources)
+    )(*sources)
     values = values.reshape(rows, width)
     summed = x if residual is None else others[-1].reshape(rows, width)
     return (values if kind is None else QuantizedRows(values, others[0])), summed
@@ -84,24 +88,25 @@ def _backward(eps, kind, interpret, saved, gradients):
 _norm_quant.defvjp(_forward, _backward)
 
 
-def _body(weight: Any, x: Any, *refs: Any, eps: float, kind: str | None, add: bool) -> None:
+def _body(x: Any, *refs: Any, eps: float, kind: str | None, add: bool, norm: bool) -> None:
     rest = list(refs)
     residual = rest.pop(0) if add else None
+    weight = rest.pop(0) if norm else None
     values = rest.pop(0)
     scales = None if kind is None else rest.pop(0)
     summed = rest.pop(0) if add else None
-    squares, barrier, *peaks = rest
-    row, vectors = jax.lax.axis_index("row"), squares.shape[0]
-    part = Part(jax.lax.axis_index("warpgroup"), row_pieces.pieces(vectors))
+    squares = [rest.pop(0) for _ in range(2 if norm else 0)]  # and their barrier
+    row = jax.lax.axis_index("row")
+    part = Part(jax.lax.axis_index("warpgroup"), row_pieces.pieces(x.shape[1]))
     sums = part.load(x.at[row])
     if residual is not None:
         sums = [a + b for a, b in zip(sums, part.load(residual.at[row]))]
-    weights = part.load(weight)
+    weights = None if weight is None else part.load(weight)
     if summed is not None:
         part.store(summed.at[row], sums)
-    normed = part.norm(sums, weights, eps, squares, barrier)
+    normed = sums if weights is None else part.norm(sums, weights, eps, *squares)
     if kind is None or scales is None:
         part.store(values.at[row], normed)
         return
-    inverse = part.store_scale(scales.at[row], part.peak(normed, *peaks), kind)
+    inverse = part.store_scale(scales.at[row], part.peak(normed, *rest), kind)
     part.store(values.at[row], [row_pieces.codes(row_pieces.widen(y), inverse, kind) for y in normed])

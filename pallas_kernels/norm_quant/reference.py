@@ -8,14 +8,16 @@ from pallas_kernels.reference_rows import quantize_rows
 
 
 def norm_quant(
-    x: ArrayLike, weight: ArrayLike, *, eps: float, residual: ArrayLike | None = None, kind: str | None = None
+    x: ArrayLike, weight: ArrayLike | None, *, eps: float, residual: ArrayLike | None = None, kind: str | None = None
 ) -> tuple[np.ndarray | QuantizedRows, np.ndarray]:
     """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E] in numpy; see api.py."""
     dtype = np.asarray(x).dtype
     summed = np.asarray(x).astype(np.float64)
     if residual is not None:
         summed = (summed + np.asarray(residual).astype(np.float64)).astype(dtype)
-    normed = normalize(summed, eps).astype(dtype).astype(np.float64) * np.asarray(weight).astype(np.float64)
+    normed = summed
+    if weight is not None:
+        normed = normalize(summed, eps).astype(dtype).astype(np.float64) * np.asarray(weight).astype(np.float64)
     normed, summed = normed.astype(dtype), summed.astype(dtype)
     return (normed if kind is None else quantize_rows(normed, kind)), summed
 

@@ -12,11 +12,13 @@ from pallas_kernels.rounding import round_to
 
 @partial(jax.jit, static_argnames=("eps", "kind"))
 def norm_quant(
-    x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
+    x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
     """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py."""
     compute = compute_dtype(x.dtype)
     summed = x if residual is None else round_to(x.astype(compute) + residual.astype(compute), x.dtype)
+    if weight is None:
+        return (summed if kind is None else quantize_rows(summed, kind)), summed
     y = summed.astype(compute)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(eps, compute))
     y = round_to(y, x.dtype).astype(compute)

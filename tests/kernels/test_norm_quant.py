@@ -56,6 +56,16 @@ def test_xla_matches_the_definition(case):
         assert error(numbers(expected), wanted) < tolerance(case)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_without_a_weight_there_is_no_norm(kind):
+    x, _, residual = Case(4, 256, "bfloat16", kind).inputs()
+    assert same_bits(norm_quant(x, None, eps=EPS, kind=kind), (quantize_rows(x, kind), x))
+    rows, summed = norm_quant(x, None, eps=EPS, residual=residual, kind=kind)
+    assert same_bits((rows, summed), (quantize_rows(x + residual, kind), x + residual))
+    found = reference.norm_quant(x, None, eps=EPS, residual=residual, kind=kind)
+    assert error(numbers(rows), np.asarray(numbers(jax.tree.map(jnp.asarray, found[0])))) < STEP[kind]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_xla_rounds_as_the_model_does(dtype):
     x, weight, residual = Case(4, 256, dtype, None).inputs()
@@ -144,6 +154,7 @@ def test_a_hopper_gpu_takes_the_kernel_for_what_it_supports(monkeypatch):
 def test_bad_arguments():
     x, weight = jnp.zeros((2, 256), jnp.bfloat16), jnp.zeros(256, jnp.bfloat16)
     for arguments, options, message in (
+        ((x, None), {}, "neither a weight nor a kind"),
         ((x, weight), {"kind": "int4"}, "unknown kind of quantized rows 'int4'; kinds: int8, fp8"),
         ((x, weight[:8]), {}, r"weight has shape \(8,\), expected \[E\] with E=256"),
         ((x, weight), {"residual": x[:1]}, r"residual has shape \(1, 256\), expected \[T, E\] with T=2, E=256"),

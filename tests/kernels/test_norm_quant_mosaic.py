@@ -53,6 +53,14 @@ def test_interpreted_gives_the_bits_of_xla(case):
     assert same_bits(rows, expected)
 
 
+@pytest.mark.parametrize("case", [Case(2, 640, "bfloat16", "int8"), Case(1, 384, "float16", "fp8", residual=False)])
+def test_interpreted_without_a_weight_quantizes(case):
+    x, _, residual = simple(case)
+    rows, summed = interpreted(case, x, None, residual)
+    assert same_bits(summed, x if residual is None else x + residual)
+    assert same_bits(rows, quantize_rows(summed, case.kind))
+
+
 def test_gradients_are_those_of_xla():
     x, weight, residual = simple(Case(2, 128, "bfloat16", None))
 
@@ -71,7 +79,7 @@ def test_gradients_are_those_of_xla():
     ("module", "name", "change"),
     [
         (row_pieces_sm90, "_normed", lambda real: lambda row, weights, mean, eps: real(row, weights, mean * 1.02, eps)),
-        (row_pieces_sm90, "_scale", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
+        (row_pieces_sm90, "scale_of", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
         (row_pieces_sm90, "pieces", lambda real: lambda vectors: real(vectors)[:-1] or real(vectors)),
     ],
 )
@@ -94,12 +102,13 @@ def test_every_kind_of_case_lowers_for_cuda():
     """Rows are the grid's size."""
 
     def run(x, weight, residual, case):
-        return mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options())
+        weights = (weight,) if case.kind is None else (weight, None)
+        return [mosaic_sm90.norm_quant(x, each, residual=residual, **case.options()) for each in weights]
 
     for case in (*SUPPORTED[::4], *BENCH_CASES[:9:4], *INTERPRETED):
         jitted = jax.jit(partial(run, case=case))
         text = jitted.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == (1 if case.kind is None else 2)
 
 
 def test_unrolled_layers_share_one_lowering():

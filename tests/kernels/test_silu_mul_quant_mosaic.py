@@ -67,7 +67,7 @@ def test_gradients_are_those_of_xla():
     ("module", "name", "change"),
     [
         (row_pieces_sm90, "silu_mul", lambda real: lambda gate, up: real(up, gate)),
-        (row_pieces_sm90, "_scale", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
+        (row_pieces_sm90, "scale_of", lambda real: lambda peak, kind: real(peak * 1.01, kind)),
         (row_pieces_sm90, "_fold_full", lambda real: lambda values: real(values)[:-1] + [real(values)[-1] * 0]),
     ],
 )

@@ -39,6 +39,7 @@ BOUNDS = {
     "uint8-zp": 2e-4,
     "w8a8-talk": 1.2e-3,
     "w8a8-all": 1.2e-3,
+    "w8a8-head": 1.2e-3,
     "llm-int8": 1.2e-3,
     "fp8-weight": 2.5e-3,
     "fp8": 6e-3,

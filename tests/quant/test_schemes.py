@@ -37,9 +37,9 @@ def test_presets(name):
     if name == "bf16":
         assert not any(found.values())
         return
-    assert not found.keys() & {"lm_head", "model.embed_tokens"}
+    assert found.keys() & {"lm_head", "model.embed_tokens"} == ({"lm_head"} if name == "w8a8-head" else set())
     kept_o = name in ("w8a8", "w8a8-talk", "w8a8-tensor")
-    wanted = {"w8a8": "w8a8", "w8a8-talk": "w8a8", "w8a8-all": "w8a8"}.get(name, name)
+    wanted = {"w8a8": "w8a8", "w8a8-talk": "w8a8", "w8a8-all": "w8a8", "w8a8-head": "w8a8"}.get(name, name)
     for layer in ("model.layers.0.", LAYER):
         for linear in LINEARS:
             assert found[layer + linear][:1] == ([] if kept_o and linear == "self_attn.o_proj" else [wanted])

@@ -99,6 +99,12 @@ def _mma(run: Run, name: str, *xs: np.ndarray) -> list[np.ndarray]:
     return [c[:, g + i // 2 * 8, 2 * t + i % 2].reshape(-1).astype(np.float32) for i in range(4)]
 
 
+def _dot_bytes(run: Run, name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c plus the products of signed bytes."""
+    left, right = (as_bytes(x).view(np.int8).astype(np.int32) for x in (a, b))
+    return (c.view(np.int32) + (left * right).sum(axis=1, dtype=np.int32)).view(np.uint32)
+
+
 def _transpose(run: Run, name: str, x: np.ndarray) -> np.ndarray:
     halves = as_bytes(x).view(np.uint16).reshape(-1, 8, 8).swapaxes(1, 2)
     return np.ascontiguousarray(halves).reshape(-1, 2).view(np.uint32)[:, 0]
@@ -121,6 +127,7 @@ def _from_e4m3(run: Run, name: str, x: np.ndarray) -> np.ndarray:
 INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how many targets it has
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32", _mma, 4),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", _transpose, 1),
+    (r"dp4a\.s32\.s32", _dot_bytes, 1),
     (r"prmt\.b32", _permute, 1),
     (r"lop3\.b32", _logic, 1),
     (r"mov\.b32", lambda run, name, x: x, 1),
