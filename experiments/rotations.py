@@ -2,13 +2,16 @@
 
     python -m experiments.rotations
     python -m experiments.rotations --strengths 1 8 --seeds 0
+    python -m experiments.rotations --label stream --parts stream
 
 Outliers are planted without changing the model's function (jllm.analysis.outliers), where a seed draws the channels; at
 strength 1 there are none. kl is the divergence from the unquantized model in nats a token, through the paged cache, and
 `kl_95` its interval by bootstrap over documents. Part "kv": K and V in 4 bits as they are, rotated (-h) and with zero
 points (-zp), with outliers in two channels of each head's K and V. Part "weights": a scheme by rounding or a method of
-jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. A
-run that was interrupted goes on where it stopped.
+jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. There
+a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
+"stream" has that done everywhere, and its outliers are in the residual stream: turned such that the directions in which
+most of it lies are four channels (`channels` 4), or as it is (0). A run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -16,11 +19,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 import jllm
@@ -36,7 +41,7 @@ from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
-from jllm.quant.rotation import rotate
+from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -47,7 +52,10 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
     "gptq": ptq.gptq,
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
+STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
+PARTS = ("kv", "weights", "stream")
 NONE = "none"  # in place of a rotation
+CHANNELS = 4  # that have outliers
 HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
 
 
@@ -62,16 +70,20 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
     recorded = record(model, ids, protocol)
     tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
     done = {json.dumps(_key(row)): row for row in before}
-    for strength, seed in tqdm(list(product(args.strengths, args.seeds)), delay=2, disable=None):
+    if "stream" in args.parts:
+        for key, make in tqdm(of_stream(model, args.seeds, tokens), delay=2, disable=None):
+            yield done.get(json.dumps(key)) or key | score(make(), ids, protocol, recorded)
+    todo = product(args.strengths, args.seeds) if {"kv", "weights"} & set(args.parts) else ()
+    for strength, seed in tqdm(list(todo), delay=2, disable=None):
         if strength == 1 and seed != args.seeds[0]:  # which plants nothing
             continue
         of_kv = plant(model, channels=0, gated=0, kv=2, massive=False, strength=strength, seed=seed)
-        of_stream = plant(model, gated=0, massive=False, strength=strength, seed=seed)
-        turned = {NONE: of_stream} | {which: rotate(of_stream, which) for which in ROTATIONS}
-        for name in kv_formats(model.config.head_dim):
+        of_norms = plant(model, gated=0, massive=False, strength=strength, seed=seed)
+        turned = {NONE: of_norms} | {which: rotate(of_norms, which) for which in ROTATIONS}
+        for name in kv_formats(model.config.head_dim) if "kv" in args.parts else ():
             key: Row = {"part": "kv", "strength": strength, "seed": seed, "kv": name}
             yield done.get(json.dumps(key)) or key | score(of_kv, ids, protocol, recorded, kv_cache=name)
-        for (scheme, method), which in product(WEIGHTS, turned):
+        for (scheme, method), which in product(WEIGHTS if "weights" in args.parts else (), turned):
             key = {"part": "weights", "strength": strength, "seed": seed, "scheme": scheme, "method": method}
             key |= {"rotate": which}
             if (row := done.get(json.dumps(key))) is None:
@@ -79,6 +91,19 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
                 params = METHODS[method](subject, scheme, tokens)
                 row = key | score(replace(subject, params=params), ids, protocol, recorded)
             yield row
+
+
+def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
+    """The rows of part "stream", without scores, and what makes the model of each."""
+    for channels, seed in product((0, CHANNELS), seeds):
+        planted = plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens[:4], seed=seed)
+        for which in (NONE, "all"):
+            if (channels, which) == (0, NONE) and seed != seeds[0]:  # of which nothing is drawn
+                continue
+            turned = planted if which == NONE else rotate(planted, which, seed=seed)
+            for scheme in STREAM:
+                key: Row = {"part": "stream", "channels": channels, "seed": seed, "scheme": scheme, "rotate": which}
+                yield key, partial(quantize_model, turned, scheme)
 
 
 def _key(row: Row) -> Row:
@@ -92,8 +117,16 @@ def score(subject: Model, ids: list[list[int]], protocol: str, recorded: Recorde
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """At the greatest strength: what rotation leaves of each 4-bit format's divergence, seed by seed, the worst of
-    them; and its means over seeds for 8-bit activations, which must fall."""
+    """What rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of each
+    4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations, which
+    must fall."""
+    streams = [row for row in found if row["part"] == "stream" and row["channels"]]
+    for scheme in dict.fromkeys(row["scheme"] for row in streams):
+        of = [row for row in streams if row["scheme"] == scheme]
+        plain, turned = (fmean(row["kl"] for row in of if row["rotate"] == which) for which in (NONE, "all"))
+        name = f"{scheme} rotated all over as it is, outliers in the stream, mean of seeds"
+        yield {"name": name, "value": rounded(turned / plain), "unit": "of kl", "bar": 1.0, "met": turned < plain}
+    found = [row for row in found if row["part"] != "stream"]
     greatest = max((row["strength"] for row in found), default=1)
     found = [row for row in found if row["strength"] == greatest > 1]
     kl = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
@@ -121,6 +154,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the channels")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     add_result_options(parser)

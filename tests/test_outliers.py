@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.analysis.activations import tap
+from jllm.analysis.activations import residuals, tap
 from jllm.analysis.outliers import plant
 from jllm.errors import QuantizationError
 from jllm.quant.quantize import quantize
@@ -86,6 +86,28 @@ def test_turning_makes_the_first_token_massive(model):
         np.linalg.norm(tap(model, IDS, ["layers.0.output"])["layers.0.output"], axis=1),
         rtol=1e-9,
     )
+
+
+def test_turning_takes_most_of_the_stream_to_few_channels(model):
+    tokens = np.random.default_rng(3).integers(3, 97, (2, 24))
+    planted = plant(model, channels=3, gated=0, massive=False, strength=1.0, stream=tokens)
+    np.testing.assert_allclose(full_logits(planted, IDS), full_logits(model, IDS), rtol=1e-9, atol=1e-9)
+    drawn = np.random.default_rng(0).permutation(32)[:3]
+
+    def shares(of) -> np.ndarray:
+        """Of the energy of each channel."""
+        rows = [np.asarray(x, np.float64) for row in tokens for x in residuals(of, row)]
+        rows = np.concatenate([x / np.linalg.norm(x, axis=1, keepdims=True) for x in rows])
+        return (rows**2).mean(axis=0)
+
+    before, after = shares(model), shares(planted)
+    assert set(np.argsort(after)[-3:]) == set(drawn)
+    assert after[drawn].sum() > 1.2 * np.sort(before)[-3:].sum(), (
+        "the best three directions have more than any channels"
+    )
+    assert (np.diff(after[drawn]) <= 0).all(), "the first has most"
+    with pytest.raises(QuantizationError, match="give either massive or stream"):
+        plant(model, stream=tokens)
 
 
 def divergence(model, scheme) -> float:

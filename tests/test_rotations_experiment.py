@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 
 def test_rows_and_bars(asked):
-    args = rotations.parse_args(["--strengths", "1", "4", "--seeds", "0", "1"])
+    args = rotations.parse_args(["--strengths", "1", "4", "--seeds", "0", "1", "--parts", "kv", "weights"])
     found = list(rotations.rows(tiny_model(), args))
     formats = len(rotations.kv_formats(16))
     assert len(found) == 3 * (formats + 3 * len(rotations.WEIGHTS))  # strength 1 has nothing to draw
@@ -52,6 +52,23 @@ def test_rows_and_bars(asked):
     again = list(rotations.rows(tiny_model(), args, before))
     assert len(asked) == count + 2
     assert again == found
+
+
+def test_rows_of_the_stream(asked, monkeypatch):
+    """Outliers are planted by seed, and a rotation of them too; of none only rotations differ by seed."""
+    made = []
+    monkeypatch.setattr(rotations, "quantize_model", lambda model, scheme: made.append(model) or model)
+    args = rotations.parse_args(["--seeds", "0", "1", "--parts", "stream"])
+    found = list(rotations.rows(tiny_model(), args))
+    keys = [(row["channels"], row["rotate"], row["seed"]) for row in found[:: len(rotations.STREAM)]]
+    drawn = [(4, "none", 0), (4, "all", 0), (4, "none", 1), (4, "all", 1)]
+    assert keys == [(0, "none", 0), (0, "all", 0), (0, "all", 1), *drawn]
+    heads = {np.asarray(model.params.head).tobytes() for model in made}
+    assert len(heads) == len(keys)
+    bars = list(rotations.bars([row | {"kl": 1.0 if row["rotate"] == "none" else 0.5} for row in found]))
+    assert [(bar["value"], bar["met"]) for bar in bars] == [(0.5, True)] * len(rotations.STREAM)
+    assert list(rotations.rows(tiny_model(), args, found)) == found
+    assert len(made) == len(found)
 
 
 def test_an_unknown_model_is_said(capsys, tmp_path):

@@ -4,9 +4,12 @@ suffers is what it suffers there.
 Three kinds are known of large models. A few channels of what linear layers read are larger than the others by a factor
 of tens, for all tokens and the same channels in all layers (Dettmers et al., arXiv 2208.07339). The first token's
 residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762). And a few
-channels of each head's K are larger than the others, for all tokens (KIVI, arXiv 2402.02750).
+channels of each head's K are larger than the others, for all tokens (KIVI, arXiv 2402.02750). The first kind lies in
+weights of norms, or in the residual stream itself, where only turning all of it spreads them again (QuaRot, arXiv
+2404.00456).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +34,7 @@ def plant(
     kv: int = 0,
     massive: bool = True,
     first_token: int | None = None,
+    stream: np.ndarray | None = None,
     seed: int = 0,
 ) -> Model:
     """A model of the same function with planted outliers; each kind can be left out.
@@ -39,9 +43,11 @@ def plant(
     where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs, and
     `kv` ones of each head's K and V (of K in pairs that rotary embedding turns: their queries become as much smaller).
     `massive` turns the residual stream such that what `first_token` (None: BOS, or the first EOS) adds to its tokens
-    lies in one channel, the first that is drawn: as massive as the model is. Strength must be a power of two: then
-    scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head of its own. Raises
-    QuantizationError for quantized models and for values out of range.
+    lies in one channel, the first that is drawn: as massive as the model is. `stream`, tokens i32[B, T] in place of
+    `massive`, turns it such that the directions in which most of these tokens' stream lies, over all layers, are the
+    drawn channels; with no channels, weights of norms go into what reads them, and that is all. Strength must be a
+    power of two: then scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head
+    of its own. Raises QuantizationError for quantized models and for values out of range.
     """
     c = model.config
     if quantized := weight_formats(model.params):
@@ -53,8 +59,12 @@ def plant(
             raise QuantizationError(f"{name} must be in 0 .. {size}, not {count}")
     rng = np.random.default_rng(seed)
     drawn = rng.permutation(c.hidden_size)[: max(channels, 1)]
+    if massive and stream is not None:
+        raise QuantizationError("the residual stream is turned one way: give either massive or stream")
     if massive:
-        model = _turn(model, int(drawn[0]), first_token)
+        model = _turn(model, _first_direction(model, first_token), drawn[:1])
+    if stream is not None:
+        model = _turn(model, _main_directions(model, stream, channels), drawn[:channels])
     if kv % 2:
         raise QuantizationError(f"kv must be even, not {kv}: rotary embedding turns channels of K in pairs")
     gates = [rng.permutation(c.intermediate_size)[:gated] for _ in range(c.num_layers)]
@@ -97,27 +107,46 @@ def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams
     return replace(layer, attention=replace(part, qkv=part.qkv * rows[:, None], qkv_bias=scaled))
 
 
-def _turn(model: Model, channel: int, first_token: int | None) -> Model:
-    """Norm weights go into what reads them; a reflection (Householder's) that takes the first token's direction to
-    `channel` then commutes with norms, and goes into the weights on both sides of the residual stream."""
-    p, c = model.params, model.config
-    wide = np.promote_types(np.dtype(p.dtype), np.float32)
+def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
+    """f64[1, E]: where the first token's stream lies in the middle of the layers."""
+    c = model.config
     token = c.bos_id if first_token is None else first_token
     token = next(iter(c.eos_ids), None) if token is None else token
     if token is None:
         raise QuantizationError("the model has neither BOS nor EOS to begin a text with: give first_token")
-    stream = list(residuals(model, [token]))
-    middle = np.asarray(stream[(c.num_layers + 1) // 2], np.float64)[0]
-    mirror = np.zeros(c.hidden_size)
-    mirror[channel] = 1.0
-    mirror = middle / np.linalg.norm(middle) - mirror
-    mirror /= np.linalg.norm(mirror) or 1  # nothing is to be turned where it lies there already
+    middle = np.asarray(list(residuals(model, [token]))[(c.num_layers + 1) // 2], np.float64)
+    return middle / np.linalg.norm(middle)
+
+
+def _main_directions(model: Model, tokens: np.ndarray, count: int) -> np.ndarray:
+    """f64[count, E], orthonormal: those with most of the stream's energy, each token's stream after each layer counting
+    alike, as norms make them."""
+    energy = np.zeros((model.config.hidden_size,) * 2)
+    for x in (np.asarray(x, np.float64) for row in tokens for x in residuals(model, row)):
+        x = x / np.linalg.norm(x, axis=1, keepdims=True)
+        energy += x.T @ x
+    return np.linalg.eigh(energy)[1].T[::-1][:count]
+
+
+def _turn(model: Model, directions: np.ndarray, channels: np.ndarray) -> Model:
+    """Norm weights go into what reads them; reflections (Householder's) that take orthonormal directions [n, E] of the
+    residual stream to channels then commute with norms, and go into the weights on both sides of it."""
+    p, c = model.params, model.config
+    wide = np.promote_types(np.dtype(p.dtype), np.float32)
+    mirrors: list[np.ndarray] = []
+    for direction, channel in zip(directions, channels):
+        mirror = _reflect(direction, mirrors)  # the mirrors before it leave the channels before it where they are
+        mirror[channel] -= 1.0
+        mirrors.append(mirror / (np.linalg.norm(mirror) or 1))  # nothing is to be turned where it lies there already
 
     def reads(w: Any, norm: Any) -> Any:
-        return _reflect(np.asarray(w, np.float64) * np.asarray(norm, np.float64)[None, :], mirror, wide).astype(w.dtype)
+        turned = _reflect(np.asarray(w, np.float64) * np.asarray(norm, np.float64)[None, :], mirrors)
+        return jnp.asarray(turned.astype(wide)).astype(w.dtype)
 
     def writes(w: Any) -> Any:
-        return None if w is None else _reflect(np.asarray(w, np.float64).T, mirror, wide).T.astype(w.dtype)
+        if w is None:
+            return None
+        return jnp.asarray(_reflect(np.asarray(w, np.float64).T, mirrors).astype(wide)).T.astype(w.dtype)
 
     one = jnp.ones_like(p.norm)
     layers = tuple(
@@ -144,6 +173,8 @@ def _turn(model: Model, channel: int, first_token: int | None) -> Model:
     return replace(model, params=turned, config=replace(c, tie_embeddings=False))
 
 
-def _reflect(x: np.ndarray, mirror: np.ndarray, dtype: Any) -> Any:
-    """Rows of x [.., E], reflected."""
-    return jnp.asarray((x - 2 * (x @ mirror)[..., None] * mirror).astype(dtype))
+def _reflect(x: np.ndarray, mirrors: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of x [.., E], reflected in one mirror after another."""
+    for mirror in mirrors:
+        x = x - 2 * (x @ mirror)[..., None] * mirror
+    return x.copy()
