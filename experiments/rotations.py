@@ -11,7 +11,9 @@ points (-zp), with outliers in two channels of each head's K and V. Part "weight
 jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. There
 a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
 "stream" has that done everywhere, and its outliers are in the residual stream: turned such that the directions in which
-most of it lies are four channels (`channels` 4), or as it is (0). A run that was interrupted goes on where it stopped.
+most of it lies are four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales
+of channels that are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. A run that was
+interrupted goes on where it stopped.
 """
 
 import argparse
@@ -53,7 +55,8 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
 STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
-PARTS = ("kv", "weights", "stream")
+PARTS = ("kv", "weights", "stream", "smooth")
+ALPHAS = (0.0, 0.5, 1.0)
 NONE = "none"  # in place of a rotation
 CHANNELS = 4  # that have outliers
 HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
@@ -73,7 +76,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
     if "stream" in args.parts:
         for key, make in tqdm(of_stream(model, args.seeds, tokens), delay=2, disable=None):
             yield done.get(json.dumps(key)) or key | score(make(), ids, protocol, recorded)
-    todo = product(args.strengths, args.seeds) if {"kv", "weights"} & set(args.parts) else ()
+    todo = product(args.strengths, args.seeds) if set(args.parts) != {"stream"} else ()
     for strength, seed in tqdm(list(todo), delay=2, disable=None):
         if strength == 1 and seed != args.seeds[0]:  # which plants nothing
             continue
@@ -83,6 +86,11 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
         for name in kv_formats(model.config.head_dim) if "kv" in args.parts else ():
             key: Row = {"part": "kv", "strength": strength, "seed": seed, "kv": name}
             yield done.get(json.dumps(key)) or key | score(of_kv, ids, protocol, recorded, kv_cache=name)
+        for alpha in ALPHAS if "smooth" in args.parts else ():
+            smoothed = replace(of_kv, params=ptq.smooth_attention(of_kv, tokens, alpha=alpha)) if alpha else of_kv
+            for name in kv_formats(model.config.head_dim)[:4]:
+                key = {"part": "smooth", "strength": strength, "seed": seed, "kv": name, "alpha": alpha}
+                yield done.get(json.dumps(key)) or key | score(smoothed, ids, protocol, recorded, kv_cache=name)
         for (scheme, method), which in product(WEIGHTS if "weights" in args.parts else (), turned):
             key = {"part": "weights", "strength": strength, "seed": seed, "scheme": scheme, "method": method}
             key |= {"rotate": which}
@@ -129,6 +137,11 @@ def bars(found: list[Row]) -> Iterator[Row]:
     found = [row for row in found if row["part"] != "stream"]
     greatest = max((row["strength"] for row in found), default=1)
     found = [row for row in found if row["strength"] == greatest > 1]
+    smooth = {(row["kv"], row["alpha"], row["seed"]): row["kl"] for row in found if row["part"] == "smooth"}
+    for name in dict.fromkeys(name for name, *_ in smooth):
+        worst = max(smooth[name, 1.0, seed] / smooth[name, 0.0, seed] for other, _, seed in smooth if other == name)
+        text = f"{name} with scales of channels found ahead over without, strength {greatest:g}, worst seed"
+        yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
     kl = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
     for name in dict.fromkeys(name for name, _ in kl if f"{name}-h" in {other for other, _ in kl}):
         worst = max(kl[f"{name}-h", seed] / kl[name, seed] for other, seed in kl if other == name)

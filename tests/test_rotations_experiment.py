@@ -71,6 +71,24 @@ def test_rows_of_the_stream(asked, monkeypatch):
     assert len(made) == len(found)
 
 
+def test_rows_of_channels_scaled_ahead(asked, monkeypatch):
+    alphas = []
+
+    def smoothed(model, tokens, *, alpha):
+        alphas.append(alpha)
+        return model.params
+
+    monkeypatch.setattr(rotations.ptq, "smooth_attention", smoothed)
+    args = rotations.parse_args(["--strengths", "1", "4", "--seeds", "0", "1", "--parts", "smooth"])
+    found = list(rotations.rows(tiny_model(), args))
+    formats = rotations.kv_formats(16)[:4]
+    assert len(found) == 3 * 3 * len(formats)
+    assert [row["kv"] for row in found] == asked
+    assert alphas == [0.5, 1.0] * 3
+    scored = [row | {"kl": 1.0 - 0.6 * row["alpha"]} for row in found]
+    assert [(bar["value"], bar["met"]) for bar in rotations.bars(scored)] == [(0.4, True)] * len(formats)
+
+
 def test_an_unknown_model_is_said(capsys, tmp_path):
     assert rotations.main(["--model", str(tmp_path / "none"), "--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -20,7 +20,7 @@ from jllm.analysis.activations import residuals
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params, matrices
 from jllm.pretrained import Model
-from jllm.quant.calibration.migration import migrate
+from jllm.quant.calibration.migration import migrate, scale_keys
 from jllm.quant.quantize import weight_formats
 from pallas_kernels.numerics import compute_dtype
 
@@ -94,17 +94,12 @@ def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndar
 
 def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams:
     """K and V times s [K, D / 2], by channel and its partner, what reads them by as much smaller."""
-    c, part = model.config, layer.attention
-    both = np.concatenate([s, s], axis=1)
-    of_queries = np.repeat(1 / both, c.num_heads // c.num_kv_heads, axis=0)
-    layer = migrate(layer, c, "o", jnp.asarray(of_queries.reshape(-1), compute_dtype(model.params.dtype)))
-    if part.q_norm is not None:
+    c = model.config
+    if getattr(layer.attention, "q_norm", None) is not None:
         raise QuantizationError("heads: a norm of each head's K and Q undoes what is planted before it")
-    factors = np.concatenate([of_queries, both, np.ones_like(both)]).reshape(-1)
-    part = layer.attention
-    rows = jnp.asarray(factors, part.qkv.dtype)
-    scaled = None if part.qkv_bias is None else part.qkv_bias * rows
-    return replace(layer, attention=replace(part, qkv=part.qkv * rows[:, None], qkv_bias=scaled))
+    both = jnp.asarray(np.concatenate([s, s], axis=1), compute_dtype(model.params.dtype))
+    layer = migrate(layer, c, "o", jnp.repeat(1 / both, c.num_heads // c.num_kv_heads, axis=0).reshape(-1))
+    return scale_keys(layer, c, both)
 
 
 def _first_direction(model: Model, first_token: int | None) -> np.ndarray:

@@ -13,7 +13,7 @@ tokens' residual stream, and what one layer needs.
 from jllm.quant.calibration.inputs import InputStats, layer_statistics
 from jllm.quant.calibration.scale_learning import learned, tune_scales
 from jllm.quant.calibration.scale_search import awq
-from jllm.quant.calibration.smoothing import smooth, smoothquant
+from jllm.quant.calibration.smoothing import smooth, smooth_attention, smoothquant
 from jllm.quant.calibration.solver import gptq
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "layer_statistics",
     "learned",
     "smooth",
+    "smooth_attention",
     "smoothquant",
     "tune_scales",
 ]

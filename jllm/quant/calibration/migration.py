@@ -35,6 +35,24 @@ def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -
     return replace(layer, **{name: part})
 
 
+def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerParams:
+    """`layer` with keys times s [K, D] and the queries that meet them divided by it, so that scores stay as they are.
+
+    The two channels that rotary embedding turns, D / 2 apart, must have the same scale; and all heads must where Q and
+    K have norms, whose weights it goes into. Exact but for rounding; for powers of two to the last bit.
+    """
+    part = layer.attention
+    if not isinstance(part, AttentionParams):
+        raise QuantizationError(f"{type(part).__name__}: keys of this kind of layer cannot be scaled")
+    if part.q_norm is not None and part.k_norm is not None:
+        scaled = replace(part, q_norm=part.q_norm / s[0].astype(part.q_norm.dtype))
+        return replace(layer, attention=replace(scaled, k_norm=part.k_norm * s[0].astype(part.k_norm.dtype)))
+    queries = jnp.repeat(1 / s, config.num_heads // config.num_kv_heads, axis=0)
+    rows = jnp.concatenate([queries, s, jnp.ones_like(s)]).reshape(-1).astype(part.qkv.dtype)
+    bias = None if part.qkv_bias is None else part.qkv_bias * rows
+    return replace(layer, attention=replace(part, qkv=part.qkv * rows[:, None], qkv_bias=bias))
+
+
 def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:
     """x [H D] of o's input -> the largest among the query heads that share a KV head, [H D]."""
     groups = x.reshape(config.num_kv_heads, -1, config.head_dim)

@@ -1,7 +1,9 @@
-"""SmoothQuant (Xiao et al., arXiv 2211.10438): outliers of activations moved into weights, before both are rounded."""
+"""SmoothQuant (Xiao et al., arXiv 2211.10438): outliers of activations moved into weights, before both are rounded; and
+SmoothAttention (QServe, arXiv 2405.04532), the same for K and V before they are rounded into the cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +14,19 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.params import LayerParams, Params, matrices
 from jllm.pretrained import Model
-from jllm.quant.calibration.inputs import DELAY, InputStats, layer_statistics, plan
-from jllm.quant.calibration.migration import FIELDS, migrate, tie_heads
+from jllm.quant.calibration.inputs import (
+    DELAY,
+    InputStats,
+    check_tokens,
+    embed_tokens,
+    layer_statistics,
+    plan,
+    run_layer,
+)
+from jllm.quant.calibration.migration import FIELDS, migrate, scale_keys, tie_heads
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
+from pallas_kernels.numerics import compute_dtype
 
 
 def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:
@@ -40,6 +51,49 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
             )
         layers.append(layer)
     return replace(model.params, layers=tuple(layers))
+
+
+def smooth_attention(model: Model, tokens: Any, *, alpha: float = 0.5) -> Params:
+    """Params of the same function, in whose K and V no channel is much larger than others: scales of channels, found
+    ahead, beside those that a KV format finds for each token.
+
+    Channel j of a head is divided by max|x_j|^alpha, a maximum over calibration tokens i32[B, T]; of K it is that of
+    both channels that rotary embedding turns, and of all heads where Q and K have norms. Queries and `o` take the
+    factor in return. A head's factors have a geometric mean of 1, so that its K and V stay about as large as they are.
+    The paper has an alpha of 0.5, and K alone. Raises QuantizationError for alpha outside 0 .. 1.
+    """
+    if not 0 <= alpha <= 1:
+        raise QuantizationError(f"alpha must be in 0 .. 1, from channels left alone to all alike, not {alpha}")
+    plan(model, "bf16")
+    c, layers = model.config, []
+    x = embed_tokens(model, check_tokens(model, tokens))
+    for i, layer in enumerate(tqdm(model.params.layers, "smoothing K and V", delay=DELAY, leave=False, disable=None)):
+        x, k, v = _largest_kv(layer, x, c.one_layer(i))
+        pairs = jnp.maximum(*jnp.split(k, 2, axis=1))
+        if getattr(layer.attention, "q_norm", None) is not None:
+            pairs = jnp.broadcast_to(pairs.max(axis=0), pairs.shape)
+        layer = scale_keys(layer, c, 1 / jnp.tile(_factors(pairs, alpha), 2))
+        values = jnp.repeat(_factors(v, alpha), c.num_heads // c.num_kv_heads, axis=0)
+        layers.append(migrate(layer, c, "o", values.reshape(-1)))
+    return replace(model.params, layers=tuple(layers))
+
+
+@partial(jax.jit, static_argnames="config")
+def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer on x [B, T, E]: its outputs, and the largest magnitudes [K, D] of its K and V, as a cache gets them."""
+
+    def one(row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, found = run_layer(layer, row, config, ("k", "v"))
+        return y, *(jnp.abs(found[name]).max(axis=0).astype(compute_dtype(x.dtype)) for name in ("k", "v"))
+
+    y, k, v = jax.lax.map(one, x)
+    return y, k.max(axis=0), v.max(axis=0)
+
+
+def _factors(largest: jax.Array, alpha: float) -> jax.Array:
+    """What channels [K, ..] are divided by; 1 for those that are zero throughout."""
+    logs = jnp.where(largest > 0, alpha * jnp.log(jnp.where(largest > 0, largest, 1)), 0)
+    return jnp.exp(logs - logs.mean(axis=1, keepdims=True))
 
 
 def smoothquant(
