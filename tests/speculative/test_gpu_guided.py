@@ -48,6 +48,7 @@ def jobs() -> list[Job]:
 @pytest.fixture(scope="module")
 def plain(model):
     engine = Engine(model, **OPTIONS)
+    engine.compile_ahead(job.params for job in jobs())  # in threads, which takes a fraction of the time
     return play(engine, jobs()), engine.metrics()["steps"]
 
 
@@ -72,6 +73,7 @@ def test_guided_tokens_are_the_likeliest_that_are_allowed(model, plain, drafter)
     wants, steps = plain
     made = DRAFTERS[drafter](jobs(), wants)
     engine = Engine(model, **OPTIONS, speculate=made, drafts=3 if drafter == "ngram" else made.tree.size - 1)
+    engine.compile_ahead(job.params for job in jobs())
     got = play(engine, jobs())
     metrics = engine.metrics()
     assert metrics["draft_segments"]
