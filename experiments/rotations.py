@@ -1,4 +1,5 @@
-"""What rotations (QuaRot, arXiv 2404.00456) gain where a model has outliers: of K and V, and of the residual stream.
+"""What rotations (QuaRot, arXiv 2404.00456) gain where a model has outliers, of K and V and of what linear layers read,
+and scales of K's and V's channels beside them.
 
     python -m experiments.rotations
     python -m experiments.rotations --strengths 1 8 --seeds 0

@@ -115,6 +115,13 @@ def left_of_kv(suffix: str) -> float:
     return max(found[f"int4-g64{suffix} {seed}"] / found[f"int4-g64 {seed}"] for seed in range(3))
 
 
+def left_by_channels(kv: str, strength: float, alpha: float = 0.5) -> float:
+    """Of a KV format's divergence, what scales of channels that are found ahead leave; the worst seed."""
+    of = rows("rotations-smooth", "cpu", part="smooth", kv=kv, strength=strength)
+    found = {(row["alpha"], row["seed"]): row["kl"] for row in of}
+    return max(found[alpha, seed] / found[0.0, seed] for some, seed in found if some == alpha)
+
+
 def in_blocks(end: str) -> list[float]:
     names = (f"{kind}{end}" for kind in ("mxfp8", "nvfp4", "mxfp4"))
     return [only("quant_accuracy-blocks", "cpu", part="scheme", scheme=name)["kl"] for name in names]
@@ -151,6 +158,10 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "with activations {:.3f}, {:.3f} and {:.3f}.": lambda: in_blocks(""),
     "leaves at most {:.2f} of `int4-g64`'s divergence, and `-zp` {:.2f}": lambda: [left_of_kv("-h"), left_of_kv("-zp")],
+    "It leaves {:.2f} of the divergence of `int4-g64` K and V of the bundled model, and of `int4-g64-zp` {:.2f}": lambda: [
+        left_by_channels(kv, 1.0) for kv in ("int4-g64", "int4-g64-zp")
+    ],
+    "with outliers 32 times as large as others {:.2f} or less.": lambda: [left_by_channels("int4-g64", 32.0)],
     "outliers 64 times as large as others it leaves {:.3f} of `w8a8-all`'s divergence": lambda: [left_by_llm_int8()],
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [

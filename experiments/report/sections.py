@@ -378,13 +378,16 @@ ACCURACY = (
         ),
     ),
     Section(
-        "rotations",
-        "What rotations gain beside outliers of K and V, and of what norms give on",
+        "rotations.*",
+        "What rotations and scales of channels gain beside outliers of K and V, and of what linear layers read",
         "Divergence from the unquantized model in nats a token, by how much larger planted outlier channels are than "
-        "others; a seed draws the channels.",
+        "others, or by how many channels most of the residual stream lies in; a seed draws the channels. `alpha`: "
+        "SmoothAttention's, 0 is without.",
         (
             Table(("strength", "kv", "seed", "kl", "kl_95"), "K and V in 4 bits", _is(part="kv")),
             Table(("strength", "scheme", "method", "seed"), "weights", _is(part="weights"), pivot=("rotate", "kl")),
+            Table(("channels", "scheme", "method", "seed"), "the stream", _is(part="stream"), pivot=("rotate", "kl")),
+            Table(("strength", "kv", "seed"), "channels scaled ahead", _is(part="smooth"), pivot=("alpha", "kl")),
         ),
         of_bars("{:.2g} to {:.2g} of the divergence left"),
     ),
