@@ -11,9 +11,9 @@ strength 1 there are none. kl is the divergence from the unquantized model in na
 points (-zp), with outliers in two channels of each head's K and V. Part "weights": a scheme by rounding or a method of
 jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. There
 a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
-"stream" has that done everywhere, and its outliers are in the residual stream: turned such that the directions in which
-most of it lies are four channels (`channels` 4), or as it is (0). Floats of 4 bits are there by GPTQ as well, which
-with a rotation is most of MR-GPTQ (arXiv 2509.23202). Part "smooth": 4-bit K and V of part "kv" with scales of channels
+"stream" has that done everywhere, and its outliers are in the residual stream: turned such that its main directions are
+four channels (`channels` 4), or as it is (0). With outliers, floats of 4 bits are there by GPTQ as well, which with a
+rotation is most of MR-GPTQ (arXiv 2509.23202). Part "smooth": 4-bit K and V of part "kv" with scales of channels
 that are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. A run that was interrupted
 goes on where it stopped.
 """
@@ -114,7 +114,7 @@ def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterato
             if (channels, which) == (0, NONE) and seed != seeds[0]:  # of which nothing is drawn
                 continue
             turned = planted if which == NONE else rotate(planted, which, seed=seed)
-            for scheme, method in STREAM:
+            for scheme, method in STREAM if channels else (pair for pair in STREAM if pair[1] == "round"):
                 key: Row = {"part": "stream", "channels": channels, "seed": seed, "scheme": scheme, "method": method}
                 yield key | {"rotate": which}, partial(_quantized, turned, scheme, method, tokens)
 

@@ -158,7 +158,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "with activations {:.3f}, {:.3f} and {:.3f}.": lambda: in_blocks(""),
     "leaves at most {:.2f} of `int4-g64`'s divergence, and `-zp` {:.2f}": lambda: [left_of_kv("-h"), left_of_kv("-zp")],
-    "It leaves {:.2f} of the divergence of `int4-g64` K and V of the bundled model, and of `int4-g64-zp` {:.2f}": lambda: [
+    "{:.2f} of the divergence of `int4-g64` K and V of the bundled model, and of `int4-g64-zp` {:.2f}": lambda: [
         left_by_channels(kv, 1.0) for kv in ("int4-g64", "int4-g64-zp")
     ],
     "with outliers 32 times as large as others {:.2f} or less.": lambda: [left_by_channels("int4-g64", 32.0)],

@@ -44,8 +44,8 @@ def plant(
     `kv` ones of each head's K and V (of K in pairs that rotary embedding turns: their queries become as much smaller).
     `massive` turns the residual stream such that what `first_token` (None: BOS, or the first EOS) adds to its tokens
     lies in one channel, the first that is drawn: as massive as the model is. `stream`, tokens i32[B, T] in place of
-    `massive`, turns it such that the directions in which most of these tokens' stream lies, over all layers, are the
-    drawn channels; with no channels, weights of norms go into what reads them, and that is all. Strength must be a
+    `massive`, turns it such that the main directions of these tokens' stream, over all layers, are the drawn channels;
+    with no channels, weights of norms go into what reads them, and that is all. Strength must be a
     power of two: then scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head
     of its own. Raises QuantizationError for quantized models and for values out of range.
     """
