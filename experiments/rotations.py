@@ -12,10 +12,9 @@ points (-zp), with outliers in two channels of each head's K and V. Part "weight
 jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. There
 a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
 "stream" has that done everywhere, and its outliers are in the residual stream: turned such that its main directions are
-four channels (`channels` 4), or as it is (0). With outliers, floats of 4 bits are there by GPTQ as well, which with a
-rotation is most of MR-GPTQ (arXiv 2509.23202). Part "smooth": 4-bit K and V of part "kv" with scales of channels
-that are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. A run that was interrupted
-goes on where it stopped.
+four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales of channels that
+are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. A run that was interrupted goes
+on where it stopped.
 """
 
 import argparse
@@ -45,7 +44,7 @@ from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
-from jllm.quant.rotation import rotate
+from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -56,10 +55,7 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
     "gptq": ptq.gptq,
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
-STREAM = (
-    *((scheme, "round") for scheme in ("w8a8-all", "fp8", "w4a16-g64")),
-    *product(("mxfp4", "nvfp4"), ("round", "gptq")),
-)
+STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
 PARTS = ("kv", "weights", "stream", "smooth")
 ALPHAS = (0.0, 0.5, 1.0)
 NONE = "none"  # in place of a rotation
@@ -114,13 +110,9 @@ def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterato
             if (channels, which) == (0, NONE) and seed != seeds[0]:  # of which nothing is drawn
                 continue
             turned = planted if which == NONE else rotate(planted, which, seed=seed)
-            for scheme, method in STREAM if channels else (pair for pair in STREAM if pair[1] == "round"):
-                key: Row = {"part": "stream", "channels": channels, "seed": seed, "scheme": scheme, "method": method}
-                yield key | {"rotate": which}, partial(_quantized, turned, scheme, method, tokens)
-
-
-def _quantized(model: Model, scheme: str, method: str, tokens: np.ndarray) -> Model:
-    return replace(model, params=METHODS[method](model, scheme, tokens))
+            for scheme in STREAM:
+                key: Row = {"part": "stream", "channels": channels, "seed": seed, "scheme": scheme, "rotate": which}
+                yield key, partial(quantize_model, turned, scheme)
 
 
 def _key(row: Row) -> Row:
@@ -138,10 +130,10 @@ def bars(found: list[Row]) -> Iterator[Row]:
     4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations, which
     must fall."""
     streams = [row for row in found if row["part"] == "stream" and row["channels"]]
-    for scheme, method in dict.fromkeys((row["scheme"], row["method"]) for row in streams):
-        of = [row for row in streams if (row["scheme"], row["method"]) == (scheme, method)]
+    for scheme in dict.fromkeys(row["scheme"] for row in streams):
+        of = [row for row in streams if row["scheme"] == scheme]
         plain, turned = (fmean(row["kl"] for row in of if row["rotate"] == which) for which in (NONE, "all"))
-        name = f"{scheme} ({method}) rotated all over as it is, outliers in the stream, mean of seeds"
+        name = f"{scheme} rotated all over as it is, outliers in the stream, mean of seeds"
         yield {"name": name, "value": rounded(turned / plain), "unit": "of kl", "bar": 1.0, "met": turned < plain}
     found = [row for row in found if row["part"] != "stream"]
     greatest = max((row["strength"] for row in found), default=1)

@@ -386,7 +386,7 @@ ACCURACY = (
         (
             Table(("strength", "kv", "seed", "kl", "kl_95"), "K and V in 4 bits", _is(part="kv")),
             Table(("strength", "scheme", "method", "seed"), "weights", _is(part="weights"), pivot=("rotate", "kl")),
-            Table(("channels", "scheme", "method", "seed"), "the stream", _is(part="stream"), pivot=("rotate", "kl")),
+            Table(("channels", "scheme", "seed"), "the stream", _is(part="stream"), pivot=("rotate", "kl")),
             Table(("strength", "kv", "seed"), "channels scaled ahead", _is(part="smooth"), pivot=("alpha", "kl")),
         ),
         of_bars("{:.2g} to {:.2g} of the divergence left"),
