@@ -48,9 +48,10 @@ def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerPa
         scaled = replace(part, q_norm=part.q_norm / s[0].astype(part.q_norm.dtype))
         return replace(layer, attention=replace(scaled, k_norm=part.k_norm * s[0].astype(part.k_norm.dtype)))
     queries = jnp.repeat(1 / s, config.num_heads // config.num_kv_heads, axis=0)
-    rows = jnp.concatenate([queries, s, jnp.ones_like(s)]).reshape(-1).astype(part.qkv.dtype)
+    w: Any = part.qkv
+    rows = jnp.concatenate([queries, s, jnp.ones_like(s)]).reshape(-1).astype(w.dtype)
     bias = None if part.qkv_bias is None else part.qkv_bias * rows
-    return replace(layer, attention=replace(part, qkv=part.qkv * rows[:, None], qkv_bias=bias))
+    return replace(layer, attention=replace(part, qkv=w * rows[:, None], qkv_bias=bias))
 
 
 def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:

@@ -84,7 +84,8 @@ def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[
 
     def one(row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         y, found = run_layer(layer, row, config, ("k", "v"))
-        return y, *(jnp.abs(found[name]).max(axis=0).astype(compute_dtype(x.dtype)) for name in ("k", "v"))
+        k, v = (jnp.abs(found[name]).max(axis=0).astype(compute_dtype(x.dtype)) for name in ("k", "v"))
+        return y, k, v
 
     y, k, v = jax.lax.map(one, x)
     return y, k.max(axis=0), v.max(axis=0)
