@@ -60,10 +60,11 @@ def _rows_of_weights(w: jax.ShapeDtypeStruct, pending: list[tuple[Subject, Futur
 
 
 def _compile(subject: Subject) -> Any:
-    def layers(x: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
-        return [subject.run(x, w) for w in ws]
+    def layers(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> list[jax.Array]:
+        return [subject.run(x, w) for x, w in zip(xs, ws)]  # of one x, XLA would join small products into one
 
-    return jax.jit(layers).lower(subject.x, [subject.w] * layers_for(subject.w)).compile()
+    count = layers_for(subject.w)
+    return jax.jit(layers).lower([subject.x] * count, [subject.w] * count).compile()
 
 
 def _measure(w: jax.ShapeDtypeStruct, compiled: list[tuple[Subject, Any]]) -> list[float]:
@@ -72,7 +73,7 @@ def _measure(w: jax.ShapeDtypeStruct, compiled: list[tuple[Subject, Any]]) -> li
     first, *keys = jax.random.split(jax.random.key(0), layers_for(w) + 1)
     largest = max((subject.x for subject, _ in compiled), key=lambda x: x.shape[0], default=w)
     rows, ws = make(first, largest.shape), [make(key, w.shape) for key in keys]
-    runs = [partial(run, rows[: subject.x.shape[0]], ws) for subject, run in compiled]
+    runs = [partial(run, [rows[: subject.x.shape[0]]] * len(ws), ws) for subject, run in compiled]
     return [us / len(ws) for us in device_us_of_each(runs)]
 
 
