@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pallas_kernels.hopper import SHARED_MEMORY, SMS
 
 UNIT = 64  # rows of one wgmma
-MOST_ROWS = 512  # that the kernel is meant for; it takes any
+MOST_ROWS = 1024  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
 MOST_STAGES = 32  # barriers of an array
 
@@ -52,6 +52,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
     (4096, 4096, 2): ((1, 64, Config(64, 32, 256)), (65, 96, Config(128, 32, 256)), (97, 128, Config(64, 64))),
     (4096, 11008, 2): ((1, 64, Config(64, 32, 256)),),
     (22016, 4096, 2): ((1, 64, Config(64, 176, 256)), (129, 256, Config(256, 176))),
+    (28672, 4096, 2): ((65, 128, Config(64, 224)), (193, 256, Config(256, 112))),
+    (4096, 14336, 2): ((97, 128, Config(64, 64)),),
 }
 
 
