@@ -165,3 +165,10 @@ def test_gpu_a_row_does_not_depend_on_the_others():
     for t in (0, 150, 299):
         alone = norm_quant(x[t : t + 1], weight, residual=residual[t : t + 1], **options)
         assert same_bits(alone, jax.tree.map(lambda a, t=t: a[t : t + 1], (rows, summed)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "kind"), [(1, "int8"), (300, "fp8"), (2048, "int8")])
+def test_gpu_without_a_weight_quantizes(rows, kind):
+    x, _, _ = Case(rows, 4096, "bfloat16", kind).inputs()
+    assert same_bits(norm_quant(x, None, eps=EPS, kind=kind, backend="mosaic")[0], quantize_rows(x, kind))
