@@ -35,7 +35,7 @@ from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, ta
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
-from pallas_kernels.weight_only_matmul import weight_only_matmul
+from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_swiglu
 
 Rows = jax.Array | QuantizedRows
 
@@ -94,6 +94,8 @@ def norm_linear(
         if _takes_plain_rows(w):
             options: dict[str, Any] = {"norm": weight, "eps": eps, "out_dtype": out_dtype, "backend": backend}
             return of_plain_rows(x, w.values, w.scales, bias=bias, **options)
+        if _takes_numbers(w):
+            return weight_only_matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=backend)
         rows = norm(x, weight, eps, w, backend=backend)
         return _linear(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
 
@@ -105,9 +107,10 @@ def norm_linear(
 
 
 def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
-    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of plain weights, for a reader of
-    plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what comes."""
-    if bias is not None or not isinstance(w, QuantizedWeight):
+    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows as they
+    are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what
+    comes."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or _takes_numbers(w):
         return bias is None and _rows_kind(reader) is None
     if not _takes_plain_rows(w) or _rows_kind(reader) != _rows_kind(w):
         return False
@@ -120,6 +123,8 @@ def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backe
         return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
 
     def run(x: jax.Array, weight: jax.Array, w: QuantizedWeight) -> jax.Array:
+        if _takes_numbers(w):
+            return weight_only_swiglu(x, w, norm=weight, eps=eps, backend=backend)
         return of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
 
     def straight(x: jax.Array, weight: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -261,6 +266,11 @@ def _straight(
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _takes_numbers(w: QuantizedWeight) -> bool:
+    """Whether rows meet this weight as they are: neither quantized nor rounded first."""
+    return w.format.activations is None
 
 
 def _rows_kind(reader: Weight) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 
 class Emitter:
@@ -41,6 +41,20 @@ class Emitter:
         """(a & mask) ^ b in one instruction."""
         return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), self.c(b))
 
+    def equal(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+    def select(self, condition: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.select(condition, a, b)
+
+    def low_half(self, word: ir.Value, half: int) -> ir.Value:
+        """16 bits of a word."""
+        return arith.trunci(self.i16, self.shift_right(word, 16 * half))
+
+    def signed_byte(self, word: ir.Value, byte: int) -> ir.Value:
+        """A byte of a word, sign-extended."""
+        return arith.extsi(self.i32, arith.trunci(self.i8, self.shift_right(word, 8 * byte)))
+
     def shift_right(self, a: ir.Value, b: int) -> ir.Value:
         return arith.shrui(a, self.c(b)) if b else a
 
@@ -66,8 +80,7 @@ class Emitter:
 
     def from_fp8(self, word: ir.Value, half: int = 0) -> ir.Value:
         """The two e4m3 values in a half of a word as a pair."""
-        narrow = arith.trunci(self.i16, self.shift_right(word, 16 * half))
-        halves = llvm.inline_asm(self.i32, [narrow], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        halves = llvm.inline_asm(self.i32, [self.low_half(word, half)], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
         if self.half == self.f16:
             return halves
         wide = arith.extf(ir.VectorType.get((2,), self.f32), llvm.bitcast(ir.VectorType.get((2,), self.f16), halves))
@@ -102,9 +115,16 @@ class StreamEmitter(Emitter):
     def below(self, a: ir.Value, b: int) -> ir.Value:
         return arith.cmpi(arith.CmpIPredicate.ult, a, self.c(b))
 
-    def stream(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
-        """Four words that are read once."""
-        return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4)
+    def stream(self, name: str, offset: ir.Value, more: int, pinned: bool = False) -> list[ir.Value]:
+        """Four words that are read once; pinned: not after what comes later."""
+        return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4, pinned)
+
+    def vector(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
+        """Four words of either memory."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        found = llvm.load(ir.VectorType.get((4,), self.i32), pointer, alignment=16)
+        return [vector.extract(found, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
 
     def fetch(self, name: str, offset: ir.Value, more: int, words: int) -> list[ir.Value]:
         """Words that others read too."""
@@ -112,11 +132,13 @@ class StreamEmitter(Emitter):
 
     def load_vector(self, name: str, offset: ir.Value, more: int) -> ir.Value:
         """A zero, or a float16 as it is stored."""
-        if name == "zeros":
+        if name.startswith("zeros"):
             return self._global(name, offset, more, "ld.global.nc", "s8", 1)[0]
         return self._global(name, offset, more, "ld.global.nc", "u16", 1)[0]
 
-    def _global(self, name: str, offset: ir.Value, more: int, load: str, kind: str, words: int) -> list[ir.Value]:
+    def _global(
+        self, name: str, offset: ir.Value, more: int, load: str, kind: str, words: int, pinned: bool = False
+    ) -> list[ir.Value]:
         place = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         narrow = kind == "u16"
         target, result = ("=h", self.i16) if narrow else ("=r", self.i32)
@@ -126,7 +148,8 @@ class StreamEmitter(Emitter):
         constraints = ",".join([target] * words + ["l"])
         if words == 1:
             return [llvm.inline_asm(result, [place], text, constraints)]
-        found = llvm.inline_asm(llvm.StructType.get_literal([result] * words), [place], text, constraints)
+        kinds = llvm.StructType.get_literal([result] * words)
+        found = llvm.inline_asm(kinds, [place], text, constraints, has_side_effects=pinned)
         return [llvm.extractvalue(result, found, [i]) for i in range(words)]
 
     def widened(self, scale: ir.Value) -> ir.Value:
@@ -134,7 +157,13 @@ class StreamEmitter(Emitter):
         return arith.extf(self.f32, arith.bitcast(self.f16, scale))
 
     def zero(self) -> ir.Value:
-        return mgpu.c(0.0, self.f32)
+        return self.number(0.0)
+
+    def number(self, x: float) -> ir.Value:
+        return mgpu.c(x, self.f32)
+
+    def minus(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.subf(a, b)
 
     def plus(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return arith.addf(a, b)

@@ -148,6 +148,7 @@ INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how 
     (r"setp\.lt\.u32", lambda run, name, x, y: x < y, 1),
     (r"st\.global\.v2\.b32", lambda run, name, at, *xs: run.store(at, as_bytes(np.stack(xs, axis=1)), 8), 0),
     (r"ld\.global\.nc\.(L1::no_allocate\.L2::128B\.)?v4\.\w+", _load_global, 4),
+    (r"ld\.global\.nc\.v2\.\w+", _load_global, 2),
     (r"ld\.global\.nc\.\w+", _load_global, 1),
     (r"bar\.sync", lambda run, name, *_: None, 0),  # of a warpgroup
 ]
