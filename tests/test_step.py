@@ -87,15 +87,13 @@ REST = [pair for pair in product(SHAPES, SCHEMES) if pair not in LOWERED]
 
 def products(scheme: str) -> int:
     """The kernels that a layer of 7B and some hundred rows has beside those of every layer, and a head of int8."""
-    if scheme in ("fp4", "fp4-dq"):  # has no kernel
+    if scheme in ("bf16", "fp4", "fp4-dq"):  # plain products are XLA's for so many rows, and FP4 has no kernel
         return 0
-    if scheme == "bf16":  # O and down, with their residual; the others are XLA's for so many rows
-        return 2
     if scheme == "llm-int8":  # two of each weight
         return 8
     silu = scheme in ("w8a8-talk", "w8a8-all", "w8a8-head", "fp8")  # else it is of 16 bits, and XLA's
     codes = silu and scheme != "w8a8-talk"  # of attention's output
-    return 4 + silu + codes + (scheme == "w8a8-head")
+    return (3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4) + silu + codes + (scheme == "w8a8-head")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pallas_kernels.hopper import SHARED_MEMORY, SMS
 
 UNIT = 64  # rows of one wgmma
-MOST_ROWS = 1024  # that the kernel is meant for; it takes any
+MOST_ROWS = 512  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
 MOST_STAGES = 32  # barriers of an array
 

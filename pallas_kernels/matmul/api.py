@@ -28,7 +28,7 @@ def matmul(
     of one row takes that along, to the same bits; before others it is an operation of its own.
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision; bias and residual are
     added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
-    takes up to 1,024 rows in 16 bits, N and K in multiples of 16 and a residual of `out_dtype`; unnamed, it runs where
+    takes up to 512 rows in 16 bits, N and K in multiples of 16 and a residual of `out_dtype`; unnamed, it runs where
     it was measured to be the faster one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
     what a backend that was named doesn't do.
     """

@@ -18,9 +18,9 @@ def swiglu(
     norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as matmul has it.
     Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded;
     xla, which makes the product and the rest one after the other, rounds products to x's dtype in between. The kernel
-    takes up to 1,024 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the
-    faster one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was
-    named doesn't do.
+    takes up to 512 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the faster
+    one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was named
+    doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")
