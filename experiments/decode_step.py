@@ -5,51 +5,73 @@
 Random weights, every slot at --context tokens of KV, greedy. Steps are dispatched one after the other, each fed by the
 tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts, all
 of which start at --context. The floor reads all weights once and each slot's KV once, at --bandwidth, as long as it is
-on average over these steps.
+on average over these steps. With --devices the model is spread over several, and the floor is one's of its share.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from experiments.arguments import add_model_options, add_timing_options, positive
 from experiments.result_file import bar, record
 from experiments.steps.floors import least_share
-from experiments.steps.timer import StepTimer, model_config, page_bytes, pool_for, random_params, step_of
+from experiments.steps.timer import (
+    StepTimer,
+    compile_ahead,
+    model_config,
+    page_bytes,
+    pool_for,
+    random_params,
+    step_of,
+    stopwatch,
+)
 from jllm.config import LlamaConfig
 from jllm.fit import tree_bytes
+from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 TRITON = 1.25  # times the device's own step that backend triton may take
+ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two devices, at most
 
 
-def measure(
-    params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace, backend: str | None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """One compiled step."""
+
+    devices: int
+    batch: int
+    backend: str | None
+
+    def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
+        pool = pool_for(self.batch, args.context + args.steps, args.page_size, args.kv_cache)
+        return StepTimer(params, config, pool, self.backend)
+
+
+def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
-    timer = StepTimer(
-        params, config, pool_for(batch, args.context + args.steps, args.page_size, args.kv_cache), backend
-    )
-    layout, buffer = step_of("decode", batch)
-    step = timer.lower(layout).compile()
+    params, config, batch = timer.params, timer.config, case.batch
     timer.renew()
     timer.place(args.context)
-    ms = 1e3 * timer.one(step, buffer, batch, args.steps, args.repeats)
+    ms = 1e3 * timer.one(step, step_of("decode", batch)[1], batch, args.steps, args.repeats)
+    timer.state = None
     unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
     weights = tree_bytes(params) - sum(leaf.nbytes for leaf in unread)
     mean_length = args.context + (args.steps + 1) / 2
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
-    floor = (weights + batch * mean_length * token_bytes) / args.bandwidth
+    floor = (weights + batch * mean_length * token_bytes) / case.devices / args.bandwidth
     return {
+        **({} if args.devices == [1] else {"devices": case.devices}),
+        **({} if args.scheme == "bf16" else {"scheme": args.scheme}),
         "batch": batch,
-        "backend": backend or "default",
+        "backend": case.backend or "default",
         "kv": args.kv_cache or str(params.dtype),
         "context": args.context,
         "decode_ms": round(ms, 3),
@@ -61,7 +83,9 @@ def measure(
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_options(parser, scheme=False)
+    add_model_options(parser)
+    parser.add_argument("--devices", type=positive, nargs="+", default=[1], help="that share the model: each a case")
+    parser.add_argument("--threads", type=positive, default=8, help="that compile")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
     parser.add_argument(
@@ -73,11 +97,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = model_config(args.config, args.layers)
-    params = random_params(config, args.dtype)
-    cases = [(batch, backend) for batch in args.batch for backend in args.backend]
-    for batch, backend in tqdm(cases, delay=2):
-        yield measure(params, config, batch, args, None if backend == "default" else backend)
+    note, config = stopwatch(), model_config(args.config, args.layers)
+    configs = {n: config if n == 1 else spread(config, make_mesh(n)) for n in args.devices}
+    params = {n: jax.block_until_ready(random_params(c, args.dtype, args.scheme)) for n, c in configs.items()}
+    note("weights made")
+    backends = [None if name == "default" else name for name in args.backend]
+    cases = [Case(n, batch, backend) for n in configs for batch in args.batch for backend in backends]
+    timers = {case: case.timer(params[case.devices], configs[case.devices], args) for case in cases}
+    lower = {case: partial(timer.lower, step_of("decode", case.batch)[0]) for case, timer in timers.items()}
+    steps = compile_ahead(lower, args.threads)
+    note("compiled")
+    for case, timer in timers.items():
+        yield measure(case, timer, steps[case].result(), args)
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -89,8 +120,14 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
             yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
         elif row["backend"] not in ("xla", "triton", DETERMINISTIC):
-            name = f"{row['model']} batch {row['batch']} {row['kv']}, share of the floor"
-            yield bar(name, row["floor_fraction"], "1", least_share("bf16", row["batch"]))
+            two = ON_TWO.get((row["model"], row["batch"])) if row.get("devices") == 2 and "scheme" not in row else None
+            name = " ".join([row["model"], *([row["scheme"]] if "scheme" in row else []), f"batch {row['batch']}"])
+            name += f" {row['kv']}" + (f" on {row['devices']} devices" if "devices" in row else "")
+            if two is not None:
+                yield bar(name, row["decode_ms"], "ms", two, most=True)
+            else:
+                least = least_share("w8a8" if "scheme" in row else "bf16", row["batch"])
+                yield bar(f"{name}, share of the floor", row["floor_fraction"], "1", least)
 
 
 @interruptible

@@ -29,6 +29,8 @@ from jllm.hf_fields import (
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from pallas_kernels.all_reduce import MeshAxis
+
 ROPE_KINDS = ("default", "linear", "llama3")
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -82,7 +84,7 @@ class LlamaConfig:
     mesh: "Mesh | None" = field(
         default=None, repr=False
     )  # the devices that share each layer (jllm.parallel); None: there is one
-    axis: str | None = field(
+    axis: "MeshAxis | None" = field(
         default=None, repr=False
     )  # of that mesh, in the config of the part that one of its devices computes
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.params import Weight
-from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.fp8_matmul import fp8_matmul
@@ -48,7 +48,7 @@ def linear(
     residual: jax.Array | None = None,
     out_dtype=None,
     backend: str | None = None,
-    axis: str | None = None,
+    axis: MeshAxis | None = None,
     parts: int = 1,
 ) -> jax.Array:
     """x [..., in] times w [out, in] transposed, plus bias [out] and residual [..., out]: [..., out] in out_dtype
@@ -64,7 +64,7 @@ def linear(
     if axis is not None:
         if backend == DETERMINISTIC and not isinstance(x, QuantizedRows) and (kind := _rows_kind(w)) is not None:
             out_dtype = x.dtype if out_dtype is None else out_dtype
-            x = quantize_rows(x, kind, axis=axis)
+            x = quantize_rows(x, kind, axis=axis.name)
         part = linear(x, w, out_dtype=out_dtype, backend=backend)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     run = partial(_linear, out_dtype=out_dtype, backend=backend)
@@ -141,7 +141,7 @@ def silu_linear(
     *,
     residual: jax.Array,
     backend: str | None = None,
-    axis: str | None = None,
+    axis: MeshAxis | None = None,
     parts: int = 1,
 ) -> jax.Array:
     """linear of silu_mul of gate_up [T, 2F], in the residual's dtype; axis and parts as linear has them."""
@@ -208,11 +208,13 @@ def silu_mul(gate_up: jax.Array, reader: Weight, *, backend: str | None = None) 
     return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
 
 
-def embed(w: Weight, tokens: jax.Array, dtype, *, axis: str | None = None, backend: str | None = None) -> jax.Array:
+def embed(
+    w: Weight, tokens: jax.Array, dtype, *, axis: MeshAxis | None = None, backend: str | None = None
+) -> jax.Array:
     """Rows of an embedding [V, E]: i32[...] -> [..., E]. Token ids out of range are clipped. With `axis` each device of
     that mesh axis has a part of the rows, and the one that has a token's gives it to all."""
     if axis is not None:
-        own = tokens - jax.lax.axis_index(axis) * w.shape[0]
+        own = tokens - jax.lax.axis_index(axis.name) * w.shape[0]
         here = (own >= 0) & (own < w.shape[0])
         rows = embed(w, own, dtype)
         return all_reduce(

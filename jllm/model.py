@@ -127,7 +127,7 @@ def head(
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
     if config.axis is None:
         return logits
-    parts = jax.lax.all_gather(logits, config.axis, axis=1, tiled=True)
+    parts = jax.lax.all_gather(logits, config.axis.name, axis=1, tiled=True)
     return parts[:, : config.vocab_size]  # the last device's rows are padded
 
 

@@ -34,7 +34,7 @@ DETERMINISTIC = "deterministic"
 OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 # Backends of a kind of device, the first choice first; of others: xla.
-DEVICES = {"hopper": ("mosaic", "triton", "xla"), "ampere": ("triton", "xla")}
+DEVICES = {"hopper": ("peer", "mosaic", "triton", "xla"), "ampere": ("peer", "triton", "xla")}
 
 
 def check_nothing(*_: Any) -> None:
@@ -66,7 +66,7 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
 
     Raises NotImplementedError where it lacks the arguments, and ValueError for an unknown name.
     """
-    known = (*OF_MODELS, *DEVICES)
+    known = (*OF_MODELS, *DEVICES, *(each for each in backends if each not in OF_MODELS))
     if name is not None and name not in known:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(known)}")
     if name == DETERMINISTIC and DETERMINISTIC not in backends:
@@ -77,10 +77,10 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
         if on_hopper():
             _ask_ptxas_once()
         return backends[name]
-    unasked = name not in BACKEND_NAMES
+    unasked = name is None or name in DEVICES
     kind = _kind() if name is None else name
     reasons = []
-    for each in (name,) if name in BACKEND_NAMES else DEVICES.get(kind, ("xla",)):
+    for each in DEVICES.get(kind, ("xla",)) if unasked else (name,):
         if each in backends and not (unasked and kind in DEVICES and kind not in backends[each].unasked_on):
             reason = backends[each].supports(*args, unasked=unasked)
             if reason is None:

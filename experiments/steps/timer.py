@@ -22,9 +22,11 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.parallel.ranks import HEADS, WHOLE, place, placed_shapes
+from jllm.parallel.shares import random_share
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from jllm.state import Slots, State, make_slots
+from jllm.state import Slots, State, make_slots, place_state
 
 KINDS = ("decode", "prefill")
 UNLIMITED = 1 << 30  # tokens of a sequence
@@ -37,8 +39,14 @@ def model_config(path: str, layers: int | None) -> LlamaConfig:
 
 
 def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Params:
-    params = init_params(config, jax.random.key(0), jnp.dtype(dtype))
-    return params if scheme == "bf16" else quantize(params, scheme)
+    """Of one device, or of the config's mesh, of which every device makes its own share."""
+
+    def made(params: Params) -> Params:
+        return params if scheme == "bf16" else quantize(params, scheme)
+
+    if config.mesh is not None:
+        return random_share(config, jax.random.key(0), jnp.dtype(dtype), made)
+    return made(init_params(config, jax.random.key(0), jnp.dtype(dtype)))
 
 
 # What a step is given
@@ -91,7 +99,7 @@ class Pool:
         """All slots at `context` tokens."""
         pages = self.slots * self.pages_each if self.pages is None else self.pages
         cache = make_cache(config, pages, self.page_size, parse_kv_cache(self.kv_cache, config, dtype))
-        return State(cache, filled_slots(self.slots, self.pages_each, context))
+        return place_state(State(cache, filled_slots(self.slots, self.pages_each, context)), config)
 
 
 def pool_for(batch: int, tokens: int, page_size: int, kv_cache: str | None) -> Pool:
@@ -127,6 +135,8 @@ class StepTimer:
 
     def lower(self, layout: Layout) -> jax.stages.Lowered:
         state = jax.eval_shape(lambda: self.pool.state(self.config, self.params.dtype))
+        cache = placed_shapes(state.cache, self.config, HEADS)
+        state = replace(placed_shapes(state, self.config, WHOLE), cache=cache)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         static = {"config": self.config, "layout": layout, "backend": self.backend}
         return packed_step.lower(self.params, state, buffer, **static)
@@ -140,7 +150,8 @@ class StepTimer:
         page = jnp.arange(self.pool.pages_each, dtype=jnp.int32)[None, :]
         filled = filled_slots(self.pool.slots, self.pool.pages_each, context)
         pages = jnp.where((slot < count) & (page < each), slot * each + page, 0)
-        self.state = replace(self.state, slots=replace(filled, pages=pages, done=slot[:, 0] >= count))
+        slots_now = replace(filled, pages=pages, done=slot[:, 0] >= count)
+        self.state = replace(self.state, slots=place(slots_now, self.config, WHOLE))
 
     def run(self, step: Callable[..., Any], buffers: Sequence[jax.Array]) -> jax.Array:
         """Dispatches a step on each buffer; returns the tokens of the last, before they are there."""
@@ -153,7 +164,7 @@ class StepTimer:
         `context` tokens when it is first called, and where the last call left them after that."""
         self.renew()
         self.place(context)
-        buffers = [jax.device_put(buffer)] * steps
+        buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         return lambda: self.run(step, buffers)
 
     def seconds(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int) -> float:
@@ -177,7 +188,7 @@ class StepTimer:
 
     def one(self, step: Callable[..., Any], buffer: np.ndarray, tokens: int, steps: int, repeats: int) -> float:
         """Seconds of one step: of as many on the same buffer, the best run after a first, which takes longer."""
-        buffers = [jax.device_put(buffer)] * steps
+        buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         self.seconds(step, buffers, tokens)
         return self.best(step, buffers, tokens, repeats) / steps
 

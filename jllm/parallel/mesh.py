@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.memory import free_memory, is_host
+from pallas_kernels.all_reduce import MeshAxis
 
 AXIS = "model"
 SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks share out
@@ -67,8 +68,15 @@ def rank_config(config: LlamaConfig) -> LlamaConfig:
         num_kv_heads=max(1, config.num_kv_heads // n),
         intermediate_size=config.intermediate_size // n,
         mesh=None,
-        axis=AXIS,
+        axis=mesh_axis(config.mesh),
     )
+
+
+def mesh_axis(mesh: Mesh) -> MeshAxis:
+    """The axis of a mesh, with its GPUs where this process has them all."""
+    devices = list(mesh.devices.flat)
+    own = all(d.platform == "gpu" and d.process_index == jax.process_index() for d in devices)
+    return MeshAxis(AXIS, tuple(d.local_hardware_id for d in devices) if own else None)
 
 
 def ranks_of(config: LlamaConfig) -> int:

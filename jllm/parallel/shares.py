@@ -6,6 +6,7 @@ rows, then its value rows. Codes, scales and zeros of a quantized weight go with
 numbers that the whole weight has. The vocabulary is padded to a multiple of the ranks by rows that are never read."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.parallel.mesh import SHARED
+from jllm.parallel.mesh import SHARED, rank_config
 from jllm.parallel.ranks import STACKED
-from jllm.param_specs import param_specs
+from jllm.param_specs import init_params, param_specs
 from jllm.params import Params, WeightEntry
 from pallas_kernels.quantized_weights import MULTIPLE, QuantizedWeight, group_scales, pack4, padded, unpack4
 
@@ -36,7 +37,7 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
     if config.mesh is None:
         return leaf
     ranks = range(config.mesh.size)
-    return _stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
+    return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
 
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
@@ -111,7 +112,22 @@ def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:
         raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and a device {columns} inputs; {why}")
 
 
-def _stack(shares: Any, mesh: Mesh) -> Any:
+def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[Params], Params]) -> Params:
+    """Random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer at a
+    time; `make` may quantize those of a layer."""
+    assert config.mesh is not None
+    n, own = config.mesh.size, replace(rank_config(config), axis=None)
+
+    def layer(i: int, rank: int, device: Any) -> Params:
+        small = replace(own.one_layer(i), vocab_size=1 if i else -(-config.vocab_size // n))
+        return make(init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
+
+    ranks = list(enumerate(config.mesh.devices.flat))
+    found = [stack((layer(i, *rank) for rank in ranks), config.mesh) for i in range(config.num_layers)]
+    return replace(found[0], layers=tuple(each.layers[0] for each in found))
+
+
+def stack(shares: Any, mesh: Mesh) -> Any:
     """Shares of all ranks, each put on its device, as arrays [ranks, ...]."""
     devices = mesh.devices.flat
     placed = [jax.device_put(own, device) for own, device in zip(shares, devices)]

@@ -2,25 +2,30 @@
 
 import jax
 
-from pallas_kernels.all_reduce import xla
+from pallas_kernels.all_reduce import peer, xla
+from pallas_kernels.all_reduce.axis import MeshAxis
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes
 
 
 def all_reduce(
     x: jax.Array,
-    axis: str,
+    axis: MeshAxis,
     *,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """The sum of x [T, E] over the devices of a mesh axis, plus bias [E] and residual [T, E], which all devices have
-    and which count once: [T, E] in x's dtype. To be called inside shard_map. Every device gets the same bits. Raises
-    ValueError where shapes disagree."""
+    and which count once: [T, E] in x's dtype. To be called inside shard_map. Every device gets the same bits; the
+    backend "peer" adds in the order of ranks and rounds once. Raises ValueError where shapes disagree."""
     added = {"bias": (bias, "E"), "residual": (residual, "T E")}
     bind_shapes(x=(x, "T E"), **{name: (y, spec) for name, (y, spec) in added.items() if y is not None})
-    return choose(BACKENDS, backend).run(x, axis, bias, residual)
+    return choose(BACKENDS, backend, x, axis).run(x, axis, bias, residual)
 
 
-BACKENDS = {"xla": Backend(xla.all_reduce), DETERMINISTIC: Backend(xla.in_rank_order)}
+BACKENDS = {
+    "peer": Backend(peer.all_reduce, peer.check, peer.check_unasked),
+    "xla": Backend(xla.all_reduce),
+    DETERMINISTIC: Backend(xla.in_rank_order),
+}

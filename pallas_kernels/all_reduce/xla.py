@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.all_reduce.axis import MeshAxis
 from pallas_kernels.numerics import compute_dtype
 
 
-def all_reduce(x: jax.Array, axis: str, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+def all_reduce(x: jax.Array, axis: MeshAxis, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py."""
-    return _add(lax.psum(x, axis), bias, residual)
+    return _add(lax.psum(x, axis.name), bias, residual)
 
 
-def in_rank_order(x: jax.Array, axis: str, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+def in_rank_order(x: jax.Array, axis: MeshAxis, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """all_reduce where each device has the parts of all, and adds them in their order: XLA's own order depends on the
     number of bytes."""
-    return _add(reduce(jnp.add, list(lax.all_gather(x, axis))), bias, residual)
+    return _add(reduce(jnp.add, list(lax.all_gather(x, axis.name))), bias, residual)
 
 
 def _add(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:

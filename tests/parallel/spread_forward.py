@@ -17,7 +17,7 @@ from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread
 from jllm.parallel.shares import share_params
 from jllm.pretrained import load
 from jllm.quant.quantize import quantize
-from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.all_reduce.reference import all_reduce as reference
 from pallas_kernels.sample.noise import _high as high
 from tests.parallel.meshes import model_of, on_mesh
@@ -102,7 +102,7 @@ def test_the_exchange_gives_every_device_the_same_bits():
 
     def one(x):
         added = {"bias": jnp.asarray(bias, x.dtype), "residual": jnp.asarray(residual, x.dtype)}
-        return all_reduce(x[0], "model", **added)[None]
+        return all_reduce(x[0], MeshAxis("model"), **added)[None]
 
     over = jax.shard_map(one, mesh=make_mesh(8), in_specs=P("model"), out_specs=P("model"), check_vma=False)
     for dtype, bound in (("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 2e-2)):
@@ -115,7 +115,7 @@ def test_the_exchange_gives_every_device_the_same_bits():
 
 def test_the_exchange_adds_in_the_order_of_devices():
     parts = jnp.asarray(np.random.default_rng(2).normal(size=(8, 5, 64)), jnp.float32)
-    one = partial(all_reduce, axis="model", backend="deterministic")
+    one = partial(all_reduce, axis=MeshAxis("model"), backend="deterministic")
     over = jax.shard_map(
         lambda x: one(x[0])[None], mesh=make_mesh(8), in_specs=P("model"), out_specs=P("model"), check_vma=False
     )
