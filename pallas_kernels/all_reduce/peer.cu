@@ -3,10 +3,11 @@
 //
 // Each rank has one buffer, which the others write to. A block is a lane: lane b of a rank exchanges with lane b of the
 // others, on parts of the buffers and with an epoch of its own, which counts its exchanges and lies on the device, so
-// that a launch may be replayed. What is received in an epoch lies where the epoch but one before lay: a rank writes
-// there only when it has received the others' parts of the epoch between, which they sent once they had read it
-// (tests/kernels/test_all_reduce_protocol.py tries all orders). Small arrays travel as words beside their epoch, so
-// that no fence is needed; large ones in two shots, each behind a flag: a rank sums its share and sends it to all.
+// that a launch may be replayed. Small arrays travel in one shot, as words beside their epoch, so that no fence is
+// needed, and lie where the epoch but one before lay: a rank writes there only when it has received the others' words of
+// the epoch between, which they sent once they had read it. Large ones travel in two shots, each behind a flag: a rank
+// sums its share and sends that to all; either shot tells that the other before it was read.
+// tests/kernels/test_all_reduce_protocol.py tries all orders.
 //
 // One exchange at a time may run between the same GPUs: each must depend on the one before. A rank that waits longer
 // than its limit stops its program with an error.
@@ -40,7 +41,7 @@ struct Layout {
   __host__ __device__ size_t flags() const { return 2 * kLanes * sizeof(uint32_t); }
   __host__ __device__ size_t small() const { return flags() + 2 * kLanes * kRanks * sizeof(uint32_t); }
   __host__ __device__ size_t large() const { return small() + 2 * ranks * kLanes * kSmallPacks * 2 * sizeof(uint4); }
-  __host__ __device__ size_t bytes() const { return large() + 4 * ranks * kLanes * kLargePacks * sizeof(uint4); }
+  __host__ __device__ size_t bytes() const { return large() + 2 * ranks * kLanes * kLargePacks * sizeof(uint4); }
 };
 
 struct Exchange {
@@ -59,9 +60,9 @@ struct Exchange {
     auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.small());
     return packs + (size_t((epoch & 1) * ranks + source) * kLanes + blockIdx.x) * kSmallPacks * 2;
   }
-  __device__ uint4* large(int owner, uint32_t epoch, int shot, int source) const {
+  __device__ uint4* large(int owner, int shot, int source) const {
     auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.large());
-    return packs + (size_t(((epoch & 1) * 2 + shot) * ranks + source) * kLanes + blockIdx.x) * kLargePacks;
+    return packs + (size_t(shot * ranks + source) * kLanes + blockIdx.x) * kLargePacks;
   }
 };
 
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kLargeThreads) two_shot(const __grid_constant_
       const int peer = (e.rank + k) % e.ranks;
       const long begin = first + long(peer) * share;
       const int count = int(min(long(share), o.packs - begin));
-      uint4* to = e.large(peer, epoch, 0, e.rank);
+      uint4* to = e.large(peer, 0, e.rank);
       for (int i = threadIdx.x; i < count; i += kLargeThreads) to[i] = o.x[begin + i];
     }
     meet(e, epoch, 0);
@@ -206,17 +207,17 @@ __global__ void __launch_bounds__(kLargeThreads) two_shot(const __grid_constant_
     const int count = int(min(long(share), o.packs - own));
     for (int i = threadIdx.x; i < count; i += kLargeThreads) {
       const uint4 sum = total<T>(o, e.ranks, own + i, [&](int source) {
-        return source == e.rank ? o.x[own + i] : __ldcg(e.large(e.rank, epoch, 0, source) + i);
+        return source == e.rank ? o.x[own + i] : __ldcg(e.large(e.rank, 0, source) + i);
       });
       o.out[own + i] = sum;
-      for (int k = 1; k < e.ranks; ++k) e.large((e.rank + k) % e.ranks, epoch, 1, e.rank)[i] = sum;
+      for (int k = 1; k < e.ranks; ++k) e.large((e.rank + k) % e.ranks, 1, e.rank)[i] = sum;
     }
     meet(e, epoch, 1);
     for (int k = 1; k < e.ranks; ++k) {
       const int peer = (e.rank + k) % e.ranks;
       const long begin = first + long(peer) * share;
       const int count = int(min(long(share), o.packs - begin));
-      const uint4* from = e.large(e.rank, epoch, 1, peer);
+      const uint4* from = e.large(e.rank, 1, peer);
       for (int i = threadIdx.x; i < count; i += kLargeThreads) o.out[begin + i] = __ldcg(from + i);
     }
   }
