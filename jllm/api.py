@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 from typing import Unpack
 
 from jllm.compile_cache import find_compile_cache
@@ -40,7 +39,8 @@ def generate(
     num_pages, max_step_tokens, kv_cache, ...). Completions come in the order of the prompts, n for each.
 
     Steps are compiled before the first of them runs, with progress on a terminal, and kept where the command keeps its
-    own (compile_cache.py) for the next time; executables=FOLDER keeps them there, and executables=None nowhere.
+    own (compile_cache.py) for the next time, unless JAX keeps them itself; executables=FOLDER keeps them there, and
+    executables=None nowhere.
     """
     done = {(p.prompt, p.sample): p.completion for p in stream(model, prompts, sampling, **options) if p.completion}
     return [done[key] for key in sorted(done)]
@@ -62,7 +62,7 @@ def stream(
         raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
     requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
     if "executables" not in options:
-        options["executables"] = _compile_cache(model)
+        options["executables"] = None if jax_cache_is_on() else find_compile_cache()
     engine = Engine(model, **options_for_run([(len(ids), params) for ids, params in requests], options))
     try:
         for ids, params in requests:
@@ -74,12 +74,6 @@ def stream(
         engine.close()
         raise
     return _pieces(engine, index)
-
-
-def _compile_cache(model: Model) -> Path | None:
-    """Where steps are kept by default; nowhere if JAX keeps them itself, or files could not."""
-    several = len(model.params.norm.devices()) > 1
-    return None if several or jax_cache_is_on() else find_compile_cache()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.cli.display import one_line
 from jllm.cli.interrupt import INTERRUPTED
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import JllmError
 
 if TYPE_CHECKING:
     from jllm.engine.loop import Engine
@@ -70,9 +70,7 @@ def open_streams() -> Iterator[list[str]]:
 
 def compile_cache(args: Namespace) -> Path | None:
     """The folder for compiled steps; none if there is to be none, or cannot be."""
-    if args.devices and args.compile_cache:
-        raise ConfigError("--compile-cache keeps steps of one device: leave it out with --devices")
-    if args.no_compile_cache or args.devices:
+    if args.no_compile_cache:
         return None
     from jllm.compile_cache import find_compile_cache
 

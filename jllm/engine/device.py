@@ -79,7 +79,7 @@ class Device:
         self._drafter, self._hooks = drafter_of(options), options.hooks
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
-        files = None if options.executables is None else make_files(Path(options.executables), params)
+        files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(
             self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks
         )
@@ -359,15 +359,13 @@ def check_one_order(params: Params, config: LlamaConfig) -> None:
             raise ConfigError(f"deterministic=True has no product for {name}: {error}") from None
 
 
-def make_files(folder: Path, params: Params) -> Executables:
-    """For the device that has the weights. Raises ConfigError for weights on several."""
-    device, *others = params.norm.devices()
-    if others:
-        raise ConfigError(f"executables are for one device, and the weights are on {1 + len(others)}: leave them out")
+def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables:
+    """For the device that has the weights, or the config's mesh."""
+    devices = tuple(params.norm.devices() if config.mesh is None else config.mesh.devices.flat)
     if jax_cache_is_on():
         why = "JAX's own compilation cache is on, and XLA cannot serialize what that has had"
         warnings.warn(f"no compiled step is kept in {folder}: {why}", stacklevel=2)
-    return Executables(folder, device)
+    return Executables(folder, devices)
 
 
 def _power_of_two(n: int) -> int:

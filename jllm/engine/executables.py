@@ -30,6 +30,7 @@ from jllm.engine.program_key import (
     settings,
     surroundings,
 )
+from pallas_kernels.all_reduce import make_calls_known
 
 # Modules of jllm.speculative whose values a step may be given.
 DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
@@ -43,28 +44,31 @@ UNKEPT = (  # what serializing raises: among others for programs that call back 
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs of one module's function under `folder`, for one device. Files are pickles: whoever can write
-    to the folder can run code here, as with JAX's own cache."""
+    """Compiled programs of one module's function under `folder`, for one device, or for all of a mesh together. Files
+    are pickles: whoever can write to the folder can run code here, as with JAX's own cache."""
 
     folder: Path
-    device: jax.Device
+    devices: tuple[jax.Device, ...]  # in a mesh's order
     module: str = "jllm.engine.layout"
     sources: Mapping[str, Path] = field(init=False, repr=False)  # the modules that decide about programs
     basis: str = field(init=False, repr=False)  # a hash of the sources, of what compiles, and of the device
 
     def __post_init__(self):
-        sources, basis = _basis(self.module, self.device)
+        device = self.devices[0]
+        sources, basis = _basis(self.module, device)
         object.__setattr__(self, "sources", sources)
         object.__setattr__(self, "basis", basis)
-        if self.device.platform == "gpu":
+        if device.platform == "gpu":
             _tell_where_kernels_link()
+            if len(self.devices) > 1:
+                make_calls_known()
 
     def path(self, arguments: Any, static: Any) -> Path | None:
         """The path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a warning, if
         these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
         try:
             check_unedited(self.sources.values())
-            of_arguments = arguments_content(arguments, self.device, self.sources)
+            of_arguments = arguments_content(arguments, self.devices, self.sources)
             key = repr((self.basis, settings(), of_arguments, content(static, self.sources)))
         except NoKey as why:
             warnings.warn(f"a compiled step is not kept in {self.folder}: {why}", stacklevel=2)
@@ -75,7 +79,7 @@ class Executables:
         """None if there is none, or none that can be used."""
         try:
             stat = path.stat()
-            found = _read(path, stat.st_mtime_ns, stat.st_size, self.device)
+            found = _read(path, stat.st_mtime_ns, stat.st_size, self.devices)
             if stat.st_mtime < time.time() - DAY:
                 with contextlib.suppress(OSError):  # another user's
                     os.utime(path)  # used
@@ -116,10 +120,10 @@ def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, changed: int, size: int, device: jax.Device) -> jax.stages.Compiled:
+def _read(path: Path, changed: int, size: int, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled:
     """The program in a file; once a process while the file stays the same, as with a jitted function's programs."""
     serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
-    return deserialize_and_load(serialized, in_tree, out_tree, backend=device.client, execution_devices=[device])
+    return deserialize_and_load(serialized, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
 
 
 def _tell_where_kernels_link() -> None:

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels import LOADED
 
@@ -43,7 +44,8 @@ class NoKey(Exception):
 
 def content(value: Any, modules: Collection[str]) -> Any:
     """What a value consists of, as nested tuples of plain values, which have a faithful repr. Raises NoKey for all but
-    plain values, dtypes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses of `modules`."""
+    plain values, dtypes, meshes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses of
+    `modules`."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -54,6 +56,8 @@ def content(value: Any, modules: Collection[str]) -> Any:
         return "dict", tuple((content(k, modules), content(v, modules)) for k, v in value.items())
     if isinstance(value, np.dtype) and value.fields is None:
         return "dtype", value.name, value.str
+    if kind is Mesh:  # a loaded program wants the very devices that it was compiled for
+        return "mesh", value.axis_names, value.devices.shape, tuple(device.id for device in value.devices.flat)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__ in modules:
         if isinstance(value, Enum):
@@ -64,11 +68,11 @@ def content(value: Any, modules: Collection[str]) -> Any:
     raise NoKey(f"a {name} has no content that a key could hold")
 
 
-def arguments_content(arguments: Any, device: jax.Device, modules: Collection[str]) -> Any:
-    """The same of a function's arguments, a pytree of arrays on this device or of shapes. Raises NoKey for containers
-    from elsewhere than `modules`, and for arrays elsewhere than on the device."""
+def arguments_content(arguments: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
+    """The same of a function's arguments, a pytree of shapes and of arrays on this device, or spread over a mesh of
+    these. Raises NoKey for containers from elsewhere than `modules`, and for arrays elsewhere."""
     leaves, tree = jax.tree.flatten(arguments)
-    return _tree(tree, modules), tuple(_leaf(leaf, device, modules) for leaf in leaves)
+    return _tree(tree, modules), tuple(_leaf(leaf, devices, modules) for leaf in leaves)
 
 
 def _tree(tree: Any, modules: Collection[str]) -> Any:
@@ -82,15 +86,21 @@ def _tree(tree: Any, modules: Collection[str]) -> Any:
     return f"{kind.__module__}.{kind.__qualname__}", content(static, modules), children
 
 
-def _leaf(leaf: Any, device: jax.Device, modules: Collection[str]) -> Any:
+def _leaf(leaf: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
     sharding, layout = getattr(leaf, "sharding", None), getattr(getattr(leaf, "format", None), "layout", None)
-    memory = None
-    if sharding is not None:
-        if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or sharding.device_set != {device}:
-            raise NoKey(f"an array is not on {device} alone, but has the sharding {sharding}")
-        memory = sharding.memory_kind
+    place = None if sharding is None else _place(sharding, devices, modules)
     weak = getattr(leaf, "weak_type", False)
-    return leaf.shape, content(np.dtype(leaf.dtype), modules), weak, memory, None if layout is None else str(layout)
+    return leaf.shape, content(np.dtype(leaf.dtype), modules), weak, place, None if layout is None else str(layout)
+
+
+def _place(sharding: jax.sharding.Sharding, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding) and [*sharding.device_set] == [*devices]:
+        return sharding.memory_kind
+    spread = isinstance(sharding, jax.sharding.NamedSharding) and len(devices) > 1
+    if not spread or [*sharding.mesh.devices.flat] != [*devices]:  # type: ignore[attr-defined]
+        where = f"{devices[0]} alone" if len(devices) == 1 else f"a mesh of {', '.join(map(str, devices))}"
+        raise NoKey(f"an array is not on {where}, but has the sharding {sharding}")
+    return sharding.memory_kind, content(sharding.mesh, modules), str(sharding.spec)  # type: ignore[attr-defined]
 
 
 def settings() -> list[tuple[str, str]]:

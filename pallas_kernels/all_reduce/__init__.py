@@ -1,6 +1,6 @@
 """The sum over the devices of a mesh axis, after a product whose inputs were spread over them."""
 
-from pallas_kernels.all_reduce.api import all_reduce
+from pallas_kernels.all_reduce.api import all_reduce, make_calls_known
 from pallas_kernels.all_reduce.axis import MeshAxis
 
-__all__ = ["MeshAxis", "all_reduce"]
+__all__ = ["MeshAxis", "all_reduce", "make_calls_known"]

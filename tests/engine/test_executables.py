@@ -5,7 +5,6 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jllm import merge_step as step_module
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
-from jllm.engine.device import make_files
 from jllm.engine.executables import DRAFTERS, Executables
 from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
@@ -120,7 +118,7 @@ def test_other_options_have_other_files(model, tmp_path):
 
 
 def files(folder: Path) -> Executables:
-    return Executables(folder, jax.devices()[0])
+    return Executables(folder, (jax.devices()[0],))
 
 
 def test_what_nobody_used_for_long_goes(tmp_path):
@@ -198,15 +196,6 @@ def test_what_has_no_key_is_compiled_and_never_kept(model, tmp_path):
     with pytest.warns(UserWarning, match="is not kept in .*: a .*OtherConfig has no content that a key could hold"):
         assert tokens(Engine(replace(model, config=config), **OPTIONS, executables=tmp_path), greedy(1))
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_on_several_devices_have_no_files(tmp_path):
-    class Spread:
-        def devices(self):
-            return {0, 1}
-
-    with pytest.raises(ConfigError, match="executables are for one device, and the weights are on 2"):
-        make_files(tmp_path, SimpleNamespace(norm=Spread()))
 
 
 @jax.tree_util.register_dataclass

@@ -102,7 +102,7 @@ def test_a_class_whose_source_does_not_count_has_no_content():
     with pytest.raises(NoKey, match="kv_pages.KVFormat"):
         content(KVFormat("int8", 8), without)
     with pytest.raises(NoKey, match="container"):
-        arguments_content(allocate(1, 1, 8, 8, KVFormat("int8", 8), KVFormat("bfloat16")), DEVICE, without)
+        arguments_content(allocate(1, 1, 8, 8, KVFormat("int8", 8), KVFormat("bfloat16")), [DEVICE], without)
 
 
 def test_arguments_differ_by_structure_shape_dtype_and_format():
@@ -113,9 +113,9 @@ def test_arguments_differ_by_structure_shape_dtype_and_format():
         {"b": f32((3,))}, None, (f32((3,)), None), (None, f32((3,))), jnp.zeros(3, jnp.float32),
         *(jax.eval_shape(partial(allocate, 1, 1, 8, 16, fmt, formats[0])) for fmt in formats),
     ]  # fmt: skip
-    found = [arguments_content(argument, DEVICE, SOURCES) for argument in arguments]
+    found = [arguments_content(argument, [DEVICE], SOURCES) for argument in arguments]
     assert len(set(map(repr, found))) == len(arguments)
-    assert arguments_content(np.zeros(3, np.float32), DEVICE, SOURCES) == found[0]
+    assert arguments_content(np.zeros(3, np.float32), [DEVICE], SOURCES) == found[0]
 
 
 def test_other_containers_and_other_devices_have_no_key():
@@ -127,9 +127,9 @@ def test_other_containers_and_other_devices_have_no_key():
         (spread, "sharding NamedSharding"),
     ):
         with pytest.raises(NoKey, match=why):
-            arguments_content([argument], DEVICE, SOURCES)
+            arguments_content([argument], [DEVICE], SOURCES)
     with pytest.raises(NoKey, match="is not on another device alone"):
-        arguments_content(f32, "another device", SOURCES)
+        arguments_content(f32, ["another device"], SOURCES)
 
 
 def test_settings_of_this_thread_count_and_a_mesh_has_no_key():

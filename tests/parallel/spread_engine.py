@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
@@ -15,6 +16,8 @@ from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from jllm.merge_step import forward, sample, step
+from jllm.parallel.mesh import spread
+from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize
 from jllm.speculative.medusa import Medusa, MedusaHead
 from jllm.speculative.ngram import NGram
@@ -149,6 +152,26 @@ def test_steps_are_compiled_once():
     assert engine.metrics()["compile_first_use"] == 0
 
 
+def test_steps_on_a_mesh_are_kept_in_files_of_that_mesh(tmp_path):
+    model = model_of("float32")
+    engines = [Engine(on_mesh(model, n), **SIZES, executables=tmp_path) for n in (2, 4, 2)]
+    found = []
+    for engine, files in zip(engines, (1, 2, 2)):
+        engine.compile_ahead()
+        for prompt, params in zip(PROMPTS, ASKED):
+            engine.submit(prompt, params)
+        found.append({event.id: event.completion.token_ids for event in engine.run() if event.completion})
+        assert len(list(tmp_path.iterdir())) == files
+    assert [engine.metrics()["compile_loaded"] for engine in engines] == [0, 0, 1]
+    assert found[0] == found[2]
+    moved = Mesh(np.asarray(jax.devices()[1::-1]), ("model",))
+    other = replace(model, config=spread(model.config, moved))
+    other = replace(other, params=share_params(model.params, other.config))
+    engine = Engine(other, **SIZES, executables=tmp_path)
+    engine.compile_ahead()
+    assert engine.metrics()["compile_loaded"] == 0
+
+
 def test_the_pure_functions():
     model = model_of()
     batch = ragged_batch([PromptChunk(0, [5, 6, 7], pages=[2, 0]), PromptChunk(1, [9], pages=[1])])
@@ -175,21 +198,18 @@ def test_a_drafter_with_weights():
         find_drafter("copy:w8a16", two)
 
 
-def test_the_command(capsys):
+def test_the_command(tmp_path, capsys):
     jax.config.update("jax_enable_x64", False)
     ask = ["Once upon a time", "--max-new-tokens", "8", "--temperature", "0", "--max-slots", "1"]
     try:
-        texts = []
-        for more in ([], ["--devices", "2"]):
-            assert main([*ask, *more, *(["--no-compile-cache"] if not more else [])]) == 0
+        texts, kept = [], ["--devices", "2", "--compile-cache", str(tmp_path)]
+        for more in (["--no-compile-cache"], kept, kept):
+            assert main([*ask, *more]) == 0
             texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1]
+        assert texts[0] == texts[1] == texts[2]
         assert len(texts[0]) > 8
-        for more, why in (
-            (["--devices", "9"], "9 devices asked for, and there are 8"),
-            (["--devices", "2", "--compile-cache", "x"], "leave it out with --devices"),
-        ):
-            assert main([*ask, *more]) == 2
-            assert why in capsys.readouterr().err
+        assert list(tmp_path.iterdir())
+        assert main([*ask, "--devices", "9"]) == 2
+        assert "9 devices asked for, and there are 8" in capsys.readouterr().err
     finally:
         jax.config.update("jax_enable_x64", True)
