@@ -173,8 +173,9 @@ def no_segments(max_pages: int) -> ShortSegments:
 
 
 def no_chunks(max_pages: int) -> Chunks:
-    """No chunk, beside segments whose page tables have M entries."""
-    return Chunks(*(np.zeros(shape, np.int32) for shape in (0, 0, 0, (0, max_pages))))  # type: ignore[arg-type]
+    """No chunk, beside segments whose page tables have M entries. Made where it is traced, since XLA crashes on empty
+    arguments of a mesh's devices (JAX 0.11.2), which constants become."""
+    return Chunks(*(jnp.zeros(shape, jnp.int32) for shape in (0, 0, 0, (0, max_pages))))
 
 
 @jax.tree_util.register_dataclass

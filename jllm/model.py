@@ -125,6 +125,11 @@ def head(
         normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
         return edits.apply("logits", linear(normed, w, out_dtype=dtype, backend=backend))
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    return whole_rows(logits, config)
+
+
+def whole_rows(logits: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Logits [T, V], where each device of a mesh computed a part of every row; without a mesh as they are."""
     if config.axis is None:
         return logits
     parts = jax.lax.all_gather(logits, config.axis.name, axis=1, tiled=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jllm.cache import KVCache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
 from jllm.parallel.ranks import WHOLE, place
 from jllm.sampling import Sampling, TokenCounts, neutral_sampling
@@ -143,9 +142,6 @@ def place_state(state: State, config: LlamaConfig) -> State:
 def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
     """No drafts yet, for the slots and pages of a state; see init_state."""
     check_acceptance(drafter, acceptance)
-    if config.mesh is not None and jax.tree.leaves(drafter):
-        name = type(drafter).__name__
-        raise ConfigError(f"{name} has weights, and a model on several devices takes drafters without: NGram")
     (S, M), pool = state.slots.pages.shape, state.cache[0].k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)

@@ -32,7 +32,7 @@ from jllm.merge_step import Logits
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, rank_config
-from jllm.parallel.ranks import HEADS, placed_shapes
+from jllm.parallel.ranks import HEADS, place, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import HEAD, Params, linears
 from jllm.sampling import make_counts
@@ -76,7 +76,7 @@ class Device:
             self._home = next(iter(params.norm.devices()))
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
-        self._drafter, self._hooks = drafter_of(options), options.hooks
+        self._drafter, self._hooks = place(drafter_of(options), config, EVERYWHERE), options.hooks
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
@@ -233,7 +233,9 @@ class Device:
     def _copying(self) -> Recipe:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        pools = placed_shapes(jax.eval_shape(_pools, self._state), self._config, HEADS)
+        pools, own = jax.eval_shape(_pools, self._state), len(self._state.cache)
+        each = (pools[:own], HEADS), (pools[own:], EVERYWHERE)
+        pools = sum((placed_shapes(some, self._config, spec) for some, spec in each), ())
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def _masks(self, variant: Variant) -> list[Recipe]:

@@ -11,7 +11,7 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.ngram import NGram
-from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.speculative.quantized_copy import ONE_DEVICE, QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafte
     if make := WITHOUT_WEIGHTS.get(name):
         return make() if drafts is None else make(drafts=drafts)
     if kind == "copy" and path:
-        if model.config.mesh is not None:  # as init_drafts says it, but that weights spread out cannot be quantized
-            raise ConfigError(f"{name} has weights, and a model on several devices takes drafters without: ngram")
+        if model.config.mesh is not None:
+            raise DrafterError(ONE_DEVICE)
         return copy_of(model.params, path, chain(DRAFTS) if tree is None else tree)
     if kind not in KINDS or (colon and not path):
         raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")

@@ -68,8 +68,9 @@ class Eagle:
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, EagleMemory]:
         """Pools of one layer, and a memory. Raises DrafterError for weights of another model's shapes or dtype."""
-        check_weights(self.head, eagle_shapes(config, dtype))
-        own = eagle_config(config)
+        if config.axis is None:  # else it was checked for the whole model
+            check_weights(self.head, eagle_shapes(config, dtype))
+        own = eagle_config(config, self.head.layer)
         cache = make_cache(own, num_pages, page_size, parse_kv_cache(None, own, dtype))
         return cache, EagleMemory(jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros(slots, jnp.int32))
 
@@ -126,9 +127,10 @@ def eagle_hidden(
     and config are the target's. Differentiable without a cache."""
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
-    rows = jnp.concatenate([embed(params.embed, batch.tokens, params.dtype), before], axis=1)
-    x = linear(rows, p.fc, backend=backend)
-    return run_layers((p.layer,), eagle_config(config), x, batch, cache, backend=backend)[:2]
+    tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
+    embedded = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
+    x = linear(jnp.concatenate([embedded, before], axis=1), p.fc, backend=backend)
+    return run_layers((p.layer,), eagle_config(config, p.layer), x, batch, cache, backend=backend)[:2]
 
 
 def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
@@ -154,9 +156,15 @@ def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
     return memory.at[slot].set(last_valid(advance.hidden, advance.count), mode="drop")
 
 
-def eagle_config(config: LlamaConfig) -> LlamaConfig:
-    """The config of the head's layer."""
-    return replace(config, num_layers=1, windows=())
+def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> LlamaConfig:
+    """The config of the head's layer, which is whole on every device of a mesh: one that has a share of the target takes
+    the numbers of heads and MLP columns from the layer's weights."""
+    own = replace(config, num_layers=1, windows=(), mesh=None, axis=None)
+    if config.axis is None or layer is None:
+        return own
+    heads = layer.attention.o.shape[1] // config.head_dim
+    kv_heads = (layer.attention.qkv.shape[0] // config.head_dim - heads) // 2
+    return replace(own, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=layer.mlp.down.shape[1])
 
 
 def eagle_shapes(config: LlamaConfig, dtype: Any) -> EagleHead:

@@ -16,6 +16,7 @@ from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.linear import linear
+from jllm.model import whole_rows
 from jllm.params import Params, Weight
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import best_tokens, last_valid
@@ -69,6 +70,8 @@ class Medusa:
         seen = []
         for depth, nodes in enumerate(self.tree.levels()[1:], 1):
             logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)
+            if self.heads[depth - 1].head is None:  # the target's, of which a device of a mesh has a part
+                logits = whole_rows(logits, config)
             seen.append(logits)
             most = 1 + max(self.tree.ranks[node] for node in nodes)
             best = best_tokens(logits, advance.sampling, newest + depth, most, backend=backend)

@@ -20,6 +20,11 @@ from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import draft_levels, first_pass, newest_segments, nothing_drafted
 from jllm.speculative.tree import Tree, chain
 
+ONE_DEVICE = (
+    "a quantized copy drafts on one device, and this model is spread over several: take ngram, a draft model, Medusa or "
+    "EAGLE heads, or load the model without mesh"
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -32,7 +37,9 @@ class QuantizedCopy:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, tuple[()]]:
-        """No pools and no memory. Raises DrafterError for a copy of a model of other shapes."""
+        """No pools and no memory. Raises DrafterError for a copy of a model of other shapes, and on a mesh."""
+        if config.mesh is not None:
+            raise DrafterError(ONE_DEVICE)
         found = len(self.params.layers), *self.params.embed.shape
         wanted = config.num_layers, config.vocab_size, config.hidden_size
         if found != wanted or self.params.dtype != dtype:

@@ -19,9 +19,12 @@ from jllm.merge_step import forward, sample, step
 from jllm.parallel.mesh import spread
 from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize
-from jllm.speculative.medusa import Medusa, MedusaHead
+from jllm.speculative.draft_model import DraftModel
+from jllm.speculative.eagle import init_eagle
+from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
-from jllm.speculative.tree import chain
+from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.speculative.tree import Tree, chain
 from jllm.state import Variant, init_state
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import model_of, on_mesh
@@ -189,12 +192,37 @@ def test_the_pure_functions():
         forward(two.params, state, batch, config=two.config, variant=tapped)
 
 
-def test_a_drafter_with_weights():
+@pytest.mark.parametrize("kind", ["draft", "medusa", "medusa-own", "eagle"])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_drafters_are_whole_on_every_device(kind, devices):
+    """And draft what they draft on one: as many tokens are accepted."""
+    model = model_of()
+    c, key, dtype = model.config, jax.random.key(3), jnp.float64
+    drafter = {
+        "draft": lambda: DraftModel(model.params, c, chain(2)),
+        "medusa": lambda: init_medusa(c, key, chain(2), dtype),
+        "medusa-own": lambda: init_medusa(c, key, Tree((-1, 0, 0, 1)), dtype, own=True),
+        "eagle": lambda: init_eagle(c, key, chain(2), dtype),
+    }[kind]()
+    rows = drafter.tree.size
+    drafted = {"speculate": drafter, "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, rows))}
+    asked, found = [replace(p, max_new_tokens=8) for p in ASKED], []
+    for m in (model, on_mesh(model, devices)):
+        engine = Engine(m, **(SIZES | drafted))
+        for prompt, params in zip(PROMPTS, asked):
+            engine.submit(prompt, params)
+        done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
+        found.append(([done[i] for i in sorted(done)], engine.metrics()["draft_tokens_mean"]))
+    assert found[0] == found[1]
+    assert found[0][0] == tokens(model, asked)
+
+
+def test_a_copy_drafts_on_one_device():
     two = on_mesh(model_of(), 2)
-    medusa = Medusa((MedusaHead(jnp.ones((64, 64)), jnp.ones(64)),), chain(1))
-    with pytest.raises(ConfigError, match="Medusa has weights, and a model on several devices"):
-        init_state(two.config, slots=1, num_pages=2, drafter=medusa)
-    with pytest.raises(ConfigError, match="copy:w8a16 has weights, and a model on several devices"):
+    copy = QuantizedCopy(model_of().params, chain(1))
+    with pytest.raises(ConfigError, match="a quantized copy drafts on one device, .* load the model without mesh"):
+        init_state(two.config, slots=1, num_pages=2, drafter=copy)
+    with pytest.raises(ConfigError, match="a quantized copy drafts on one device"):
         find_drafter("copy:w8a16", two)
 
 
