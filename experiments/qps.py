@@ -50,6 +50,7 @@ from jllm.engine.device import Device
 from jllm.engine.layout import WHOLE
 from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
+from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError, InputFileError, JllmError
@@ -130,7 +131,12 @@ def read_workload(path: Path, count: int | None, rate: float | None, seed: int) 
 
 
 def serve(
-    engine: Engine, requests: Sequence[Request], sampling: SamplingParams, seed: int, allow: int = 0, guided: float = 0
+    engine: Engine | Replicas,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    seed: int,
+    allow: int = 0,
+    guided: float = 0,
 ) -> tuple[list[Served], float]:
     """Sends requests as they arrive; how each fared, and the seconds until the last had ended. A request that allows
     more tokens than it wants is aborted once it has what it wants. A share of them is guided, at the same lengths."""
@@ -236,11 +242,13 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
     return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
-def make_engine(model: Model, args: argparse.Namespace) -> Engine:
+def make_engine(model: Model, args: argparse.Namespace) -> Engine | Replicas:
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *BASELINES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
+    if args.replicas is not None:
+        return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, **options)
     if options["num_pages"] is None:  # those that an H200 has room for
@@ -260,6 +268,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.guided is None else {"guided": args.guided}),
+        **({} if args.replicas is None else {"replicas": args.replicas}),
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args)
@@ -282,6 +291,7 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         floor = make_floor(model.params, model.config, args.bandwidth)
         lengths = [(r.prompt, r.output) for r in requests]
         least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
+        least /= args.replicas or 1
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
         engine.reset_metrics()
@@ -342,7 +352,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
         return
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
-    if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row:
+    if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row or "replicas" in row:
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     if "host_us" in row:
@@ -374,6 +384,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
+    parser.add_argument("--replicas", type=positive, help="an engine on each of so many devices; --slots are of each")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
     parser.add_argument("--pool-gib", type=float, help="size of the pool, in place of --pages")
@@ -406,6 +417,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
     if args.guided is not None and (not 0 <= args.guided <= 1 or args.host_only or args.model):
         parser.error("--guided must be from 0 to 1, and --host-only and --model left out beside it")
+    if args.replicas is not None and args.host_only:
+        parser.error("--replicas are of devices, and --host-only does without")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.rate is not None and not args.rate > 0:
@@ -423,6 +436,7 @@ def name_of(args: argparse.Namespace) -> str:
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
+    parts += ["" if args.replicas is None else f"replicas{args.replicas}"]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
     parts += ["" if args.guided is None else f"guided{args.guided:g}"]
     parts += ["" if args.rate is None else f"rate{args.rate:g}"]

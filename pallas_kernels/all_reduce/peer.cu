@@ -2,12 +2,15 @@
 // float32 in the order of ranks and rounded once, so that every rank has the same bits, whatever the size.
 //
 // Each rank has one buffer, which the others write to. A block is a lane: lane b of a rank exchanges with lane b of the
-// others, on parts of the buffers and with an epoch of its own, which counts its exchanges and lies on the device, so
-// that a launch may be replayed. Small arrays travel in one shot, as words beside their epoch, so that no fence is
-// needed, and lie where the epoch but one before lay: a rank writes there only when it has received the others' words of
-// the epoch between, which they sent once they had read it. Large ones travel in two shots, each behind a flag: a rank
-// sums its share and sends that to all; either shot tells that the other before it was read.
-// tests/kernels/test_all_reduce_protocol.py tries all orders.
+// others, on parts of the buffers and with a counter of its own, which lies on the device, so that a launch may be
+// replayed. tests/kernels/test_all_reduce_protocol.py tries all orders of the two ways:
+//
+// one_shot  A rank writes its x to all others. A word that has arrived is one that is not kNothing (a NaN that no x is
+//           sent with), so that neither flags nor fences are needed; who has read it writes kNothing in its place. Rounds
+//           take turns in two places: a rank writes to one again only when it has received the others' words of the
+//           round between, which they sent once they had read those before.
+// two_shot  Each behind a flag that counts rounds: a rank sums its share of x, and sends that to all. Either shot tells
+//           that the other before it was read. For more than two ranks it moves fewer bytes.
 //
 // One exchange at a time may run between the same GPUs: each must depend on the one before. A rank that waits longer
 // than its limit stops its program with an error.
@@ -30,18 +33,20 @@ namespace ffi = xla::ffi;
 
 constexpr int kRanks = 8;          // the most
 constexpr int kLanes = 128;        // the most blocks of a launch; all must find a place beside each other
-constexpr int kSmallThreads = 256;
-constexpr int kSmallPacks = 512;   // packs (16 bytes) of a lane's small exchange, the most
-constexpr int kLargeThreads = 512;
-constexpr int kLargePacks = 1024;  // packs of a rank's share of a lane's round, the most
+constexpr int kOneThreads = 256;
+constexpr int kAhead = 4;          // packs (16 bytes) that a thread sends before it waits
+constexpr int kOnePacks = kOneThreads * kAhead;  // of a lane's round
+constexpr int kTwoThreads = 512;
+constexpr int kTwoPacks = 1024;    // of a rank's share of a lane's round, the most
+constexpr uint32_t kNothing = 0xffffffff;  // two NaNs of 16 bits, or one of 32
 
-// A rank's buffer. The epochs are its own; all else is written by others, [.., source, ..].
+// A rank's buffer. The counters are its own; all else is written by others, [.., source, ..].
 struct Layout {
   size_t ranks;
   __host__ __device__ size_t flags() const { return 2 * kLanes * sizeof(uint32_t); }
-  __host__ __device__ size_t small() const { return flags() + 2 * kLanes * kRanks * sizeof(uint32_t); }
-  __host__ __device__ size_t large() const { return small() + 2 * ranks * kLanes * kSmallPacks * 2 * sizeof(uint4); }
-  __host__ __device__ size_t bytes() const { return large() + 2 * ranks * kLanes * kLargePacks * sizeof(uint4); }
+  __host__ __device__ size_t one() const { return flags() + 2 * kLanes * kRanks * sizeof(uint32_t); }
+  __host__ __device__ size_t two() const { return one() + 2 * ranks * kLanes * kOnePacks * sizeof(uint4); }
+  __host__ __device__ size_t bytes() const { return two() + 2 * ranks * kLanes * kTwoPacks * sizeof(uint4); }
 };
 
 struct Exchange {
@@ -49,20 +54,20 @@ struct Exchange {
   int rank, ranks;
   unsigned long long limit;  // nanoseconds
 
-  __device__ uint32_t* epoch(int kind) const {
+  __device__ uint32_t* counter(int kind) const {
     return reinterpret_cast<uint32_t*>(buffers[rank]) + kind * kLanes + blockIdx.x;
   }
   __device__ uint32_t* flag(int owner, int shot, int source) const {
     auto* flags = reinterpret_cast<uint32_t*>(buffers[owner] + Layout{size_t(ranks)}.flags());
     return flags + (shot * kLanes + blockIdx.x) * kRanks + source;
   }
-  __device__ uint4* small(int owner, uint32_t epoch, int source) const {
-    auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.small());
-    return packs + (size_t((epoch & 1) * ranks + source) * kLanes + blockIdx.x) * kSmallPacks * 2;
+  __device__ uint4* one(int owner, uint32_t turn, int source) const {
+    auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.one());
+    return packs + (size_t((turn & 1) * ranks + source) * kLanes + blockIdx.x) * kOnePacks;
   }
-  __device__ uint4* large(int owner, int shot, int source) const {
-    auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.large());
-    return packs + (size_t(shot * ranks + source) * kLanes + blockIdx.x) * kLargePacks;
+  __device__ uint4* two(int owner, int shot, int source) const {
+    auto* packs = reinterpret_cast<uint4*>(buffers[owner] + Layout{size_t(ranks)}.two());
+    return packs + (size_t(shot * ranks + source) * kLanes + blockIdx.x) * kTwoPacks;
   }
 };
 
@@ -72,9 +77,13 @@ __device__ uint4 load(const uint4* p) {
   return v;
 }
 
-__device__ void store(uint4* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ void store(uint4* p, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+__device__ uint32_t sendable(uint32_t word) { return word == kNothing ? kNothing - 1 : word; }
+__device__ uint4 sendable(uint4 v) { return make_uint4(sendable(v.x), sendable(v.y), sendable(v.z), sendable(v.w)); }
+__device__ bool arrived(uint4 v) { return v.x != kNothing && v.y != kNothing && v.z != kNothing && v.w != kNothing; }
 
 __device__ unsigned long long now() {
   unsigned long long t;
@@ -93,27 +102,12 @@ struct Patience {
   }
 };
 
-// Where pack i of a small exchange has its first half; the second is kWarp further, so that a warp fills whole lines.
-constexpr int kWarp = 32;
-__device__ int place(int i) { return 2 * i - i % kWarp; }
-
-// A pack of 16 bytes that a source sent as words beside their epoch.
-__device__ uint4 receive(const uint4* p, uint32_t epoch, unsigned long long limit) {
-  uint4 a, b;
-  Patience patience{limit};
-  while (true) {
-    a = load(p);
-    b = load(p + kWarp);
-    if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) return make_uint4(a.x, a.z, b.x, b.z);
-    patience.wait();
-  }
-}
-
 template <typename T>
 struct Pack {
   static constexpr int kSize = 16 / sizeof(T);
   float values[kSize];
 
+  Pack() = default;
   __device__ explicit Pack(uint4 bits) {
     const T* own = reinterpret_cast<const T*>(&bits);
     for (int i = 0; i < kSize; ++i) values[i] = static_cast<float>(own[i]);
@@ -139,50 +133,98 @@ struct Operands {
   long row_packs;
 };
 
-// The sum of pack i: each rank's part in order, then what counts once.
-template <typename T, typename Part>
-__device__ uint4 total(const Operands& o, int ranks, long i, Part part) {
-  Pack<T> sum(part(0));
-  for (int source = 1; source < ranks; ++source) sum.add(part(source));
+// Pack i of the result, of the ranks' sum: with what counts once.
+template <typename T>
+__device__ uint4 finished(const Operands& o, Pack<T> sum, long i) {
   if (o.bias) sum.add(o.bias[i % o.row_packs]);
   if (o.residual) sum.add(o.residual[i]);
   return sum.rounded();
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kSmallThreads) one_shot(const __grid_constant__ Operands o, const __grid_constant__ Exchange e) {
-  const uint32_t epoch = *e.epoch(0) + 1;
-  const long each = (o.packs + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
-  const int count = int(min(each, o.packs - first));
-  for (int i = threadIdx.x; i < count; i += kSmallThreads) {
-    const uint4 v = o.x[first + i];
-    for (int k = 1; k < e.ranks; ++k) {
-      const int peer = (e.rank + k) % e.ranks;
-      uint4* to = e.small(peer, epoch, e.rank) + place(i);
-      store(to, v.x, epoch, v.y, epoch);
-      store(to + kWarp, v.z, epoch, v.w, epoch);
+// Takes the packs of a round that a source sent, each of which a thread has one in kOneThreads of, and leaves nothing.
+__device__ void receive(uint4* parts, uint4* places, int count, unsigned long long limit) {
+  const uint4 nothing = make_uint4(kNothing, kNothing, kNothing, kNothing);
+  Patience patience{limit};
+  bool all = false;
+  while (!all) {
+    all = true;
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (u * kOneThreads + int(threadIdx.x) >= count) continue;
+      parts[u] = load(places + u * kOneThreads);
+      all = all && arrived(parts[u]);
     }
+    if (!all) patience.wait();
   }
-  for (int i = threadIdx.x; i < count; i += kSmallThreads) {
-    o.out[first + i] = total<T>(o, e.ranks, first + i, [&](int source) {
-      return source == e.rank ? o.x[first + i] : receive(e.small(e.rank, epoch, source) + place(i), epoch, e.limit);
-    });
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) {
+    if (u * kOneThreads + int(threadIdx.x) < count) store(places + u * kOneThreads, nothing);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) *e.epoch(0) = epoch;
 }
 
-// Tells all other ranks that this lane's stores of an epoch's shot are done, and waits for theirs.
-__device__ void meet(const Exchange& e, uint32_t epoch, int shot) {
+// The sum of pack i: each rank's part in order, then what counts once.
+template <typename T, typename Part>
+__device__ uint4 total(const Operands& o, int ranks, long i, Part part) {
+  Pack<T> sum(part(0));
+  for (int source = 1; source < ranks; ++source) sum.add(part(source));
+  return finished(o, sum, i);
+}
+
+// A thread has the same places in every round, so that what it sends tells that it has read what was there before.
+template <typename T>
+__global__ void __launch_bounds__(kOneThreads)
+    one_shot(const __grid_constant__ Operands o, const __grid_constant__ Exchange e) {
+  uint32_t turn = *e.counter(0);
+  const long each = (o.packs + gridDim.x - 1) / gridDim.x, begin = each * blockIdx.x;
+  const long end = min(begin + each, o.packs);
+  for (long first = begin; first < end; first += kOnePacks) {
+    ++turn;
+    uint4 own[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int at = u * kOneThreads + threadIdx.x;
+      if (first + at >= end) continue;
+      own[u] = sendable(o.x[first + at]);
+      for (int k = 1; k < e.ranks; ++k) {
+        int peer = e.rank + k;
+        if (peer >= e.ranks) peer -= e.ranks;
+        store(e.one(peer, turn, e.rank) + at, own[u]);
+      }
+    }
+    Pack<T> sums[kAhead];
+    for (int source = 0; source < e.ranks; ++source) {
+      uint4 parts[kAhead];
+      uint4* places = e.one(e.rank, turn, source) + threadIdx.x;
+      if (source != e.rank) receive(parts, places, int(min(end - first, long(kOnePacks))), e.limit);
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const uint4 part = source == e.rank ? own[u] : parts[u];
+        if (source) sums[u].add(part);
+        else sums[u] = Pack<T>(part);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const long i = first + u * kOneThreads + threadIdx.x;
+      if (i < end) o.out[i] = finished(o, sums[u], i);
+    }
+    if (first + kOnePacks < end) __threadfence_system();  // else the kernel's end is one
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *e.counter(0) = turn;
+}
+
+// Tells all other ranks that this lane's stores of a round's shot are done, and waits for theirs.
+__device__ void meet(const Exchange& e, uint32_t turn, int shot) {
   __syncthreads();
   const int peer = threadIdx.x;
   if (peer < e.ranks && peer != e.rank) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(e.flag(peer, shot, e.rank)), "r"(epoch) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(e.flag(peer, shot, e.rank)), "r"(turn) : "memory");
     uint32_t found;
     Patience patience{e.limit};
     while (true) {
       asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(e.flag(e.rank, shot, peer)) : "memory");
-      if (found == epoch) break;
+      if (found == turn) break;
       patience.wait();
     }
   }
@@ -190,51 +232,52 @@ __device__ void meet(const Exchange& e, uint32_t epoch, int shot) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kLargeThreads) two_shot(const __grid_constant__ Operands o, const __grid_constant__ Exchange e, int share) {
-  uint32_t epoch = *e.epoch(1);
+__global__ void __launch_bounds__(kTwoThreads)
+    two_shot(const __grid_constant__ Operands o, const __grid_constant__ Exchange e, int share) {
+  uint32_t turn = *e.counter(1);
   const long round = long(e.ranks) * share;
   for (long first = round * blockIdx.x; first < o.packs; first += round * gridDim.x) {
-    ++epoch;
+    ++turn;
     for (int k = 1; k < e.ranks; ++k) {
       const int peer = (e.rank + k) % e.ranks;
       const long begin = first + long(peer) * share;
       const int count = int(min(long(share), o.packs - begin));
-      uint4* to = e.large(peer, 0, e.rank);
-      for (int i = threadIdx.x; i < count; i += kLargeThreads) to[i] = o.x[begin + i];
+      uint4* to = e.two(peer, 0, e.rank);
+      for (int i = threadIdx.x; i < count; i += kTwoThreads) to[i] = o.x[begin + i];
     }
-    meet(e, epoch, 0);
+    meet(e, turn, 0);
     const long own = first + long(e.rank) * share;
     const int count = int(min(long(share), o.packs - own));
-    for (int i = threadIdx.x; i < count; i += kLargeThreads) {
+    for (int i = threadIdx.x; i < count; i += kTwoThreads) {
       const uint4 sum = total<T>(o, e.ranks, own + i, [&](int source) {
-        return source == e.rank ? o.x[own + i] : __ldcg(e.large(e.rank, 0, source) + i);
+        return source == e.rank ? o.x[own + i] : __ldcg(e.two(e.rank, 0, source) + i);
       });
       o.out[own + i] = sum;
-      for (int k = 1; k < e.ranks; ++k) e.large((e.rank + k) % e.ranks, 1, e.rank)[i] = sum;
+      for (int k = 1; k < e.ranks; ++k) e.two((e.rank + k) % e.ranks, 1, e.rank)[i] = sum;
     }
-    meet(e, epoch, 1);
+    meet(e, turn, 1);
     for (int k = 1; k < e.ranks; ++k) {
       const int peer = (e.rank + k) % e.ranks;
       const long begin = first + long(peer) * share;
       const int count = int(min(long(share), o.packs - begin));
-      const uint4* from = e.large(e.rank, 1, peer);
-      for (int i = threadIdx.x; i < count; i += kLargeThreads) o.out[begin + i] = __ldcg(from + i);
+      const uint4* from = e.two(e.rank, 1, peer);
+      for (int i = threadIdx.x; i < count; i += kTwoThreads) o.out[begin + i] = __ldcg(from + i);
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) *e.epoch(1) = epoch;
+  if (threadIdx.x == 0) *e.counter(1) = turn;
 }
 
 template <typename T>
-cudaError_t launch(const Operands& o, const Exchange& e, bool small, cudaStream_t stream) {
-  if (small) {
-    const int lanes = int(std::min<long>(kLanes, (o.packs + kSmallThreads - 1) / kSmallThreads));
-    one_shot<T><<<lanes, kSmallThreads, 0, stream>>>(o, e);
+cudaError_t launch(const Operands& o, const Exchange& e, bool once, cudaStream_t stream) {
+  if (once) {
+    const int lanes = int(std::min<long>(kLanes, (o.packs + kOneThreads - 1) / kOneThreads));
+    one_shot<T><<<lanes, kOneThreads, 0, stream>>>(o, e);
   } else {
     const long even = (o.packs + long(kLanes) * e.ranks - 1) / (long(kLanes) * e.ranks);
-    const int share = int(std::min<long>(kLargePacks, even));
+    const int share = int(std::min<long>(kTwoPacks, even));
     const long rounds = (o.packs + long(e.ranks) * share - 1) / (long(e.ranks) * share);
-    two_shot<T><<<int(std::min<long>(kLanes, rounds)), kLargeThreads, 0, stream>>>(o, e, share);
+    two_shot<T><<<int(std::min<long>(kLanes, rounds)), kTwoThreads, 0, stream>>>(o, e, share);
   }
   return cudaGetLastError();
 }
@@ -276,7 +319,9 @@ ffi::Error make_group(Group& group) {
       else if (error) return failed(pair, error);
     }
     cudaError_t error = cudaMalloc(&group.buffers[r], bytes);
-    if (!error) error = cudaMemset(group.buffers[r], 0, bytes);
+    const Layout layout{devices.size()};
+    if (!error) error = cudaMemset(group.buffers[r], 0, layout.one());
+    if (!error) error = cudaMemset(group.buffers[r] + layout.one(), 0xff, bytes - layout.one());  // kNothing
     if (!error) error = cudaDeviceSynchronize();
     if (error) return failed("a buffer of " + std::to_string(bytes >> 20) + " MiB", error);
   }
@@ -315,9 +360,9 @@ ffi::Error initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary at
   return find_group(*devices, &found);
 }
 
-// x, then bias and residual where has_bias and has_residual; small: in one shot.
+// x, then bias and residual where has_bias and has_residual; once: in one shot.
 ffi::Error execute(cudaStream_t stream, int32_t device, ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Span<const int64_t> devices, int32_t has_bias, int32_t has_residual, int32_t small,
+                   ffi::Span<const int64_t> devices, int32_t has_bias, int32_t has_residual, int32_t once,
                    int64_t limit) {
   const Group* group;
   if (ffi::Error error = find_group(devices, &group); error.failure()) return error;
@@ -345,15 +390,14 @@ ffi::Error execute(cudaStream_t stream, int32_t device, ffi::RemainingArgs argum
   const auto dimensions = out->dimensions();
   const long rows = dimensions.size() > 1 ? long(out->element_count()) / dimensions.back() : 1;
   o.row_packs = o.packs / rows;
-  if (small && o.packs > long(kLanes) * kSmallPacks) return ffi::Error::InvalidArgument("all_reduce over peer memory: too large for one shot");
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device);
   cudaError_t error = cudaErrorInvalidValue;
   switch (out->element_type()) {
-    case ffi::DataType::F32: error = launch<float>(o, e, small, stream); break;
-    case ffi::DataType::F16: error = launch<half>(o, e, small, stream); break;
-    case ffi::DataType::BF16: error = launch<nv_bfloat16>(o, e, small, stream); break;
+    case ffi::DataType::F32: error = launch<float>(o, e, once, stream); break;
+    case ffi::DataType::F16: error = launch<half>(o, e, once, stream); break;
+    case ffi::DataType::BF16: error = launch<nv_bfloat16>(o, e, once, stream); break;
     default: break;
   }
   cudaSetDevice(before);
@@ -374,7 +418,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peer_all_reduce, execute,
                                   .Attr<ffi::Span<const int64_t>>("devices")
                                   .Attr<int32_t>("has_bias")
                                   .Attr<int32_t>("has_residual")
-                                  .Attr<int32_t>("small")
+                                  .Attr<int32_t>("once")
                                   .Attr<int64_t>("limit"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -24,7 +24,7 @@ TARGET = "pallas_kernels_peer_all_reduce"
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_RANKS = 8
 PACK = 16  # bytes, of which a row has whole ones
-ONE_SHOT = 1 << 20  # bytes, the most that is exchanged in one shot
+ONE_SHOT = 1 << 20  # bytes, the most that more than two exchange in one shot: two move no fewer in two
 FASTER = 8 << 20  # bytes, the most for which the exchange is taken unasked
 WAIT_S = 60.0  # for the others, before the program is stopped
 
@@ -56,11 +56,14 @@ def all_reduce(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    one_shot: int = ONE_SHOT,
+    once: bool | None = None,
     wait_s: float = WAIT_S,
 ) -> jax.Array:
-    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py."""
+    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py. once: in one shot; None: if that is best."""
     register()
+    assert axis.gpus is not None
+    if once is None:
+        once = len(axis.gpus) == 2 or x.size * x.dtype.itemsize <= ONE_SHOT
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(
         x,
@@ -68,7 +71,7 @@ def all_reduce(
         devices=np.asarray(axis.gpus, np.int64),
         has_bias=np.int32(bias is not None),
         has_residual=np.int32(residual is not None),
-        small=np.int32(x.size * x.dtype.itemsize <= one_shot),
+        once=np.int32(once),
         limit=np.int64(wait_s * 1e9),
     )
 

@@ -1,13 +1,11 @@
-# A first trial on two GPUs: $1 is where the result goes.
-export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
-date; nvidia-smi topo -m | head -4; which nvcc
-python3 -m pallas_kernels.all_reduce.bench --results $1 --limit 75 --backends peer --rows 1 16 64 128 512 4096
+# A second trial on two GPUs: $1 is where the result goes.
+export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
 date
-timeout 40 python3 -m pallas_kernels.all_reduce.mosaic_trial skip 1 64 512 2>&1 | tail -25
+XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pallas_kernels.all_reduce.bench --results $1 --limit 30 --backends peer --rows 1 64 512 4096 16 128
 date
-timeout 40 python3 -m pallas_kernels.all_reduce.mosaic_trial barrier 1 64 2>&1 | tail -25
+timeout 75 python3 -m experiments.decode_step --results $1 --label two --devices 2 1 --batch 1 64 16 512 --context 128 --threads 16
 date
-python3 -m pallas_kernels.all_reduce.bench --results $1 --label other --limit 40 --backends two-shot --rows 1 64 128
+timeout 45 python3 -m experiments.decode_step --results $1 --label two-layers20 --config configs/llama-2-70b.json --layers 20 --devices 2 --batch 1 16 --context 128 --threads 16
 date
-python3 -m pallas_kernels.all_reduce.bench --results $1 --label xla --limit 40 --backends xla --rows 64 512 4096
+XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 25 python3 -m pallas_kernels.all_reduce.mosaic_trial skip 1 64 2>&1 | tail -25
 date
