@@ -23,6 +23,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
+from jllm.parallel.draws import draw_apart, draws_apart
 from jllm.parallel.ranks import HEADS, WHOLE, per_rank
 from jllm.params import Params
 from jllm.rows import Rows, lay_out
@@ -56,7 +57,7 @@ Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
 class Logits:
     """What the forward half of a step yields and its sampling half takes."""
 
-    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties
+    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties; in parts see jllm.parallel.draws
     rows: Rows
     prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
     prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
@@ -77,9 +78,10 @@ def forward(
     variant: Variant = Variant(),
     backend: str | None = None,
     hooks: Hooks | None = None,
+    parts: bool = False,
 ) -> tuple[State, Logits]:
     """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
-    row of a short segment and of the last row of every chunk."""
+    row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts."""
     if config.mesh is not None:
         own = partial(forward, variant=variant, backend=backend)
         return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
@@ -108,7 +110,8 @@ def forward(
     hidden, cache, taps = _without_gradient(found[0]), *found[1:]
     assert cache is not None
     picked = pick(hidden)
-    values = head(params, config, picked, **options, edits=of_head)
+    whole = not (parts and draws_apart(config, picked.shape[0]))
+    values = head(params, config, picked, **options, edits=of_head, whole=whole)
     scores: Scores = (None, None, None, None)
     if variant.prompt_logprobs and C:
         scores = _score_prompt(params, config, hidden[short:], batch.targets, of_prompt, **options)
@@ -314,7 +317,11 @@ def eager_step(
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
         return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
-    state, logits = forward(params, state, batch, **options, hooks=hooks)
+    sees_rows = variant.penalties or variant.logprobs or variant.guided or hooks is not None
+    parts = not sees_rows and (state.drafts is None or state.drafts.logits is None)
+    state, logits = forward(params, state, batch, **options, hooks=hooks, parts=parts)
+    if logits.values.shape[1] != config.vocab_size:
+        draw = draw_apart(draw, config)
     return sample_step(params, state, batch, logits, drafter, hooks, **options, draw=draw, wanted=wanted)
 
 

@@ -116,16 +116,23 @@ def run_layers(
 
 
 def head(
-    params: Params, config: LlamaConfig, hidden: jax.Array, *, backend: str | None = None, edits: Edits | None = None
+    params: Params,
+    config: LlamaConfig,
+    hidden: jax.Array,
+    *,
+    backend: str | None = None,
+    edits: Edits | None = None,
+    whole: bool = True,
 ) -> jax.Array:
-    """Logits [T, V] of hidden states [T, E], float32 at least."""
+    """Logits [T, V] of hidden states [T, E], float32 at least. Not `whole`: a device of a mesh has those of its part of
+    the vocabulary."""
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
         normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
         return edits.apply("logits", linear(normed, w, out_dtype=dtype, backend=backend))
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
-    return whole_rows(logits, config)
+    return whole_rows(logits, config) if whole else logits
 
 
 def whole_rows(logits: jax.Array, config: LlamaConfig) -> jax.Array:

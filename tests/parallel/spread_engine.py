@@ -1,6 +1,7 @@
 """The engine's oracle on meshes: each request's tokens are those that one device gives, in float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from jllm.merge_step import forward, sample, step
+from jllm.parallel import draws
 from jllm.parallel.mesh import spread
 from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize
@@ -117,6 +119,23 @@ def test_penalties_and_logprobs():
     for a, b in zip(one, two):
         found = [[t.logprob for t in completion.logprobs] for completion in (a, b)]
         np.testing.assert_allclose(*found, atol=1e-9)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_each_device_draws_rows_of_its_own_where_there_are_many(devices, monkeypatch):
+    """Three slots and three chunks on two and eight devices, and 97 tokens, of which no mesh has equal parts."""
+    monkeypatch.setattr(draws, "LEAST", 0)
+    model, two = model_of(), on_mesh(model_of(), devices)
+    assert tokens(two) == tokens(model)
+    greedy = [ASKED[0]] * len(PROMPTS)
+    drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
+    assert tokens(two, greedy, **drafted) == tokens(model, greedy)
+    asked = [replace(p, logprobs=1) for p in ASKED]
+    assert [c.token_ids for c in serve(two, PROMPTS, asked, **SIZES)] == tokens(model)
+    state = init_state(two.config, slots=3, num_pages=6, page_size=8)
+    batch = ragged_batch([PromptChunk(0, [5, 6, 7], pages=[2, 0])], decodes=[1, 2])
+    said = str(jax.make_jaxpr(partial(step, config=two.config))(two.params, state, batch))
+    assert said.count("all_to_all") == 1
 
 
 @pytest.mark.parametrize("devices", [2, 8])
