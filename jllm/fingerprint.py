@@ -6,13 +6,18 @@ models apart; it is no protection against an author who wants two to have the sa
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jllm.checkpoint_files import stored_tensors
+from jllm.config import LlamaConfig
+from jllm.parallel.shares import places
+from jllm.param_specs import param_specs
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -52,6 +57,24 @@ def of_params(params: Params) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
 
 
+def of_shares(params: Params, config: LlamaConfig) -> str | None:
+    """of_params of the whole weights, of those of the config's mesh, each value where it is. None for quantized ones:
+    their codes are packed otherwise where a device has a part of a row."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))[0]
+    if any(isinstance(leaf, QuantizedWeight) for _, leaf in leaves):
+        return None
+    found = []
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        at = places(spec.entry, config)
+        width = spec.shape[1] if len(spec.shape) == 2 else 1
+        parts = leaf.reshape(*at.rows.shape, -1)
+        found.append((_name(path), spec.shape, _share_sums(parts, at.rows, at.first, at.column, np.uint32(width))))
+    sums = jax.device_get([s for *_, s in found])
+    named = [(name, shape, int(s)) for (name, shape, _), s in zip(found, sums)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
+
+
 def of_norms(params: Params) -> str:
     """The fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
     leaves, tree = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
@@ -64,6 +87,16 @@ def _name(path: tuple[Any, ...]) -> str:
     fingerprints of the weights that made them."""
     name = jax.tree_util.keystr(path).replace(".attention.norm", ".attn_norm").replace(".mlp.norm", ".mlp_norm")
     return name.replace(".attention.", ".").replace(".mlp.", ".")
+
+
+@jax.jit
+def _share_sums(parts: jax.Array, rows: jax.Array, first: jax.Array, column: jax.Array, width: jax.Array) -> jax.Array:
+    """_checksum of a whole leaf [N, width], of its shares [ranks, n, k], whose rows i32[ranks, n] count where they are
+    the `first`, and whose columns begin at i32[ranks]."""
+    bits = jax.lax.bitcast_convert_type(parts.astype(jnp.float32), jnp.uint32)
+    inside = jax.lax.broadcasted_iota(jnp.uint32, parts.shape, 2) + column.astype(jnp.uint32)[:, None, None]
+    place = rows.astype(jnp.uint32)[..., None] * width + inside
+    return jnp.sum(jnp.where(first[..., None], bits * (2 * place + 1), 0), dtype=jnp.uint32)
 
 
 @jax.jit  # leaves of one shape share a program

@@ -205,8 +205,10 @@ class Device:
 
     @cached_property
     def weights(self) -> str | None:
-        """The fingerprint of the weights; None on a mesh, where no device has them all."""
-        return None if self._config.mesh is not None else fingerprint.of_params(self._params)
+        """The fingerprint of the weights; None of quantized ones on a mesh."""
+        if self._config.mesh is not None:
+            return fingerprint.of_shares(self._params, self._config)
+        return fingerprint.of_params(self._params)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows."""

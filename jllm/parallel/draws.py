@@ -13,7 +13,7 @@ from jax import lax
 
 from jllm.config import LlamaConfig
 
-# Bytes of all logits from which on: two H100 or H200 take some 18 us an exchange and move 350 GB/s (experiments/LOG.md).
+# Bytes of all logits, from which on it pays: counted for 18 us an exchange by XLA and 350 GB/s (experiments/LOG.md).
 LEAST = 32 << 20
 
 

@@ -7,7 +7,7 @@ numbers that the whole weight has. The vocabulary is padded to a multiple of the
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,6 +38,28 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
         return leaf
     ranks = range(config.mesh.size)
     return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the shares of a leaf lie in the whole one."""
+
+    rows: np.ndarray  # i32[ranks, n]
+    first: np.ndarray  # bool[ranks, n]: that no rank before has, which may have the same
+    column: np.ndarray  # i32[ranks] the first
+
+
+def places(entry: WeightEntry, config: LlamaConfig) -> Places:
+    """Of a leaf that is not quantized."""
+    assert config.mesh is not None
+    ranks = range(config.mesh.size)
+    rows = np.stack([_rows(entry, config, r) for r in ranks]).astype(np.int32)
+    columns = [_columns(entry, config, r) for r in ranks]
+    first = np.ones(rows.shape, bool)  # of the same rows the ranks have other columns
+    if columns[0] is None:
+        first = np.zeros(rows.shape, bool)
+        first.flat[np.unique(rows, return_index=True)[1]] = True
+    return Places(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
 
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:

@@ -157,8 +157,8 @@ def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> LlamaConfig:
-    """The config of the head's layer, which is whole on every device of a mesh: one that has a share of the target takes
-    the numbers of heads and MLP columns from the layer's weights."""
+    """The config of the head's layer, which is whole on every device of a mesh: beside a share of the target, heads and
+    MLP columns are as many as the layer's weights have."""
     own = replace(config, num_layers=1, windows=(), mesh=None, axis=None)
     if config.axis is None or layer is None:
         return own

@@ -21,8 +21,8 @@ from jllm.speculative.levels import draft_levels, first_pass, newest_segments, n
 from jllm.speculative.tree import Tree, chain
 
 ONE_DEVICE = (
-    "a quantized copy drafts on one device, and this model is spread over several: take ngram, a draft model, Medusa or "
-    "EAGLE heads, or load the model without mesh"
+    "a quantized copy drafts on one device, and this model is spread over several: take ngram, a draft model, Medusa "
+    "or EAGLE heads, or load the model without mesh"
 )
 
 

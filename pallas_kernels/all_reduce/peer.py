@@ -39,8 +39,8 @@ def check(x: jax.Array, axis: MeshAxis) -> None:
         raise NotImplementedError(f"{x.dtype}: the exchange over peer memory takes {', '.join(DTYPES)}")
     if x.shape[-1] * x.dtype.itemsize % PACK or not x.size:
         raise NotImplementedError(f"{x.dtype}{list(x.shape)}: rows must have a multiple of {PACK} bytes")
-    if (refusal := _refusal(axis.gpus)) is not None:
-        raise NotImplementedError(refusal)
+    if (why := refusal(axis.gpus)) is not None:
+        raise NotImplementedError(why)
 
 
 def check_unasked(x: jax.Array, axis: MeshAxis) -> None:
@@ -59,7 +59,7 @@ def all_reduce(
     once: bool | None = None,
     wait_s: float = WAIT_S,
 ) -> jax.Array:
-    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py. once: in one shot; None: if that is best."""
+    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py. once: in one shot (None: if best)."""
     register()
     assert axis.gpus is not None
     if once is None:
@@ -77,7 +77,7 @@ def all_reduce(
 
 
 @functools.cache
-def _refusal(gpus: tuple[int, ...]) -> str | None:
+def refusal(gpus: tuple[int, ...]) -> str | None:
     """Why these GPUs cannot exchange so; None if they can."""
     try:
         library = register()
@@ -119,9 +119,8 @@ def compiled(arch: str) -> Path:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 lines = done.stderr.splitlines()
-                why = next(
-                    (line for line in lines if "error" in line or "fatal" in line), f"it ended with {done.returncode}"
-                )
+                said = [line for line in lines if "error" in line or "fatal" in line]
+                why = said[0] if said else f"it ended with {done.returncode}"
                 raise RuntimeError(f"nvcc cannot compile {SOURCE.name}: {why}")
             os.replace(made, path)  # whole, whoever else compiles
     except OSError as error:

@@ -18,7 +18,7 @@ given, st = hypothesis.given, hypothesis.strategies
 
 REASONS = st.sampled_from([None, "too wide"])
 OPERATIONS = [
-    "cache_update", "causal_attention", "decode_attention", "matmul", "move_tokens", "norm_quant",
+    "all_reduce", "cache_update", "causal_attention", "decode_attention", "matmul", "move_tokens", "norm_quant",
     "prefill_attention", "sample", "scaled_matmul", "silu_mul_quant", "swiglu", "weight_only_matmul",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_names_that_there_are_not():
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_registries_have_known_names_in_order_of_choice(operation):
     found = list(import_module(f"pallas_kernels.{operation}.api").BACKENDS)
-    assert set(found) <= set(OF_MODELS)
+    assert set(found) <= {*OF_MODELS, *(["peer"] if operation == "all_reduce" else [])}
     for order in DEVICES.values():
         assert [name for name in found if name in order] == [name for name in order if name in found]
 

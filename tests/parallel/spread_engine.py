@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jllm import fingerprint
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
 from jllm.engine.drafters import find_drafter
@@ -150,6 +151,7 @@ def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices):
             pass
         snapshot = engine.snapshot(request)
         assert snapshot.cache[0].k.values.shape[1] == model.config.num_kv_heads
+        assert snapshot.weights == fingerprint.of_params(model.params)
         engine.close()
         other = Engine(second, **SIZES)
         known = len(snapshot.tokens) - len(PROMPTS[0])

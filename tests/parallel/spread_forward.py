@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jllm import fingerprint
 from jllm.checkpoint import save
 from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
 from jllm.model import Packed, packed_logits, tapped_backbone
@@ -81,6 +82,21 @@ def test_no_device_has_more_than_its_share():
     for old, new in ((whole.embed, shared.embed), (whole.layers[0].mlp.down, shared.layers[0].mlp.down)):
         for part in new.addressable_shards:
             assert part.data.nbytes <= old.nbytes / 8 * 1.1
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}])
+def test_weights_have_the_fingerprint_of_the_whole(devices, changes):
+    model = model_of("float32", **changes)
+    wanted, shared = fingerprint.of_params(model.params), on_mesh(model, devices)
+    assert fingerprint.of_shares(shared.params, shared.config) == wanted
+    layer = shared.params.layers[1]
+    down = layer.mlp.down.at[-1, 3, 5].add(1.0)  # of the last rank's share
+    other = replace(shared.params, layers=(shared.params.layers[0], with_fields(layer, mlp={"down": down})))
+    assert fingerprint.of_shares(other, shared.config) != wanted
+    coded = replace(model, params=quantize(model.params, "w8a16"))
+    shared = on_mesh(coded, devices)
+    assert fingerprint.of_shares(shared.params, shared.config) is None
 
 
 def test_loading_cuts_each_weight_as_it_is_read(tmp_path):
