@@ -77,10 +77,10 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
         if on_hopper():
             _ask_ptxas_once()
         return backends[name]
-    unasked = name is None or name in DEVICES
     kind = _kind() if name is None else name
+    unasked = name is None or name in DEVICES
     reasons = []
-    for each in DEVICES.get(kind, ("xla",)) if unasked else (name,):
+    for each in DEVICES.get(kind, ("xla",)) if unasked else (kind,):
         if each in backends and not (unasked and kind in DEVICES and kind not in backends[each].unasked_on):
             reason = backends[each].supports(*args, unasked=unasked)
             if reason is None:

@@ -58,7 +58,7 @@ def test_the_rules_make_the_committed_bars_of_the_committed_rows():
             checked.add(file["experiment"] if "claims-" in name else module_of(file["command"]))
         assert all(entry["met"] == is_met(entry) for entry in found.values()), name
     kernels = (
-        "cache_update decode_attention fp8_matmul int8_matmul matmul move_tokens prefill_attention sample "
+        "all_reduce cache_update decode_attention fp8_matmul int8_matmul matmul move_tokens prefill_attention sample "
         "swiglu weight_only_matmul"
     )
     modules = (

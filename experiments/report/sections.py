@@ -61,6 +61,13 @@ STEPS = (
         of_bars("{:.0%} to {:.0%} of the floor"),
     ),
     Section(
+        "decode_step-two.*",
+        "Decode steps of models on two devices",
+        "As above, and the floor is that of a device's share, at an H200's 4.41 TB/s whatever the device. Of LLaMA-2-70B "
+        "20 of the 80 layers.",
+        (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
+    ),
+    Section(
         "step_profile.*",
         "Where the time of a step goes, by kernel",
         "Microseconds of one step by the device's profiler, and what no kernel covers.",
@@ -236,6 +243,13 @@ KERNELS = (
         "Accepted drafts to their places, in all layers at once",
         "Of the trees of R sequences up to Q nodes each were accepted (`moves`), or none (`idle`).",
         (COPY, Table(("R", "Q", "L", "K", "kv", "step"), "us", pivot=("peer", "us"))),
+    ),
+    Section(
+        "all_reduce.*",
+        "Sums over the GPUs of one host",
+        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the same by "
+        "its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, rounded once.",
+        (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits"), "us"),),
     ),
     Section(
         "int8_matmul|fp8_matmul",

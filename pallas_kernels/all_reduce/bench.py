@@ -128,11 +128,11 @@ def measure(variant: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     devices = jax.devices()[: args.devices]
     mesh = Mesh(np.asarray(devices), (AXIS,))
     axis = MeshAxis(AXIS, tuple(device.local_hardware_id for device in devices))
-    run = partial(all_reduce, axis=axis, backend=variant)
+    run: Callable[..., jax.Array] = partial(all_reduce, axis=axis, backend=variant)
     if variant == "two-shot":
         run = lambda x, bias=None, residual=None: peer.all_reduce(x, axis, bias, residual, once=False)  # noqa: E731
     for rows in args.rows:
-        sizes: tuple[Any, ...] = (run, mesh, rows, args.columns, jnp.dtype(args.dtype))
+        sizes: Any = (run, mesh, rows, args.columns, jnp.dtype(args.dtype))
         row = {"backend": variant, "ranks": mesh.size, "M": rows, "E": args.columns, "dtype": args.dtype}
         row |= check_sum(*sizes)
         row["replays"] = args.replays * LINKS if variant != "xla" and rows <= REPLAYED_ROWS else 0

@@ -44,11 +44,12 @@ CASES = (
 )
 
 # LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32; what LLaMA-3-8B
-# has besides (QKV, down, head), and 13B (QKV, output, down): N, K.
+# has besides (QKV, down, head), 13B (QKV, output, down), and half of 7B (output, down; QKV is 8B's): N, K.
 HEADS = (32000, 128256)
 BENCH_SHAPES = (
     (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096),
     (6144, 4096), (4096, 14336), (128256, 4096), (15360, 5120), (5120, 5120), (5120, 13824),
+    (4096, 2048), (4096, 5504),
 )  # fmt: skip
 BENCH_ROWS = (1, 8, 16, 32, 64, 128, 256)
 

@@ -32,7 +32,7 @@ CASES = (
     Case((3,), 33, 65, "float32"),
 )
 
-# MLPs of LLaMA 7B and 13B and of LLaMA-3 8B: F, K.
-BENCH_SHAPES = ((11008, 4096), (13824, 5120), (14336, 4096))
+# MLPs of LLaMA 7B and 13B and of LLaMA-3 8B, and half of 7B's: F, K.
+BENCH_SHAPES = ((11008, 4096), (13824, 5120), (14336, 4096), (5504, 4096))
 BENCH_ROWS = (1, 8, 16, 32, 64, 128, 256)
 BENCH_CASES = tuple(Case((m,), f, k, "bfloat16") for f, k in BENCH_SHAPES for m in BENCH_ROWS)
