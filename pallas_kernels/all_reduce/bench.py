@@ -54,9 +54,9 @@ def check_sum(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any) ->
     for each in (*parts[1:], residual[:1], residual):
         total = total + np.asarray(each, np.float32)
     wanted = np.asarray(jnp.asarray(total, dtype))
-    error = np.linalg.norm(found[0].astype(np.float64) - wanted.astype(np.float64)) / np.linalg.norm(total)
+    distance = np.linalg.norm(found[0].astype(np.float64) - wanted.astype(np.float64)) / np.linalg.norm(total)
     alike = all(x.tobytes() == found[0].tobytes() for x in found)
-    return {"alike": alike, "bits": found[0].tobytes() == wanted.tobytes(), "error": float(f"{error:.3g}")}
+    return {"alike": alike, "bits": found[0].tobytes() == wanted.tobytes(), "distance": float(f"{distance:.3g}")}
 
 
 def spread(x: jax.Array, mesh: Mesh) -> jax.Array:
