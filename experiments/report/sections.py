@@ -63,8 +63,8 @@ STEPS = (
     Section(
         "decode_step-two.*",
         "Decode steps of models on two devices",
-        "As above, and the floor is that of a device's share, at an H200's 4.41 TB/s whatever the device. Of LLaMA-2-70B "
-        "20 of the 80 layers.",
+        "As above, and the floor is that of a device's share, at an H200's 4.41 TB/s whatever the device. Of "
+        "LLaMA-2-70B 20 of the 80 layers.",
         (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
     ),
     Section(
@@ -247,9 +247,10 @@ KERNELS = (
     Section(
         "all_reduce.*",
         "Sums over the GPUs of one host",
-        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the same by "
-        "its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, rounded once.",
-        (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits"), "us"),),
+        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the same "
+        "by its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, rounded "
+        "once.",
+        (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits")),),
     ),
     Section(
         "int8_matmul|fp8_matmul",

@@ -137,8 +137,8 @@ def measure(variant: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row |= check_sum(*sizes)
         row["replays"] = args.replays * LINKS if variant != "xla" and rows <= REPLAYED_ROWS else 0
         if row["replays"]:
-            row["replayed_bits"] = check_replays(*sizes, args.replays)
-        each = [chain_us(*sizes, length) for length in CHAINS]
+            row["replayed_bits"] = check_replays(*sizes, steps=args.replays)
+        each = [chain_us(*sizes, length=length) for length in CHAINS]
         rest = (each[1] * CHAINS[1] - each[0] * CHAINS[0]) / (CHAINS[1] - CHAINS[0])
         yield row | {"us": round(each[0], 2), "us_longer_chain": round(rest, 2)}
 
