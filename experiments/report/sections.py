@@ -247,9 +247,9 @@ KERNELS = (
     Section(
         "all_reduce.*",
         "Sums over the GPUs of one host",
-        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the same "
-        "by its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, rounded "
-        "once.",
+        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the "
+        "same by its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, "
+        "rounded once.",
         (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits")),),
     ),
     Section(
