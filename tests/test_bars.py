@@ -13,7 +13,7 @@ from pallas_kernels.bench.bars import bar
 AT_MOST = (
     r"(us|s|MiB|MB|kB|kl|of kl) |x (KL|error)|1 perplexity added|.* errors of memcheck$|.* ladder slack$|1 gap between|"
     r".* upper end of the ratio's interval$|nats largest difference|1 INT4 over bf16, .*: at most$|"
-    r"1 verifying \d+ rows over a plain step|times .*, triton over the default$"
+    r"1 verifying \d+ rows over a plain step|times .*, triton over the default$|ms .* on 2 devices$"
 )
 AT_LEAST = (
     r"tflop_s .* rate$|fraction |times .* speed over bf16's$|x over FlashAttention|.* share of the floor$|"

@@ -132,13 +132,13 @@ def measure(variant: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if variant == "two-shot":
         run = lambda x, bias=None, residual=None: peer.all_reduce(x, axis, bias, residual, once=False)  # noqa: E731
     for rows in args.rows:
-        sizes: Any = (run, mesh, rows, args.columns, jnp.dtype(args.dtype))
+        columns, dtype = args.columns, jnp.dtype(args.dtype)
         row = {"backend": variant, "ranks": mesh.size, "M": rows, "E": args.columns, "dtype": args.dtype}
-        row |= check_sum(*sizes)
+        row |= check_sum(run, mesh, rows, columns, dtype)
         row["replays"] = args.replays * LINKS if variant != "xla" and rows <= REPLAYED_ROWS else 0
         if row["replays"]:
-            row["replayed_bits"] = check_replays(*sizes, steps=args.replays)
-        each = [chain_us(*sizes, length=length) for length in CHAINS]
+            row["replayed_bits"] = check_replays(run, mesh, rows, columns, dtype, args.replays)
+        each = [chain_us(run, mesh, rows, columns, dtype, length) for length in CHAINS]
         rest = (each[1] * CHAINS[1] - each[0] * CHAINS[0]) / (CHAINS[1] - CHAINS[0])
         yield row | {"us": round(each[0], 2), "us_longer_chain": round(rest, 2)}
 
