@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Unpack
 
 from jllm.compile_cache import find_compile_cache
@@ -62,7 +63,7 @@ def stream(
         raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
     requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
     if "executables" not in options:
-        options["executables"] = None if jax_cache_is_on() else find_compile_cache()
+        options["executables"] = _compile_cache()
     engine = Engine(model, **options_for_run([(len(ids), params) for ids, params in requests], options))
     try:
         for ids, params in requests:
@@ -74,6 +75,11 @@ def stream(
         engine.close()
         raise
     return _pieces(engine, index)
+
+
+def _compile_cache() -> Path | None:
+    """Where steps are kept by default; nowhere if JAX keeps them itself, or files could not."""
+    return None if jax_cache_is_on() else find_compile_cache()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

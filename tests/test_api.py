@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from types import SimpleNamespace
 from typing import Unpack, get_type_hints
 
 import jax
@@ -67,17 +66,15 @@ def test_steps_are_kept_where_it_is_said(model, cache, tmp_path):
     assert not cache.exists()
 
 
-def test_nothing_is_kept_where_jax_does_or_files_cannot_be(model, cache, monkeypatch):
-    assert api._compile_cache(model) == cache
-    spread = SimpleNamespace(params=SimpleNamespace(norm=SimpleNamespace(devices=lambda: {0, 1})))
-    assert api._compile_cache(spread) is None
+def test_nothing_is_kept_where_jax_does_or_files_cannot_be(cache, monkeypatch):
+    assert api._compile_cache() == cache
     with monkeypatch.context() as patch:
         patch.setattr(api, "jax_cache_is_on", lambda: True)
-        assert api._compile_cache(model) is None
+        assert api._compile_cache() is None
     os.rmdir(cache)
     cache.write_text("")
     with pytest.warns(UserWarning, match="compile cache .* cannot be made: .*; compiling without it"):
-        assert api._compile_cache(model) is None
+        assert api._compile_cache() is None
 
 
 def test_mistakes_are_found_before_anything_is_compiled(model, bars):
