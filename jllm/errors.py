@@ -64,6 +64,10 @@ class OutputError(JllmError, OSError):
     """Results could not be written; what was written before is kept."""
 
 
+class RemoteError(JllmError, RuntimeError):
+    """Another process that this one works with cannot be reached, has gone, or does not fit it."""
+
+
 class EngineClosed(JllmError, RuntimeError):
     """The engine was closed, by the caller or after a device error that it could not recover from."""
 

@@ -166,12 +166,8 @@ def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
 def save(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes one safetensors file, which load gives back bit for bit; `about` goes into its metadata, beside what a
     snapshot says of itself. The file gets its name once it is complete; OutputError when it cannot be written."""
-    path, arrays = Path(path), _arrays(snapshot)
-    first = snapshot.cache[0]
-    metadata = {**about, "kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
-    metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
-    metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
-    write_file(path, arrays, metadata)
+    arrays, metadata = as_arrays(snapshot)
+    write_file(Path(path), arrays, {**about, **metadata})
 
 
 def load(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
@@ -186,24 +182,36 @@ def load(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
     except CheckpointError as error:
         raise SnapshotError(str(error)) from None
     try:
-        return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
-    except (KeyError, ValueError) as error:
-        raise SnapshotError(f"{path}: garbled snapshot: {error}") from None
+        return from_arrays(arrays, metadata, formats)
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}") from None
 
 
-def _arrays(snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """The arrays that a file holds, by name."""
+def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """What a file or a message holds of a snapshot: arrays of dtypes that safetensors have, by name, and metadata."""
+    first = snapshot.cache[0]
+    metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
+    metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
     arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
     for i, layer in enumerate(snapshot.cache):
         for side, pages in (("k", layer.k), ("v", layer.v)):
             arrays[f"layers.{i}.{side}.values"] = np.asarray(pages.values[0])
             if pages.scales is not None:
                 arrays[f"layers.{i}.{side}.scales"] = np.asarray(pages.scales[0])
-    return arrays
+    return arrays, metadata
+
+
+def from_arrays(arrays: dict[str, np.ndarray], metadata: dict[str, str], formats: Iterable[KVFormat] = ()) -> Snapshot:
+    """The reverse of as_arrays. SnapshotError where they are not those of a snapshot."""
+    try:
+        return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(f"garbled snapshot: {error}") from None
 
 
 def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapping[str, KVFormat]) -> Snapshot:
-    """The reverse of _arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
+    """As from_arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
     tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
     first = arrays["layers.0.k.values"]
     heads, length = first.shape[:2]

@@ -58,14 +58,7 @@ class Replicas:
             raise ConfigError("the model is on several devices itself: load it without a mesh to have it on each")
         if options.get("trace") is not None:
             raise ConfigError("a trace is of one engine: leave it out with replicas")
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._lock = threading.RLock()
-        self._requests: dict[int, tuple[Request, Replica]] = {}
-        self._next_id = itertools.count()
-        self._closed: str | None = None
-        self._last: tuple[Event, ...] = ()
-        self._all: list[Replica] = []
-        self._shares_files, self._has_text = options.get("executables") is not None, model.tokenizer is not None
+        self._begin_empty(model.tokenizer is not None, options.get("executables") is not None)
         try:
             given = with_drafter(options, model)
             for device in chosen:
@@ -75,6 +68,17 @@ class Replicas:
         except BaseException:
             self.close()
             raise
+
+    def _begin_empty(self, has_text: bool, shares_files: bool = False) -> None:
+        """Without an engine."""
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._requests: dict[int, tuple[Request, Replica]] = {}
+        self._next_id = itertools.count()
+        self._closed: str | None = None
+        self._last: tuple[Event, ...] = ()
+        self._all: list[Replica] = []
+        self._shares_files, self._has_text = shares_files, has_text
 
     @property
     def has_work(self) -> bool:

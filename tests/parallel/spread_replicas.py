@@ -46,10 +46,10 @@ def model():
     return tiny_model("float64")
 
 
-def alone(model):
+def alone(model, jobs=JOBS, **options):
     """What one engine says to all jobs, by job and sample."""
-    engine = Engine(model, **SIZES)
-    for prompt, params in JOBS:
+    engine = Engine(model, **{**SIZES, **options})
+    for prompt, params in jobs:
         engine.submit(prompt, params)
     ends = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
     return [ends[key] for key in sorted(ends)]

@@ -1,0 +1,129 @@
+"""K and V in a shared store: what one engine computed another one finds, and a store's faults cost no request."""
+
+import os
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from jllm.engine.kv_store import SUFFIX, KVStore, StoringEngine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError
+from tests.tiny import serve, tiny_model
+
+jax.config.update("jax_enable_x64", True)
+PROMPT = [int(x) for x in np.random.default_rng(0).integers(3, 97, 21)]
+PROMPTS = [PROMPT, [*PROMPT[:9], 50, 51], PROMPT[:8], [7, 8]]
+PARAMS = [SamplingParams(temperature=0.9, seed=i, max_new_tokens=6, ignore_eos=True) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("float64")
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    return [one.token_ids for one in serve(model, PROMPTS, PARAMS, max_slots=4, page_size=8, num_pages=40)]
+
+
+def run(model, store, prompts=PROMPTS, **options):
+    """Tokens by prompt, and how many tokens of prompts were found."""
+    engine = StoringEngine(model, store, **{"max_slots": 4, "page_size": 8, "num_pages": 40, **options})
+    names = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+    ends = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
+    found = engine.stored_tokens
+    engine.close()
+    return [ends[name] for name in names], found
+
+
+@pytest.mark.parametrize("kv", [None, "int8-g8", "k=int4-g8,v=int8-g16"])
+def test_another_engine_with_other_pages_finds_what_one_computed(model, wanted, tmp_path, kv):
+    store = KVStore(tmp_path / "kv", block=4)
+    plain = [
+        one.token_ids for one in serve(model, PROMPTS, PARAMS, max_slots=4, page_size=8, num_pages=40, kv_cache=kv)
+    ]
+    assert run(model, store, kv_cache=kv) == (plain, 0)
+    assert plain == wanted or kv is not None
+    again, found = run(model, KVStore(tmp_path / "kv", block=4), page_size=16, kv_cache=kv)
+    assert again == plain
+    assert found == 20 + 8 + 7, "full blocks of each, and never the last token"
+    assert not [path for path in (tmp_path / "kv").iterdir() if path.suffix != SUFFIX]
+
+
+def test_other_weights_and_formats_find_nothing(model, tmp_path):
+    store = KVStore(tmp_path, block=4)
+    run(model, store)
+    assert run(tiny_model("float64", seed=1), store)[1] == 0
+    assert run(model, store, kv_cache="fp8")[1] == 0
+
+
+@pytest.mark.parametrize("fault", ["cut", "other", "empty"])
+def test_a_damaged_block_is_computed_and_written_anew(model, wanted, tmp_path, fault):
+    store = KVStore(tmp_path, block=4)
+    run(model, store, PROMPTS[:1])
+    first, second = (path for path, _ in store._blocks(PROMPT, engine_about(model, store))[:2])
+    data = second.read_bytes()
+    second.write_bytes({"cut": data[:-5], "other": first.read_bytes(), "empty": b""}[fault])
+    with pytest.warns(UserWarning, match="a block of stored K and V is computed again") as told:
+        tokens, found = run(model, store, PROMPTS[:1])
+    assert len(told) == 1
+    assert "\n" not in str(told[0].message)
+    assert (tokens, found) == (wanted[:1], 4)
+    assert second.read_bytes() == data
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 20)
+
+
+def engine_about(model, store):
+    engine = StoringEngine(model, store, max_slots=1, page_size=8, num_pages=40)
+    engine.close()
+    return engine._about
+
+
+def test_a_full_disk_costs_a_line_and_no_request(model, wanted, tmp_path, monkeypatch):
+    store = KVStore(tmp_path, block=4)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jllm.safetensors_io.os.replace", full)
+    with pytest.warns(UserWarning, match="K and V are not stored: .*No space left on device") as told:
+        assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0)
+    assert len(told) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_recently_used_blocks_go_first(model, wanted, tmp_path):
+    block = 2 * 2 * 2 * 16 * 4 * 8  # layers, K and V, heads, head_dim, tokens, bytes
+    store = KVStore(tmp_path, block=4, max_bytes=int(3.9 * block))
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0)
+    there = {path.name for path in tmp_path.iterdir()}
+    names = [path.name for path, _ in store._blocks(PROMPT, engine_about(model, store))]
+    assert there == set(names[-len(there) :])
+    assert 1 <= len(there) <= 3
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0), "blocks whose beginning is gone are of no use"
+    with pytest.warns(UserWarning, match="may take 100 bytes, and a block has"):
+        assert run(model, KVStore(tmp_path / "small", 100, 4), PROMPTS[:1]) == (wanted[:1], 0)
+
+
+def test_what_needs_its_prompt_computed_looks_for_nothing(model, tmp_path):
+    store = KVStore(tmp_path, block=4)
+    run(model, store, PROMPTS[:1])
+    engine = StoringEngine(model, store, max_slots=1, page_size=8, num_pages=40)
+    name = engine.submit(PROMPT, SamplingParams(prompt_logprobs=True, max_new_tokens=2))
+    (end,) = [event.completion for event in engine.run() if event.completion]
+    assert name == 0
+    assert len(end.prompt_logprobs) == len(PROMPT) - 1
+    assert engine.stored_tokens == 0
+    engine.close()
+
+
+def test_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be a store"):
+        KVStore(tmp_path / "file" / "kv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KVStore(tmp_path / "new").find([1] * 300, "") is None
+    assert os.listdir(tmp_path / "new") == []

@@ -1,0 +1,293 @@
+"""Prefill and decode apart: each request's tokens are those of one engine, on two devices, in two processes, and when
+one of them goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jllm.batch import Bucket
+from jllm.engine.disaggregated import Disaggregated
+from jllm.engine.handover import DecodeEngine, DevicePages, Joining
+from jllm.engine.plan import Limits
+from jllm.engine.remote import RemotePrefill
+from jllm.engine.request import SamplingParams
+from jllm.engine.sequence import Sequence
+from jllm.errors import ConfigError, RemoteError, RequestError
+from tests.parallel.spread_replicas import JOBS, SIZES, alone, finish, same
+from tests.tiny import tiny_model
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+jax.config.update("jax_enable_x64", True)
+SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate(JOBS)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("float64")
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    return alone(model, SEEDED)
+
+
+def samples(ends):
+    return [ends[key] for key in sorted(ends)]
+
+
+@pytest.mark.parametrize(
+    ("options", "prefill"),
+    [
+        (SIZES, {}),
+        (SIZES, {"max_slots": 2, "max_step_tokens": 40, "buckets": (Bucket(2, 38, 2),)}),
+        ({**SIZES, "max_slots": 1, "num_pages": 12, "prefix_cache": False, "buckets": (Bucket(1, 13, 1),)}, {}),
+        ({**SIZES, "kv_cache": "int8-g8"}, {}),
+        ({**SIZES, "speculate": "ngram", "drafts": 2}, {}),
+    ],
+    ids=["same", "own sizes", "little room", "int8", "drafts"],
+)
+def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
+    wanted = wanted if options.get("kv_cache") is None else alone(model, SEEDED, **options)
+    engine = Disaggregated(model, jax.devices()[2:4], prefill=prefill, **options)
+    first, second = (replica.engine for replica in engine._all)
+    engine.compile_ahead([params for _, params in SEEDED])
+    for prompt, params in SEEDED:
+        engine.submit(prompt, params)
+    same(samples(finish(engine)), wanted)
+    assert not engine.has_work
+    for place, one in ((2, first), (3, second)):
+        there = {array.device for array in jax.tree.leaves((one._device._state, one._device._params))}
+        assert there == {jax.devices()[place]}
+        assert one.metrics()["pages_used"] == 0
+        assert one.metrics()["output_tokens"] > 0
+    assert second.metrics()["prefix_forked_tokens"] > 0, "what was computed elsewhere"
+    assert engine._moved == {}
+    assert engine._reserved == 0
+    assert [replica.tokens for replica in engine._all] == [0, 0]
+    found = engine.metrics()
+    assert found["requests"] == found["requests_finished"] == len(JOBS)
+    assert found["output_tokens"] == found["inter_token_s"]["count"] + found["first_token_s"]["count"]
+    engine.close()
+
+
+def test_what_moves_is_not_computed_again_and_decoding_does_not_wait_for_it(model):
+    sizes = {"max_slots": 4, "page_size": 8, "num_pages": 60, "max_step_tokens": 44}
+    prefill = {"max_slots": 2, "max_step_tokens": 42, "buckets": (Bucket(2, 40, 2),)}
+    engine = Disaggregated(model, prefill=prefill, **sizes)
+    first, second = (replica.engine for replica in engine._all)
+    buckets = second.sizes.buckets
+    assert {bucket.tokens for bucket in buckets} == {0, 16, 40}
+    params = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    for start in range(3, 7):
+        engine.submit(list(range(start, start + 40)), params)
+    for _ in engine.run():
+        pass
+    assert first.metrics()["prefill_tokens"] == 4 * 40
+    assert second.metrics()["prefill_tokens"] < 4 * 8, "no prompt token"
+    assert second.metrics()["prefix_forked_tokens"] == 4 * 40
+    engine.close()
+
+
+def test_who_runs_does_not_wait_for_pages_that_are_on_their_way():
+    class Array:
+        here = False
+
+        def is_ready(self):
+            return self.here
+
+    limits = Limits(
+        max_slots=3, max_step_tokens=32, max_prompt_tokens=29, max_chunks=3, page_size=8, num_pages=9, max_deltas=9
+    )
+    scheduler, array = Joining(limits), Array()
+    runs, comes = (Sequence(i, 0, (5,) * 9, SamplingParams(), 0, 30) for i in range(2))
+    scheduler.add(runs)
+    comes.output.append(7)
+    comes.snapshot = DevicePages(9, (array,))
+    first = scheduler.schedule()
+    scheduler.add(comes)
+    second = scheduler.schedule()
+    assert [chunk.seq for chunk in first.chunks] == [runs]
+    assert (second.decodes, second.chunks) == ((runs,), ())
+    array.here = True
+    scheduler.on_tokens(runs, [7])
+    scheduler.step_read(0)
+    third = scheduler.schedule()
+    assert (third.decodes, third.loads) == ((runs,), (comes,))
+    assert [(chunk.start, chunk.tokens) for chunk in third.chunks] == [(9, (7,))]
+    assert third.size == (1, 1, 1)
+    alone = Joining(limits)
+    alone.add(Sequence(2, 0, (5,) * 9, SamplingParams(), 0, 30, output=[7], snapshot=DevicePages(9, (Array(),))))
+    assert alone.schedule().chunks, "with nothing else to do the device waits"
+
+
+def test_a_request_that_is_between_the_engines_can_be_aborted_and_forked(model):
+    engine = Disaggregated(model, **SIZES)
+    long = SamplingParams(temperature=0.8, seed=1, max_new_tokens=60, ignore_eos=True)
+    names = [engine.submit([5, 6, 7, i], long) for i in range(3)]
+    ends, twins, streamed = {}, {}, {}
+    for event in engine.run():
+        streamed.setdefault((event.id, event.sample), []).extend(event.token_ids)
+        if event.completion is not None:
+            ends[event.id, event.sample] = event.completion
+        if event.id == names[0] and not twins:
+            with suppress(RequestError):  # it is on its way from the one to the other
+                twins[names[0]] = engine.fork(names[0])
+        if event.id == names[1] and len(streamed[names[1], 0]) == 1 and (names[1], 0) not in ends:
+            engine.abort(names[1])
+    assert ends[names[1], 0].finish_reason == "abort"
+    assert len(ends[names[1], 0].token_ids) < 60
+    for name in (names[0], names[2]):
+        assert len(ends[name, 0].token_ids) == 60
+    if twins:
+        fork = ends[names[0], twins[names[0]]]
+        common = os.path.commonprefix([fork.token_ids, ends[names[0], 0].token_ids])
+        assert 1 <= len(common) < 60
+    with pytest.raises(RequestError, match="has ended or was never submitted"):
+        engine.abort(names[1])
+    assert engine._unwanted == set()
+    engine.close()
+
+
+def test_a_snapshot_goes_on_where_requests_decode(model):
+    engine = Disaggregated(model, **SIZES)
+    params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=30, ignore_eos=True)
+    name = engine.submit([5, 6, 7], params)
+    value, rest = None, []
+    for event in engine.run():
+        if value is None and engine._requests[name][1] is engine._decode and len(event.token_ids):
+            value = engine.snapshot(name)
+        end = event.completion or None
+    tokens = [int(token) for token in value.tokens]
+    assert tokens[3:] == list(end.token_ids[: len(tokens) - 3])
+    again = engine.resume(value, replace(params, max_new_tokens=33 - len(tokens)))
+    rest = [event.completion for event in engine.run() if event.id == again and event.completion]
+    assert rest[0].token_ids == end.token_ids[len(tokens) - 3 :]
+    engine.close()
+
+
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(which=st.integers(0, 1), step=st.integers(0, 10), order=st.permutations(range(len(JOBS))))
+def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step, order):
+    model = tiny_model("float64")
+    engine = Disaggregated(model, **SIZES)
+    failing = engine._all[which].engine
+    advance, left = failing._advance, [step]
+
+    def fails():
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("this device is gone")
+        advance()
+
+    failing._advance = fails
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        names = {engine.submit(*SEEDED[i]): i for i in order}
+        ends = finish(engine)
+        later = engine.submit(*SEEDED[0])
+        again = finish(engine)[later, 0]
+    by_job = {(names[name], sample): completion for (name, sample), completion in ends.items()}
+    same(samples(by_job), alone(model, SEEDED))
+    assert again.token_ids == by_job[0, 0].token_ids
+    assert sum("begins again elsewhere" in str(each.message) for each in told) == (left[0] < 0)
+    engine.close()
+
+
+def test_wrong_devices_and_options(model):
+    for devices in (jax.devices()[:1], jax.devices()[:3]):
+        with pytest.raises(ConfigError, match=f"take two devices, not {len(devices)}"):
+            Disaggregated(model, devices, **SIZES)
+    with pytest.raises(ConfigError, match="give page_size for both"):
+        Disaggregated(model, prefill={"page_size": 16}, **SIZES)
+    with pytest.raises(ConfigError, match="need at least one device, and each but once"):
+        Disaggregated(model, [jax.devices()[0]] * 2, **SIZES)
+    engine = Disaggregated(model, prefill={"num_pages": 10}, **SIZES)
+    with pytest.raises(RequestError, match="the page pool has 10"):
+        engine.submit([5] * 100, SamplingParams(max_new_tokens=100))
+    engine.close()
+
+
+# Two processes
+
+SERVER = """
+    import os, socket, sys
+    import jax
+    jax.config.update("jax_enable_x64", True)
+    from jllm.engine.handover import PrefillEngine
+    from jllm.engine.remote import serve_prefills
+    from tests.tiny import tiny_model
+
+    engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), max_slots=2, page_size=16, num_pages=30)
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    serve_prefills(engine, listener)
+"""
+
+
+@pytest.fixture
+def prefill_process():
+    """Starts processes that compute prompts; each gives its address, and itself."""
+    started = []
+
+    def start(seed=0):
+        command = [sys.executable, "-c", textwrap.dedent(SERVER), str(seed)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return f"127.0.0.1:{int(started[-1].stdout.readline())}", started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_another_process_computes_prompts_for_pages_of_another_size(model, wanted, prefill_process):
+    address, process = prefill_process()
+    for turn in range(2):
+        engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
+        for prompt, params in SEEDED:
+            engine.submit(prompt, params)
+        same(samples(finish(engine)), wanted)
+        assert engine._decode.engine.metrics()["prefix_forked_tokens"] >= 6 + 5 + 25
+        if turn == 0:
+            engine.close()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for prompt, params in SEEDED:
+        engine.submit(prompt, params)
+    with pytest.warns(RuntimeWarning, match=f"{address.split(':')[1]}.*begins again elsewhere") as told:
+        ends = finish(engine)
+    same(samples(ends), wanted)
+    assert len(told) == 1
+    engine.close()
+
+
+def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_process):
+    address, process = prefill_process()
+    other, _ = prefill_process(1)
+    with pytest.raises(RemoteError, match="has other weights than this engine"):
+        Disaggregated.over(RemotePrefill(other), DecodeEngine(model, **SIZES))
+    with pytest.raises(RemoteError, match="an address must be HOST:PORT"):
+        RemotePrefill("nowhere")
+    with pytest.raises(RemoteError, match="nobody listens at 127.0.0.1:1"):
+        RemotePrefill("127.0.0.1:1")
+    engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
+    names = [engine.submit(prompt, params) for prompt, params in SEEDED]
+    time.sleep(0.5)  # wherever it is then
+    process.send_signal(signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        ends = finish(engine)
+    assert sorted({name for name, _ in ends}) == names
+    same(samples(ends), wanted)
+    engine.close()
