@@ -17,7 +17,8 @@ A .jsonl of {"text": ..} has documents, any other file is one. Without --text it
 that decides its rows has changed: command, text, weights, tokenizer, rules of schemes, device, versions. Beside the
 JSON lie a page of tables (.md) and pictures (.svg), made of it alone, again by --draw; speeds are those that result
 files of GPUs have, in the same directory or else in experiments/results. --against takes another run's file and says
-how far the order of schemes is the same.
+how far the order of schemes is the same. --workers spreads the jobs over a Ray cluster, a model a GPU (extra `ray`):
+its address, or local for one on this machine; rows are written in the order of the jobs.
 """
 
 import argparse
@@ -26,8 +27,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,15 @@ from tqdm import tqdm
 import jllm
 from experiments.accuracy.report import bars, part, text_report, write_report
 from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
+from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only, positive
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
+from jllm.checkpoint_files import find_model
+from jllm.config import load_config
 from jllm.errors import ConfigError, InputFileError, JllmError
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.schemes import PLAIN, Scheme
@@ -110,9 +115,15 @@ def jobs(
 ) -> list[Job]:
     """All of the run's. Raises for a protocol or a text that doesn't fit the model."""
     selected = chosen(model, texts, args.protocol, args.tokens)
-    recorded = record(reference, selected, args.protocol, backend=args.backend)
     windows = windows_of(model, selected, args.protocol)
-    of_pair = partial(scheme_row, model, selected, args.protocol, recorded, backend=args.backend)
+
+    @cache
+    def recorded() -> Any:
+        return record(reference, selected, args.protocol, backend=args.backend)
+
+    def of_pair(scheme: str | Scheme, kv: str) -> Iterator[Row]:
+        return scheme_row(model, selected, args.protocol, recorded(), scheme, kv, backend=args.backend)
+
     of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
     found = [
         Job({"part": "scheme", "scheme": name, "kv": kv}, 1, partial(of_pair, schemes[name], kv))
@@ -172,6 +183,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=positive, help=f"of the text (default: all of the bundled one, else {TOKENS})")
     parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
+    parser.add_argument("--workers", metavar="ADDRESS", help="spread the jobs over a Ray cluster; local for one here")
+    parser.add_argument("--actors", type=positive, help="workers (default: one a GPU; without any, a CPU)")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")
     parser.add_argument(
         "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="table and pictures of results"
@@ -179,6 +192,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_result_options(parser)
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
+    if args.actors is not None and args.workers is None:
+        parser.error("--actors needs --workers ADDRESS")
     if args.tokens is None and args.text != BUNDLED_TEXT:
         args.tokens = TOKENS
     return args
@@ -197,18 +212,32 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     schemes = by_name([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(by_name(some)) for some in (args.schemes, args.layers))
-    model = jllm.load(args.model, dtype=args.dtype)
-    reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
-    args.kv = default_kv(model.config.head_dim) if args.kv is None else args.kv
+    if args.kv is None:
+        args.kv = default_kv(load_config(find_model(args.model)).head_dim)
     if args.grid and not args.kv:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
     if against is not None:
         check_common(args, against)
+    make = partial(prepared, args, texts, schemes)
+    with nullcontext() if args.workers is None else workers(args.workers, args.actors, make) as cluster:
+        todo = make() if cluster is None else cluster.jobs()
+        return written(args, command, todo, run_of(args, texts, schemes), against)
+
+
+def prepared(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, str | Scheme]) -> list[Job]:
+    """All jobs, of a model that is loaded for them. Raises ConfigError for what cannot run here."""
+    model = jllm.load(args.model, dtype=args.dtype)
+    reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
     check_all_run(model, pairs(args), args.layers, args.backend, schemes)
+    return jobs(model, reference, texts, args, schemes)
+
+
+def written(
+    args: argparse.Namespace, command: list[str], todo: list[Job], run: Row, against: Row | None
+) -> ResumedFile:
     start = time.perf_counter()
-    run = run_of(args, texts, schemes)
     with ResumedFile(args.results, name_of(args), command, args.label, run=run, text=args.text.name) as result:
-        for row in rows(jobs(model, reference, texts, args, schemes), result.before):
+        for row in rows(todo, result.before):
             result.add(row)
         compared = bars(result.document["rows"], against, args.against and args.against.name)
         seconds = {} if result.before else {"seconds": round(time.perf_counter() - start, 1)}

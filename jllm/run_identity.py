@@ -23,7 +23,7 @@ def of_machine() -> dict[str, str]:
     """The device, and the versions of the packages."""
     import jax
 
-    return {"device": jax.devices()[0].device_kind} | {name: _version(name) for name in PACKAGES}
+    return {"device": jax.devices()[0].device_kind} | {name: version_of(name) for name in PACKAGES}
 
 
 def of_model(model: str | Path) -> dict[str, str]:
@@ -66,7 +66,8 @@ def _of_files(folder: Path, names: Iterable[str]) -> str:
     return digest(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes()))
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """That which is installed, or "none"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +64,13 @@ def read_jobs(path: Path, base: SamplingParams, made_with: Mapping[str, Any] = M
     """The requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are the
     sampling parameters of the command line, over which those of a line win; `made_with` goes into each job. Raises
     InputFileError, with the line's number, for a broken one."""
-    lines = read_lines(path, "prompts")
+    return jobs_of(read_lines(path, "prompts"), base, made_with)
+
+
+def jobs_of(
+    lines: Iterable[tuple[int, str, dict[str, Any]]], base: SamplingParams, made_with: Mapping[str, Any]
+) -> list[Job]:
+    """As read_jobs, of lines as read_lines gives them."""
     return [replace(_job(raw, index, base, where), made_with=made_with) for index, where, raw in lines]
 
 
@@ -163,7 +169,7 @@ def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
     if job.sampling.n > 1:
         made["sample"] = sample
     made |= {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "seed": c.seed}
-    made["settings"] = _settings(job)
+    made["settings"] = settings_of(job)
     if job.run:
         made["run"] = dict(job.run)
     if c.logprobs is not None:
@@ -180,7 +186,7 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def settings_of(job: Job) -> dict[str, Any]:
     """What decides a job's results besides its prompt and seed, as JSON has it: the model and its numbers, and sampling
     parameters that are not the default. Not n: more samples may be added to those that are there."""
     default = SamplingParams()
@@ -253,7 +259,7 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     settings, run = raw.get("settings"), raw.get("run", {})
     if not isinstance(settings, dict) or not isinstance(run, dict) or (job.run and not run):
         raise OutputError(f"{where}: does not say with which settings and weights it was made; {OTHER_FILE}")
-    there, here = {**settings, **run}, {**_settings(job), **job.run}
+    there, here = {**settings, **run}, {**settings_of(job), **job.run}
     if job.sampling.seed is not None:  # one that is drawn may be any
         there, here = there | {"seed": seed}, here | {"seed": job.sampling.seed}
     keys = differing(there, here)

@@ -111,7 +111,7 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
     prompts = []
     for job in jobs:
         with _named(job):
-            prompts.append(_prompt(job, model.tokenizer, args.chat))
+            prompts.append(prompt_of(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
     engine = make_engine(model, args.replicas, **options, executables=cache)
     for job, prompt in zip(jobs, prompts):
@@ -121,7 +121,7 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
     return engine, prompts, engine.slots
 
 
-def _prompt(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
+def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
     """What to submit: token ids where possible, else what the engine will refuse with a reason."""
     prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
     chat = chat or messages is not None

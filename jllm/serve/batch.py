@@ -1,4 +1,5 @@
-"""`jllm batch`: answers a file of requests in OpenAI's batch format, as the server would, without one."""
+"""`jllm batch`: answers a file of requests in OpenAI's batch format, as the server would, without one; or rows of a
+file by many workers."""
 
 import argparse
 import sys
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 4096  # of one request
 DESCRIPTION = """\
-Answer a file of requests in OpenAI's batch format, as jllm.serve would, through one engine."""
+Answer a file of requests in OpenAI's batch format, as jllm.serve would, through one engine; with --workers such
+requests, or rows with prompts, by an engine a GPU of a Ray cluster."""
 
 EPILOG = """\
 examples:
   python -m jllm.serve.batch --input requests.jsonl --output answers.jsonl
   python -m jllm.serve.batch --model ~/models/Llama-3.2-1B-Instruct --input requests.jsonl --output answers.jsonl
+  python -m jllm.serve.batch --input prompts.parquet --output folder --workers ray://head:10001
 
 input file: each line is {"custom_id": TEXT, "method": "POST", "url": "/v1/completions" or "/v1/chat/completions",
   "body": {...}}, with a custom_id of its own and a body as the server takes it, but for "stream". A line that is
@@ -46,6 +49,13 @@ output file: one line a request, {"id", "custom_id", "response": {"status_code",
   devices or versions are not mixed, and a second command that writes to the file is refused: errors.
 
 order: requests of a lower "priority" first, others as they stand in the file.
+
+workers: --workers local starts a Ray cluster on this machine, another value is the address of one. The input may
+  also have rows as jllm.generate takes them, {"prompt" or "messages", perhaps "id", perhaps sampling parameters}, as
+  JSON lines or the columns of a .parquet file. --output is a folder that all workers see: each shard of rows appears
+  there whole, as part-NAME.jsonl, a line an answer, or a result as jllm.generate writes it, with its "row". A worker
+  that is lost loses the shards in its hands, which others do again; none is there twice. The same command resumes: rows
+  that are there are not done again. A row that is wrong gets a line with its "error".
 
 exit status: 0, also where requests were wrong; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
@@ -64,8 +74,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("what to run")
     takes = "requests, one a line (see below); - is standard input"
     what.add_argument("--input", type=Path, metavar="F.jsonl", help=takes)
-    what.add_argument("--output", type=Path, metavar="F.jsonl", help="write answers there, or resume it")
+    what.add_argument("--output", type=Path, metavar="F.jsonl|DIR", help="write answers there, or resume it")
     add_served_model(what)
+    workers = parser.add_argument_group("workers (need the extra `ray`)")
+    where = "spread the rows over a Ray cluster: its address, or local for one on this machine"
+    workers.add_argument("--workers", metavar="ADDRESS", help=where)
+    workers.add_argument("--actors", type=int, metavar="N", help="engines (default: one a GPU; without any, a CPU)")
+    workers.add_argument("--shard-rows", type=int, metavar="N", help="rows of a shard (default: 256)")
     add_numbers(parser.add_argument_group("numbers"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
@@ -77,12 +92,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("give --input FILE and --output FILE")
     if args.input.resolve() == args.output.resolve():
         parser.error("--input and --output are the same file")
-    if problem := check_drafts(args):
+    if problem := check_drafts(args) or _check_workers(args):
         parser.error(problem)
     return args
 
 
+def _check_workers(args: argparse.Namespace) -> str | None:
+    """What is wrong with the flags of workers, if anything."""
+    for name in ("actors", "shard_rows"):
+        value = getattr(args, name)
+        if value is not None and args.workers is None:
+            return f"--{name.replace('_', '-')} needs --workers ADDRESS"
+        if value is not None and value < 1:
+            return f"--{name.replace('_', '-')} must be at least 1, not {value}"
+    if args.workers is not None and args.replicas is not None:
+        return "--workers has an engine in each worker: leave --replicas out"
+    return None
+
+
 def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
+    if args.workers is not None:
+        from jllm.serve.batch_ray import run_on_workers
+
+        return run_on_workers(args, started)
     from jllm.serve.batch_file import read_answers, read_tasks
 
     tasks = read_tasks(args.input)

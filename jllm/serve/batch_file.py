@@ -1,18 +1,19 @@
 """OpenAI's batch format: a file of requests in, a file of answers out, and taking it up again."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jllm.cli.jsonl import OTHER_FILE, read_lines, written_lines
 from jllm.errors import InputFileError, OutputError
 from jllm.run_identity import digest
 from jllm.serve.errors import HttpError, bad
-from jllm.serve.requests import Served, Wanted, chat, completion, parse_json
 
-ENDPOINTS = {"/v1/completions": completion, "/v1/chat/completions": chat}
+if TYPE_CHECKING:
+    from jllm.serve.requests import Served, Wanted
+
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}  # of a line, all of them
 ANSWER_START = b'{"id": "batch_req_'
 
@@ -35,8 +36,13 @@ class Task:
 def read_tasks(path: Path) -> list[Task]:
     """The requests of a file, or of standard input (-). What is wrong with a body is answered; InputFileError, with the
     line's number, for a line that cannot be."""
+    return tasks_of(read_lines(path, "requests"))
+
+
+def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
+    """As read_tasks, of lines as read_lines gives them."""
     tasks: dict[str, Task] = {}
-    for _, where, raw in read_lines(path, "requests"):
+    for _, where, raw in lines:
         for name, kind in FIELDS.items():
             if not isinstance(raw.get(name), kind):
                 raise InputFileError(f'{where}: needs "{name}", {"an object" if kind is dict else "a text"}')
@@ -50,13 +56,16 @@ def read_tasks(path: Path) -> list[Task]:
     return list(tasks.values())
 
 
-def parse(task: Task, served: Served) -> Wanted:
+def parse(task: Task, served: "Served") -> "Wanted":
     """What a request asks for, as the server would take it. Raises JllmError."""
-    if task.url not in ENDPOINTS:
-        raise HttpError(404, f"no such path: {task.url}; {' and '.join(ENDPOINTS)} are answered")
+    from jllm.serve.requests import chat, completion, parse_json  # with JAX, which whoever spreads work does without
+
+    endpoints = {"/v1/completions": completion, "/v1/chat/completions": chat}
+    if task.url not in endpoints:
+        raise HttpError(404, f"no such path: {task.url}; {' and '.join(endpoints)} are answered")
     if task.method != "POST":
         raise HttpError(405, f"{task.method} is not answered here; POST is")
-    wanted = ENDPOINTS[task.url](parse_json(json.dumps(task.body).encode()), served)
+    wanted = endpoints[task.url](parse_json(json.dumps(task.body).encode()), served)
     if wanted.stream:
         raise bad("stream", "is not served in a batch")
     return wanted

@@ -1,0 +1,165 @@
+"""A batch job on Ray Data: the process that spreads rows over workers and waits for their shards. It needs no JAX."""
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jllm.cli.process import note
+from jllm.errors import ConfigError, JllmError, OutputError, RemoteError
+from jllm.serve.batch_rows import read_done, read_rows, shards_of, with_ids
+from pallas_kernels.one_writer import only_writer
+
+SHARD_ROWS = 256
+TRIES = 3  # to start a cluster on a busy machine
+
+
+def run_on_workers(args: Namespace, started: float) -> int:
+    """Does the rows of --input that --output lacks; returns the exit status."""
+    made_with = _asked(args)
+    asked = read_rows(args.input, made_with)
+    folder = _folder(args.output)
+    with only_writer(folder / ".lock") as alone:
+        if not alone:
+            raise OutputError(f"another process spreads work into {folder}: wait for its end")
+        with cluster(args.workers, args.actors) as ray:
+            from jllm.serve.batch_worker import ShardsOfTable, identify
+
+            run = called(ray, identify, args)
+            rows = with_ids(asked, run, made_with)
+            done = read_done(folder, rows)
+            shards = shards_of([row for row in rows if row.id not in done], args.shard_rows or SHARD_ROWS)
+            if not shards:
+                note(f"all {len(rows)} rows were done before")
+                return 0
+            wrong = _spread(ray, args, shards, ShardsOfTable, (args, run, folder))
+        for partial in folder.glob("part-*.partial"):  # of workers that were lost
+            partial.unlink(missing_ok=True)
+        missing = len(rows) - len(read_done(folder, rows))
+    if missing:
+        raise OutputError(f"{folder} lacks {missing} of {len(rows)} rows: do all workers see it? Run the command again")
+    before = f", {len(done)} of them before" if done else ""
+    errors = f", {wrong} with an error" if wrong else ""
+    note(f"{len(rows)} rows done{before}{errors}, in {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+def _asked(args: Namespace) -> dict[str, Any]:
+    from jllm.cli.jsonl import NAMES
+    from jllm.cli.run import made_with
+
+    return {name: value for name, value in made_with(args).items() if name not in NAMES}
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--output {path} cannot be a folder: {error.strerror}") from None
+    return path.absolute()
+
+
+def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tuple[Any, ...]) -> int:
+    """Runs a worker of this kind on each place that the cluster has; how many rows were wrong."""
+    from tqdm import tqdm
+
+    places, gpus = places_of(ray, args.actors, args.devices or 1)
+    items = [{"shard": pickle.dumps(shard)} for shard in shards]
+    wrong = 0
+    with tqdm(total=sum(len(shard.rows) for shard in shards), unit=" rows", delay=2, disable=None) as bar:
+        for found in mapped(ray, items, kind, given, min(places, len(shards)), gpus):
+            if found["error"]:
+                raise RemoteError(found["error"])
+            bar.update(found["rows"])
+            wrong += found["wrong"]
+    return wrong
+
+
+# What experiments use, too
+
+
+@contextlib.contextmanager
+def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
+    """The module ray, connected to the cluster at an address; "local" starts one on this machine, with so many CPUs to
+    give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError where the
+    cluster cannot be reached."""
+    if find_spec("ray") is None:
+        raise ConfigError("--workers needs Ray: pip install 'jllm[ray]'")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers without a GPU keep the variables
+    import ray
+    import ray.data
+
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
+    for left in reversed(range(TRIES)):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+            break
+        except Exception as error:  # Ray raises plain ones, too
+            ray.shutdown()
+            if not (
+                left and own and "timed out" in str(error)
+            ):  # it waits 30 s for its parts, whatever the machine does
+                raise RemoteError(f"no Ray cluster at {address}: {_last_line(error)}") from None
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def places_of(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
+    """How many workers a cluster has room for, of `gpus` GPUs each, or as many as are wanted, and the GPUs of each: 0
+    where it has none. ConfigError for more than it has room for."""
+    there = ray.cluster_resources()
+    gpus = gpus if there.get("GPU", 0) else 0
+    room = math.floor(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 1))
+    if room < 1 or (wanted is not None and wanted > room):
+        what = f"{gpus} GPUs each" if gpus else "a CPU each"
+        raise ConfigError(f"{wanted or 1} workers with {what} asked for, and the cluster has room for {room}")
+    return wanted or room, gpus
+
+
+def mapped(
+    ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], places: int, gpus: int
+) -> Iterator[dict[str, Any]]:
+    """What workers of this kind make of items, as it comes: each is made in one of `places` places, on `gpus` GPUs, and
+    is given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one fails in
+    a way that it does not tell."""
+    data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        kind, fn_constructor_args=given, concurrency=places, batch_size=1, batch_format="pyarrow",
+        num_gpus=gpus, num_cpus=0 if gpus else 1,
+    )  # fmt: skip
+    try:
+        yield from data.iter_rows()
+    except ray.exceptions.RayError as error:
+        raise _failed(error) from None
+
+
+def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
+    """What a function gives in a worker with so many GPUs. RemoteError where it fails."""
+    try:
+        return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
+    except ray.exceptions.RayError as error:
+        raise _failed(error) from None
+
+
+def _failed(error: Any) -> RemoteError:
+    cause = getattr(error, "cause", None)
+    return RemoteError(f"a worker failed: {cause if isinstance(cause, JllmError) else _last_line(error)}")
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's errors have the worker's traceback in their text."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,111 @@
+"""Rows of a job that many workers share: what a file asks for, shards of it, and what a folder has of their results.
+
+A row is a request of OpenAI's batch format, or one as jllm.generate takes it. Its id says what it asks for and what
+else decides its result, so whoever does it, and however often, writes the same name. No JAX is needed here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jllm.cli.jsonl import Job, jobs_of, read_lines, settings_of
+from jllm.engine.request import SamplingParams
+from jllm.errors import InputFileError, OutputError
+from jllm.run_identity import digest
+from jllm.serve.batch_file import Task, tasks_of
+
+SHARDS = "part-*.jsonl"
+
+
+@dataclass(frozen=True)
+class Row:
+    id: str
+    asked: Job | Task
+
+    @property
+    def seed(self) -> int:
+        """For a row that has none: a row that is done twice gets the same."""
+        return int(self.id.rpartition("_")[2][:8], 16)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that one worker does together."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its file: the same for the same rows."""
+        return f"part-{digest(row.id.encode() for row in self.rows)[:16]}.jsonl"
+
+
+def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
+    """What a file of JSON lines (- is standard input), or a .parquet file, asks for. Raises InputFileError, naming the
+    line or row, for one that is broken, and for an id that occurs twice."""
+    lines = list(_parquet(path) if path.suffix == ".parquet" else read_lines(path, "rows"))
+    if "custom_id" in lines[0][2]:
+        return list(tasks_of(lines))
+    jobs = jobs_of(lines, SamplingParams(), made_with)
+    seen: set[str] = set()
+    for job in jobs:
+        name = json.dumps(job.given["id"]) if "id" in job.given else None
+        if name in seen:
+            raise InputFileError(f"{job.where}: id {name} occurs more than once")
+        seen |= set() if name is None else {name}
+    return list(jobs)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputFileError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    if not rows:
+        raise InputFileError(f"{path} holds no rows")
+    for index, row in enumerate(rows):
+        yield index, f"{path}, row {index + 1}", {name: value for name, value in row.items() if value is not None}
+
+
+def with_ids(asked: Sequence[Job | Task], run: Mapping[str, str], made_with: Mapping[str, Any]) -> list[Row]:
+    """run: what the model and its numbers are, and made_with what was asked for of them."""
+
+    def name(one: Job | Task) -> str:
+        if isinstance(one, Task):
+            return one.id({**made_with, **run})
+        place = None if "id" in one.given else one.index
+        parts = [place, one.given, settings_of(one), one.sampling.seed, one.sampling.n, dict(run)]
+        return "row_" + digest([json.dumps(parts, sort_keys=True).encode()])
+
+    return [Row(name(one), one) for one in asked]
+
+
+def shards_of(rows: Sequence[Row], size: int) -> list[Shard]:
+    return [Shard(tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
+
+
+def read_done(folder: Path, rows: Sequence[Row]) -> set[str]:
+    """The ids of rows whose results a folder has. OutputError for a shard that is damaged, of other rows, or has a row
+    that another one has."""
+    known, where = {row.id for row in rows}, dict[str, Path]()
+    for path in sorted(folder.glob(SHARDS)):
+        here: set[str] = set()
+        try:
+            for line in path.read_bytes().splitlines():
+                found = json.loads(line)
+                here.add(str(found.get("row", found.get("id"))))
+        except (OSError, ValueError, AttributeError) as error:
+            raise OutputError(f"{path} is damaged ({error}): remove it, and its rows are done again") from None
+        for id in here:
+            if id not in known:
+                what = "another input, model or version, or other numbers"
+                raise OutputError(f"{path} has results of another run ({what}): choose another --output")
+            if id in where:
+                raise OutputError(f"{path} and {where[id].name} have results of the same row: remove one of them")
+            where[id] = path
+    return set(where)

@@ -1,0 +1,244 @@
+"""`jllm batch --workers`: rows, shards, what a worker makes of them, and a Ray cluster of which a worker is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from jllm.engine.request import SamplingParams
+from jllm.errors import InputFileError, OutputError
+from jllm.serve.batch import main, parse_args
+from jllm.serve.batch_rows import SHARDS, Shard, read_done, read_rows, shards_of, with_ids
+from jllm.serve.batch_worker import ShardsOfTable, Worker, identify
+from tests.serve.test_batch import RIGHT, WRONG
+from tests.tiny import serve
+
+ROWS = [{"id": f"r{i}", "prompt": f"the wolf {i}", "max_new_tokens": 4 + i % 3, "ignore_eos": True} for i in range(7)]
+ROWS[2] = {**ROWS[2], "prompt": [5, 6, 7], "n": 2, "seed": 9}
+FLAGS = ("--no-compile-cache", "--max-slots", "4", "--page-size", "8", "--num-pages", "16", "--max-step-tokens", "64")
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def job(checkpoint, tmp_path):
+    """The arguments of a job over these rows, its rows with their ids, and what makes a worker of it."""
+    (tmp_path / "out").mkdir()
+
+    def make(rows, *flags, model=checkpoint):
+        given = ["--model", model, "--served-name", "small", "--input", write(tmp_path / "in.jsonl", rows)]
+        args = parse_args(
+            [str(each) for each in (*given, "--output", tmp_path / "out", *FLAGS, "--workers", "local", *flags)]
+        )
+        run = identify(args)
+        return args, with_ids(read_rows(args.input, {}), run, {}), lambda: Worker(args, run, tmp_path / "out")
+
+    return make
+
+
+def results(folder: Path) -> list[dict]:
+    return [json.loads(line) for path in sorted(folder.glob(SHARDS)) for line in path.read_text().splitlines()]
+
+
+def test_a_worker_makes_what_an_engine_alone_would(job, model, tmp_path):
+    _, rows, worker = job(ROWS)
+    shards = shards_of(rows, 3)
+    assert [len(shard.rows) for shard in shards] == [3, 3, 1]
+    one = worker()
+    assert [one.do(shard) for shard in shards] == [0, 0, 0]
+    found = {(each["id"], each.get("sample", 0)): each for each in results(tmp_path / "out")}
+    assert len(found) == len(ROWS) + 1
+    for row, given in zip(rows, ROWS):
+        sampling = SamplingParams(
+            **{**{"seed": row.seed}, **{k: v for k, v in given.items() if k not in ("id", "prompt")}}
+        )
+        for sample, text in enumerate(
+            [each.text for each in serve(model, [given["prompt"]], [sampling])] if sampling.n == 1 else ()
+        ):
+            assert found[given["id"], sample]["text"] == text
+        assert found[given["id"], 0]["row"] == row.id
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert sorted(before) == sorted(shard.name for shard in shards), "whole files alone"
+    worker().do(shards[1])  # once more, as after a worker was lost
+    again = (tmp_path / "out" / shards[1].name).read_bytes()
+    texts = lambda data: [json.loads(line)["token_ids"] for line in data.splitlines()]  # noqa: E731
+    assert texts(again) == texts(before[shards[1].name])
+    assert read_done(tmp_path / "out", rows) == {row.id for row in rows}
+
+
+def test_rows_that_are_wrong_stop_no_other(job, tmp_path):
+    wrong = [{"id": "long", "prompt": [5] * 10_000}, {"id": "odd", "prompt": "a", "stop_token_ids": [10**6]}]
+    _, rows, worker = job([*ROWS[:2], *wrong])
+    (shard,) = shards_of(rows, 9)
+    assert worker().do(shard) == 2
+    errors = {each["id"]: each["error"] for each in results(tmp_path / "out") if "error" in each}
+    assert errors.keys() == {"long", "odd"}
+    assert "is too long" in errors["long"]
+    assert "stop_token_ids" in errors["odd"]
+
+
+def test_openai_s_requests_are_answered_as_without_workers(job, tmp_path):
+    _, rows, worker = job([*RIGHT, *(each for _, each in WRONG.values())])
+    (shard,) = shards_of(rows, 99)
+    assert worker().do(shard) == len(WRONG)
+    answers = {each["custom_id"]: each for each in results(tmp_path / "out")}
+    assert {name: answers[name]["response"]["status_code"] for name in WRONG} == {
+        k: code for k, (code, _) in WRONG.items()
+    }
+    assert len(answers["many"]["response"]["body"]["choices"]) == 4
+    assert {each["id"] for each in answers.values()} == {row.id for row in rows}
+    assert read_done(tmp_path / "out", rows) == {row.id for row in rows}
+
+
+def test_rows_of_parquet_are_those_of_lines(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{"id": "a", "prompt": "x", "seed": 3}, {"id": "b", "prompt": "y"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    lines, table = read_rows(write(tmp_path / "rows.jsonl", rows), {}), read_rows(tmp_path / "rows.parquet", {})
+    assert [(one.given, one.sampling) for one in lines] == [(one.given, one.sampling) for one in table]
+    (tmp_path / "no.parquet").write_text("no table")
+    for path, says in ((tmp_path / "no.parquet", "cannot read"), (tmp_path / "none.parquet", "cannot read")):
+        with pytest.raises(InputFileError, match=says):
+            read_rows(path, {})
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x", "tmperature": 1}]), tmp_path / "odd.parquet")
+    with pytest.raises(InputFileError, match=r"row 1: unknown key 'tmperature'"):
+        read_rows(tmp_path / "odd.parquet", {})
+    with pytest.raises(InputFileError, match='line 2: id "a" occurs more than once'):
+        read_rows(write(tmp_path / "twice.jsonl", [rows[0], {**rows[0], "prompt": "z"}]), {})
+
+
+def test_ids_say_what_a_row_asks_for(job):
+    ids = lambda *given: [row.id for row in job(*given)[1]]  # noqa: E731
+    first = ids(ROWS)
+    assert len(set(first)) == len(ROWS)
+    assert ids([ROWS[6], *ROWS[:6]]) == [first[6], *first[:6]], "wherever rows with ids stand"
+    nameless = [{"prompt": "a"}, {"prompt": "a"}]
+    assert len(set(ids(nameless))) == 2
+    other = ids([{**ROWS[0], "temperature": 0.5}, *ROWS[1:]])
+    assert other[0] != first[0]
+    assert other[1:] == first[1:]
+    assert set(ids(ROWS, "--quantize", "w8a16")).isdisjoint(first)
+
+
+def test_what_a_folder_has_is_checked(job, tmp_path):
+    _, rows, worker = job(ROWS)
+    out, shards = tmp_path / "out", shards_of(rows, 4)
+    worker().do(shards[0])
+    path = out / shards[0].name
+    assert read_done(out, rows) == {row.id for row in rows[:4]}
+    (out / "part-x.0.partial").write_text("{")  # of a worker that was lost
+    assert read_done(out, rows) == {row.id for row in rows[:4]}
+    with pytest.raises(OutputError, match="has results of another run .*choose another --output"):
+        read_done(out, rows[1:])
+    (out / "part-y.jsonl").write_text(path.read_text().splitlines()[0] + "\n")
+    with pytest.raises(OutputError, match="have results of the same row: remove one of them"):
+        read_done(out, rows)
+    (out / "part-y.jsonl").write_text('{"row": "row')
+    with pytest.raises(OutputError, match="part-y.jsonl is damaged .*remove it"):
+        read_done(out, rows)
+
+
+def test_a_worker_without_the_model_or_room_says_so_in_a_line(job, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pickle
+
+    args, rows, _ = job(ROWS[:2])
+    table = pyarrow.Table.from_pylist([{"shard": pickle.dumps(Shard(tuple(rows)))}])
+    args.model = str(tmp_path / "nowhere")
+    (found,) = ShardsOfTable(args, {}, tmp_path / "out")(table).to_pylist()
+    assert found["rows"] == 2
+    assert found["error"].startswith(f"worker {os.getpid()} on ")
+    assert "nowhere" in found["error"]
+    assert "\n" not in found["error"]
+    args, rows, worker = job(ROWS[:2])
+    (tmp_path / "out").rmdir()
+    with pytest.raises(OutputError, match="cannot write .*No such file"):
+        worker().do(Shard(tuple(rows)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--actors", "2"], "--actors needs --workers ADDRESS"),
+        (["--shard-rows", "2"], "--shard-rows needs --workers ADDRESS"),
+        (["--workers", "local", "--actors", "0"], "--actors must be at least 1, not 0"),
+        (["--workers", "local", "--replicas", "2"], "--workers has an engine in each worker: leave --replicas out"),
+    ],
+)
+def test_wrong_flags(capsys, flags, says):
+    with pytest.raises(SystemExit) as end:
+        main(["--input", "a", "--output", "b", *flags])
+    assert (end.value.code, capsys.readouterr().err) == (2, f"error: {says} (see --help)\n")
+
+
+def test_without_ray(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("jllm.serve.batch_ray.find_spec", lambda name: None)
+    command = ["--input", write(tmp_path / "in.jsonl", ROWS), "--output", tmp_path / "out", "--workers", "local"]
+    assert main([str(each) for each in command]) == 2
+    assert capsys.readouterr().err == "error: --workers needs Ray: pip install 'jllm[ray]'\n"
+
+
+# A cluster of three workers
+
+
+def processes(mark: str, name: str) -> list[int]:
+    """Those of a cluster, which have a mark of ours in their environment, and a name."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and name in (entry / "cmdline").read_text():
+                found += [int(entry.name)] if mark in (entry / "environ").read_text() else []
+        except OSError:  # it has just gone
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find workers")
+def test_a_worker_that_is_killed_loses_no_row_and_none_is_there_twice(checkpoint, tmp_path):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    out, mark = tmp_path / "out", f"JLLM_TEST={uuid.uuid4()}"
+    rows = [{"id": i, "prompt": f"the wolf {i}", "max_new_tokens": 24, "ignore_eos": True} for i in range(48)]
+    command = [
+        sys.executable,
+        "-m",
+        "jllm.serve.batch",
+        "--model",
+        checkpoint,
+        "--input",
+        write(tmp_path / "in.jsonl", rows),
+    ]
+    command += ["--output", out, "--workers", "local", "--actors", 3, "--shard-rows", 2, "--max-slots", 2]
+    command += ["--page-size", 8, "--num-pages", 16, "--max-step-tokens", 16, "--compile-cache", tmp_path / "steps"]
+    env = {**os.environ, **dict([mark.split("=")]), "JAX_PLATFORMS": "cpu"}
+    command = [str(each) for each in command]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not list(out.glob(SHARDS)):
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+            workers = processes(mark, "ray::MapWorker")
+            assert workers
+            os.kill(workers[0], signal.SIGKILL)
+            before = set(out.glob(SHARDS))
+            errors = process.communicate()[1]
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0, errors
+    assert "48 rows done" in errors
+    assert len(before) < 24, "it was killed before the end"
+    assert sorted(each["id"] for each in results(out)) == list(range(48))
+    assert not list(out.glob("*.partial"))
+    assert len(list((tmp_path / "steps").iterdir())) >= 1, "workers share compiled steps"
+    assert processes(mark, "ray::") == []
