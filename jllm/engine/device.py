@@ -24,7 +24,7 @@ from jllm.engine.options import EngineOptions, drafter_of
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
-from jllm.errors import ConfigError, SnapshotError
+from jllm.errors import ConfigError, EngineClosed, SnapshotError
 from jllm.hooks import Hooks
 from jllm.linear import linear
 from jllm.memory import Memory
@@ -83,12 +83,19 @@ class Device:
         self.programs = Programs(
             self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks
         )
+        self._state: State | None = None
         self.renew()
 
     def renew(self) -> None:
         """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
-        do programs and their files: one that was loaded may be what failed."""
-        self._state: State | None = None
+        do programs and their files: one that was loaded may be what failed. EngineClosed where other processes have a
+        part of it."""
+        mesh = self._config.mesh
+        if self._state is not None and mesh is not None and mesh.is_multi_process:
+            raise EngineClosed(
+                "a device of this model, or a process that has one, has failed: start all processes anew"
+            )
+        self._state = None
         self.programs.forget_files()
         check_room(self._options, rank_config(self._config), self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet

@@ -150,12 +150,15 @@ def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable
 
 
 def stack(shares: Any, mesh: Mesh) -> Any:
-    """Shares of all ranks, each put on its device, as arrays [ranks, ...]."""
-    devices = mesh.devices.flat
-    placed = [jax.device_put(own, device) for own, device in zip(shares, devices)]
+    """Shares of all ranks, each put on its device, as arrays [ranks, ...]; those of another process's devices are put
+    there by that one, which has read the same weight."""
+    own = [
+        (part, device) for part, device in zip(shares, mesh.devices.flat) if device.process_index == jax.process_index()
+    ]
+    placed = [jax.device_put(part, device) for part, device in own]
 
     def stacked(*parts: jax.Array) -> jax.Array:
-        shape = (len(parts), *parts[0].shape)
+        shape = (mesh.size, *parts[0].shape)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, STACKED), [p[None] for p in parts])
 
     return jax.tree.map(stacked, *placed)

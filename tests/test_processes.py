@@ -1,0 +1,82 @@
+"""One model over two processes by jax.distributed, each with a device of its own, as over hosts."""
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+
+from jllm.engine.request import SamplingParams
+from tests.tiny import serve, tiny_model
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"max_slots": 2, "page_size": 8, "num_pages": 20, "max_step_tokens": 16}
+PROMPTS = [(5, 6, 7, 8), (3, 1, 4, 1, 5, 9), (40,)]
+PARAMS = [
+    SamplingParams(temperature=t, seed=i, max_new_tokens=8, ignore_eos=True) for i, t in enumerate((0.0, 0.8, 1.2))
+]
+PROCESS = """
+    import json, os, sys
+    import jax
+
+    rank, address, dies = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=2, process_id=rank, heartbeat_timeout_seconds=10)
+    assert (len(jax.devices()), len(jax.local_devices())) == (2, 1)
+
+    import jllm
+    from jllm.batch import Bucket
+    from tests.parallel.meshes import on_mesh
+    from tests.test_processes import PARAMS, PROMPTS, SIZES
+    from tests.tiny import tiny_model
+
+    engine = jllm.Engine(on_mesh(tiny_model("float64"), 2), buckets=(Bucket(2, 14, 2),), **SIZES)
+    for prompt, params in zip(PROMPTS, PARAMS):
+        engine.submit(prompt, params)
+    ends, steps = {}, 0
+    try:
+        while engine.has_work:
+            if rank == 1 and steps == dies:
+                os._exit(9)
+            ends |= {event.id: event.completion.token_ids for event in engine.step() if event.completion}
+            steps += 1
+        print(json.dumps(ends), flush=True)
+    except jllm.EngineClosed as error:
+        print(json.dumps(str(error)), flush=True)
+    os._exit(0)  # the other one may have gone
+"""
+
+
+def run(dies: int = -1):
+    """What both processes say, of which the second ends before its step number `dies`, and their exit statuses."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS)]
+    started = [
+        subprocess.Popen([*command, str(rank), address, str(dies)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    lines = [text.strip().splitlines()[-1] if text.strip() else "null" for text in said]
+    return [json.loads(line) if line[:1] in '{"n' else line for line in lines], [each.returncode for each in started]
+
+
+def test_both_processes_have_the_tokens_of_one_device():
+    with jax.enable_x64(True):
+        alone = serve(tiny_model("float64"), PROMPTS, PARAMS, **SIZES)
+    wanted = {str(i): list(one.token_ids) for i, one in enumerate(alone)}
+    assert run() == ([wanted, wanted], [0, 0])
+
+
+def test_a_process_that_dies_ends_the_other_one_clearly():
+    (said, _), status = run(dies=3)
+    assert status == [0, 9]
+    assert "or a process that has one, has failed: start all processes anew" in said
