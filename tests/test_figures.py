@@ -69,6 +69,12 @@ def table(experiment: str) -> list[float]:
     return [row["decode_ms"] for row in found] + [100 * row["floor_fraction"] for row in found]
 
 
+def estimated(model: str, exchange: str, *ranks: int) -> list[float]:
+    """Milliseconds of a step at batch 1 on meshes."""
+    wanted = {"part": "step", "model": model, "exchange": exchange, "batch": 1}
+    return [only("meshes", "cpu", ranks=n, **wanted)["decode_ms"] for n in ranks]
+
+
 def beside_torch() -> list[float]:
     found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8)
     ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
@@ -207,6 +213,11 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
     "in bf16 takes {:.2f} to {:.2f} times as long,": lambda: attention_beside_mosaic(narrow=False),
     "over pages of 8 and 4 bits {:.2f} to {:.2f} times (": lambda: attention_beside_mosaic(narrow=True),
+    "with steps of at most {:.0f} ms": lambda: [rows("meshes", "cpu", part="gpus")[0]["step_ms"]],
+    "a step of the 70B should take {:.1f}, {:.1f} and {:.1f} ms": lambda: estimated("llama-2-70b", "peer", 2, 4, 8),
+    "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (
+        estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
+    ),
     "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
         spread([-100 * row["sim_error"] for row in rows("kv_measured")])
     ),

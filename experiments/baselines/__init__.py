@@ -1,7 +1,8 @@
 """What an engine would do without one of its ideas, to measure what the idea is worth. Each is a part that Engine takes
 in place of its own:
 
-    batching   merge, or static: a batch is admitted, and the next one when its longest member has ended
+    batching   merge, or static: a batch is admitted, and the next one when its longest member has ended; or separate:
+               a step has prompts or decodes
     prefill    ragged, or padded: a step computes as many rows for each of its prompts as the longest has
     sampling   threshold, or sort: each row's logits are sorted
     host       late, or wait: a step's tokens are read before the next step is planned
@@ -9,7 +10,13 @@ in place of its own:
 
 from typing import Any
 
-from experiments.baselines.schedulers import PaddedPrefill, StaticBatches, StaticPadded
+from experiments.baselines.schedulers import (
+    PaddedPrefill,
+    SeparatePadded,
+    SeparateSteps,
+    StaticBatches,
+    StaticPadded,
+)
 from experiments.baselines.sorting import SortingDevice
 from experiments.baselines.waiting import WaitingEngine
 from jllm.engine.device import Device
@@ -18,7 +25,7 @@ from jllm.engine.scheduler import Scheduler
 from jllm.pretrained import Model
 
 BASELINES = {
-    "batching": ("merge", "static"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
+    "batching": ("merge", "static", "separate"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
     "host": ("late", "wait"),
 }  # fmt: skip
 SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
@@ -26,6 +33,8 @@ SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
     ("static", "ragged"): StaticBatches,
     ("merge", "padded"): PaddedPrefill,
     ("static", "padded"): StaticPadded,
+    ("separate", "ragged"): SeparateSteps,
+    ("separate", "padded"): SeparatePadded,
 }
 
 

@@ -1,4 +1,4 @@
-"""Schedulers of static batches and of padded prompts."""
+"""Schedulers of static batches, of prompts and decodes in steps of their own, and of padded prompts."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -60,6 +60,17 @@ class StaticBatches(Scheduler):
         return admitted
 
 
+class SeparateSteps(Scheduler):
+    """A step has prompts or decodes, never both: whoever decodes sits out the steps that compute prompts. That is what
+    chunked prefill in merged steps replaced."""
+
+    def _most_rows(self, decodes: int, prompts: bool) -> int:
+        return 1 if prompts else super()._most_rows(decodes, prompts)
+
+    def _plan(self, decodes: list[Sequence], rows: tuple[int, ...], parts: PlanParts) -> StepPlan:
+        return super()._plan([], (), parts) if parts.chunks else super()._plan(decodes, rows, parts)
+
+
 class PaddedPrefill(Scheduler):
     """The chunks of a step count as if each were as long as the longest, and none but the first is cut to fit. That is
     what a step without ragged rows computes."""
@@ -97,6 +108,10 @@ class PaddedPrefill(Scheduler):
 
 
 class StaticPadded(StaticBatches, PaddedPrefill):
+    """Both at once."""
+
+
+class SeparatePadded(SeparateSteps, PaddedPrefill):
     """Both at once."""
 
 

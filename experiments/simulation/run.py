@@ -82,13 +82,14 @@ class Simulation:
         truth: Truth | None = None,
         host_us: float = 0.0,
         context: int | None = None,
+        scheduler: Callable[..., Scheduler] = Scheduler,
     ):
         assert options.num_pages is not None
         self.sizes: EngineSizes = resolve(options, config, options.num_pages)
         self.context, self.cost, self.max_new_tokens = context or config.context, cost, max_new_tokens
         self.truth = truth or Truth()
         self.host_us = host_us  # simulated: for each running sequence and step
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler(
             self.sizes.limits,
             self.sizes.prompt_sizes,
             self.sizes.decode_sizes,

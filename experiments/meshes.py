@@ -1,0 +1,162 @@
+"""What decode steps should take on meshes of H200s that nobody measured, and what 8 and 64 GPUs would give: estimates,
+and labelled as such.
+
+    python -m experiments.meshes --models llama-2-7b llama-2-70b --ranks 1 2 4 8 --batch 1 16 64 512
+    python -m experiments.meshes --gpus 8 64 --step-ms 25 50
+
+A rank's step is costed like a step of one device with the rank's share of heads, MLP columns and vocabulary
+(steps/cost_model.py, fitted to measured steps of one GPU), and to it come two exchanges a layer, one for the embedding
+and one for the draw, each of batch x hidden size in 16 bits (configs/links: measured between two GPUs, extrapolated to
+more). Nothing overlaps. That smaller shares run at the same part of their limits as whole weights is an assumption, and
+the likeliest error: kernels' ramps stay, and weights shrink.
+
+--gpus: replicas of meshes of --ranks share so many GPUs, each with the largest batch whose step takes at most --step-ms
+and whose weights, K and V fit nine tenths of a GPU's memory; the mesh that makes the most tokens a second is marked
+`best`. Hosts have eight GPUs, and no mesh is larger, so that 64 GPUs are eight times 8.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from experiments.arguments import positive
+from experiments.qps import token_bytes
+from experiments.result_file import record, rounded
+from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
+from experiments.steps.devices import device_sheet
+from experiments.steps.floors import Work, make_floor
+from experiments.steps.links import Link, read_link
+from jllm.config import LlamaConfig, load_config
+from jllm.fit import tree_bytes
+from jllm.parallel.mesh import fitting
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+DEVICE, LINK = "h200-sxm", "h200-nvlink"
+MEMORY_SHARE = 0.9
+HOST = 8  # GPUs that exchange by NVLink
+BATCHES = (1, *range(8, 1025, 8))  # that --gpus tries
+
+
+def rank_of(config: LlamaConfig, ranks: int) -> LlamaConfig:
+    """The shapes of one rank's share, its part of the vocabulary too."""
+    return replace(
+        config,
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=max(1, config.num_kv_heads // ranks),
+        intermediate_size=config.intermediate_size // ranks,
+        vocab_size=-(-config.vocab_size // ranks),
+    )
+
+
+def exchanges(config: LlamaConfig, ranks: int) -> int:
+    """Those of a step: two a layer, that of the embedding, and that of the draw."""
+    return 0 if ranks == 1 else 2 * config.num_layers + 2
+
+
+class Mesh:
+    """The costs of a model on so many GPUs of one host."""
+
+    def __init__(self, name: str, ranks: int, scheme: str | None, kv_cache: str | None, link: Link, backend: str):
+        self.config = load_config(CONFIGS / f"{name}.json")
+        self.ranks, self.table = ranks, link.all_reduce[backend]
+        share = shapes_of(rank_of(self.config, ranks), scheme)
+        self.kv_bytes = token_bytes(share, kv_cache)
+        shares = calibrated(kv_cache)
+        self.cost = CostModel(make_floor(share.params, share.config), self.kv_bytes, shares)
+        self.weights = tree_bytes(share.params)
+
+    def exchange(self, batch: int) -> float:
+        """Seconds of a step's exchanges."""
+        nbytes = 2 * batch * self.config.hidden_size
+        return exchanges(self.config, self.ranks) * self.table.seconds(nbytes, self.ranks)
+
+    def seconds(self, batch: int, context: int) -> float:
+        """Seconds of a decode step."""
+        return self.cost.seconds(Work(batch, 0, batch, batch * (context + 1), 0.0)) + self.exchange(batch)
+
+    def fits(self, batch: int, context: int) -> bool:
+        memory = device_sheet(DEVICE).memory
+        return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * memory
+
+
+def meshes(args: argparse.Namespace) -> Iterator[tuple[Row, Mesh]]:
+    """Those that each model fits, with what names them."""
+    link = read_link(LINK)
+    for name, scheme, ranks in product(args.models, args.schemes, args.ranks):
+        config = load_config(CONFIGS / f"{name}.json")
+        if ranks not in fitting(config) or ranks > HOST:
+            continue
+        for backend in args.exchange[: 1 if ranks == 1 else None]:
+            plain = None if scheme == "bf16" else scheme
+            about: Row = {"model": name, "scheme": scheme, "kv": args.kv_cache or "bf16", "ranks": ranks}
+            about |= {"exchange": None if ranks == 1 else backend, "context": args.context, "kind": "estimated"}
+            yield about, Mesh(name, ranks, plain, args.kv_cache, link, backend)
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    found = list(meshes(args))
+    for about, mesh in found:
+        for batch in args.batch:
+            row: Row = {"part": "step", **about, "batch": batch, "fits": mesh.fits(batch, args.context)}
+            if row["fits"]:
+                seconds = mesh.seconds(batch, args.context)
+                row |= {"decode_ms": 1e3 * seconds, "exchange_ms": 1e3 * mesh.exchange(batch)}
+                row |= {"tokens_s": batch / seconds, "tokens_s_gpu": batch / seconds / mesh.ranks}
+            yield rounded(row)
+    for gpus, most in product(args.gpus, args.step_ms):
+        some = [(about, best_row(mesh, gpus, most, args)) for about, mesh in found if gpus % mesh.ranks == 0]
+        for name, scheme in dict.fromkeys((about["model"], about["scheme"]) for about, _ in some):
+            of = [(a, row) for a, row in some if row and (a["model"], a["scheme"]) == (name, scheme)]
+            top = max((row["tokens_s"] for _, row in of), default=None)
+            for about, row in of:
+                yield rounded(
+                    {"part": "gpus", **about, "gpus": gpus, "step_ms": most, **row, "best": row["tokens_s"] == top}
+                )
+
+
+def best_row(mesh: Mesh, gpus: int, most: float, args: argparse.Namespace) -> Row:
+    """The largest batch a mesh that is quick enough, and what all of them make; nothing where none is."""
+    fit = [b for b in BATCHES if mesh.fits(b, args.context) and 1e3 * mesh.seconds(b, args.context) <= most]
+    if not fit:
+        return {}
+    replicas, seconds = gpus // mesh.ranks, mesh.seconds(fit[-1], args.context)
+    return {
+        "replicas": replicas,
+        "batch": fit[-1],
+        "decode_ms": 1e3 * seconds,
+        "tokens_s": replicas * fit[-1] / seconds,
+    }
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    parser.add_argument("--models", nargs="+", choices=names, default=["llama-2-7b", "llama-2-70b"], metavar="NAME")
+    parser.add_argument("--schemes", nargs="+", default=["bf16"], help="of the weights")
+    parser.add_argument("--kv-cache", help="KV format (default: bf16)")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8], help="GPUs of a mesh")
+    parser.add_argument("--exchange", nargs="+", default=["peer", "xla"], help="backends of all_reduce")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64, 512], help="sequences that decode")
+    parser.add_argument("--context", type=positive, default=1024, help="tokens of each")
+    parser.add_argument("--gpus", type=positive, nargs="*", default=[8, 64], help="in all")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[25.0], help="most that a step may take")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    known = read_link(LINK).all_reduce
+    if unknown := [name for name in args.exchange if name not in known]:
+        parser.error(f"--exchange {unknown[0]} is not known; known are {', '.join(known)}")
+    return args
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.meshes", *(sys.argv[1:] if argv is None else argv)]
+    link = read_link(LINK)
+    return record(args, "meshes", command, rows(args), link=link.name, link_source=link.source)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Prefill and decode on devices of their own, simulated: prompts as one engine computes them, then decoding as another
+does that gets each prompt's pages some time after its first token."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.simulation.requests import Arrival, Sample
+from experiments.simulation.run import Simulation, Tally, _Live
+from jllm.engine.handover import DevicePages, Joining
+from jllm.engine.request import SamplingParams
+from jllm.engine.sequence import Sequence as Sampled
+
+Make = Callable[..., Simulation]  # of the class, and what else is not as usual: an engine
+
+
+@dataclass(frozen=True)
+class Prefilled(Arrival):
+    """A request whose prompt was computed elsewhere; `at` is when its pages have arrived."""
+
+    arrived: float = 0.0  # when it was sent
+    first: float = 0.0  # when its first token was read
+
+
+class Prompts(Simulation):
+    """An engine that has done with a request at its first token."""
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self.done: list[Prefilled] = []
+        self._samples: dict[int, Sample] = {}
+
+    def _add(self, arrival: Arrival) -> None:
+        self._samples[self.tally.requests] = arrival.sample
+        super()._add(replace(arrival, sample=replace(arrival.sample, output=1)))
+
+    def _end(self, one: _Live, now: float) -> None:
+        sample = self._samples.pop(one.seq.request_id)
+        self.done.append(Prefilled(sample, now, one.arrived, now))
+        super()._end(one, now)
+
+
+class Decodes(Simulation):
+    """An engine to which prompts come computed."""
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, scheduler=Joining, **more)
+
+    def _add(self, arrival: Arrival) -> None:
+        assert isinstance(arrival, Prefilled)
+        sample, number = arrival.sample, self.tally.requests
+        longest = min(self.max_new_tokens, self.context - len(sample.prompt))
+        output = min(sample.output, longest)
+        self.truth.outputs[number] = output
+        params = SamplingParams(max_new_tokens=longest, stop=sample.stop, seed=number)
+        seq = Sampled(number, 0, sample.prompt, params, number, len(sample.prompt) + longest, output=[1])
+        pages: Any = DevicePages(len(sample.prompt), ())
+        seq.snapshot = pages
+        self._live[number] = _Live(seq, output, arrival.arrived, arrival.first, arrival.first)
+        self.scheduler.add(seq)
+        self.tally.requests += 1
+        self.tally.output_tokens += output - 1
+
+
+def spread(coming: Iterable[Arrival], engines: int) -> list[list[Arrival]]:
+    """Requests in turn."""
+    found: list[list[Arrival]] = [[] for _ in range(engines)]
+    for i, arrival in enumerate(coming):
+        found[i % engines].append(arrival)
+    return found
+
+
+def merged(make: Make, coming: Sequence[Arrival], engines: int) -> Tally:
+    """Engines that compute prompts and decode in the same steps."""
+    return added([make(Simulation).run(some) for some in spread(coming, engines) if some])
+
+
+def apart(make: Make, coming: Sequence[Arrival], prefill: int, decode: int, copy: Callable[[int], float]) -> Tally:
+    """`prefill` engines for prompts and `decode` engines for the rest; copy(tokens): seconds that the pages of so many
+    take from one to the other."""
+    first: list[Tally] = []
+    done: list[Prefilled] = []
+    for some in spread(coming, prefill):
+        one = make(Prompts)
+        assert isinstance(one, Prompts)
+        first.append(one.run(some))
+        done += [replace(each, at=each.at + copy(len(each.sample.prompt))) for each in one.done]
+    long = sorted((each for each in done if each.sample.output > 1), key=lambda each: each.at)
+    then = [make(Decodes).run(some) for some in spread(long, decode) if some]
+    both = added([*first, *then])
+    both.requests, both.good = len(done), sum(tally.good for tally in then) + len(done) - len(long)
+    return both
+
+
+def added(tallies: Sequence[Tally]) -> Tally:
+    """Of engines that run side by side."""
+    total = Tally(seconds=max(tally.seconds for tally in tallies))
+    for tally in tallies:
+        for name in ("requests", "prompt_tokens", "output_tokens", "good", "rows", "tokens", "running_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(tally, name))
+        total.first_token += tally.first_token
+        total.inter_token += tally.inter_token
+    return total

@@ -1,0 +1,71 @@
+"""What moving bytes between devices takes, as data from measurements: configs/links/*.json, one file a kind of link.
+
+A table has points [bytes, seconds] for a number of ranks. Between two points seconds are interpolated, below the first
+they are its seconds, beyond the last they grow at its rate. For other numbers of ranks an exchange is extrapolated, and
+an estimate: the time of the smallest size, which is latency, stays, and what is above it grows with the bytes that each
+rank sends and receives when sums go the shortest way, 2 (n - 1) / n of the array.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jllm.errors import ConfigError
+
+LINKS = Path(__file__).parents[2] / "configs" / "links"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured seconds by bytes, between so many ranks."""
+
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for nbytes, _ in self.points]
+        good = self.ranks >= 2 and sizes and sizes == sorted(set(sizes)) and min(min(p) for p in self.points) > 0
+        if not good:
+            raise ConfigError(f"a link's table needs ranks >= 2 and points [bytes, seconds] in order: {self}")
+
+    def seconds(self, nbytes: float, ranks: int | None = None) -> float:
+        """Seconds of one transfer, or of an exchange of that many bytes by so many ranks (by default the table's)."""
+        if ranks == 1:
+            return 0.0
+        sizes, times = zip(*self.points)
+        found = float(np.interp(nbytes, sizes, times)) * max(1.0, nbytes / sizes[-1])
+        n = self.ranks if ranks is None else ranks
+        least = min(times[0], found)
+        return least + (found - least) * ((n - 1) / n) / ((self.ranks - 1) / self.ranks)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link between devices."""
+
+    name: str
+    copy: Table
+    all_reduce: Mapping[str, Table]  # by backend
+    source: str
+
+
+def read_link(name: str) -> Link:
+    """The file configs/links/<name>.json. Raises ConfigError where there is none, or it is no such file."""
+    path = LINKS / f"{name}.json"
+    if not path.exists():
+        known = ", ".join(sorted(found.stem for found in LINKS.glob("*.json")))
+        raise ConfigError(f"no link is called {name!r}; known are {known}")
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        tables = {backend: _table(table) for backend, table in given["all_reduce"].items()}
+        return Link(given["name"], _table(given["copy"]), tables, given["source"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a link's file: {error}") from None
+
+
+def _table(given: Any) -> Table:
+    return Table(given["ranks"], tuple((nbytes, seconds) for nbytes, seconds in given["points"]))
