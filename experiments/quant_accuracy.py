@@ -212,22 +212,34 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     schemes = by_name([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(by_name(some)) for some in (args.schemes, args.layers))
+    models = loaded(args) if args.workers is None else None
     if args.kv is None:
-        args.kv = default_kv(load_config(find_model(args.model)).head_dim)
+        config = load_config(find_model(args.model)) if models is None else models[0].config
+        args.kv = default_kv(config.head_dim)
     if args.grid and not args.kv:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
     if against is not None:
         check_common(args, against)
     make = partial(prepared, args, texts, schemes)
     with nullcontext() if args.workers is None else workers(args.workers, args.actors, make) as cluster:
-        todo = make() if cluster is None else cluster.jobs()
+        todo = make(models) if cluster is None else cluster.jobs()
         return written(args, command, todo, run_of(args, texts, schemes), against)
 
 
-def prepared(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, str | Scheme]) -> list[Job]:
-    """All jobs, of a model that is loaded for them. Raises ConfigError for what cannot run here."""
+def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
+    """The model, and what it is compared with."""
     model = jllm.load(args.model, dtype=args.dtype)
-    reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
+    return model, model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
+
+
+def prepared(
+    args: argparse.Namespace,
+    texts: list[str],
+    schemes: Mapping[str, str | Scheme],
+    models: tuple[Model, Model] | None = None,
+) -> list[Job]:
+    """All jobs, of models that are loaded where they are not given. Raises ConfigError for what cannot run here."""
+    model, reference = models or loaded(args)
     check_all_run(model, pairs(args), args.layers, args.backend, schemes)
     return jobs(model, reference, texts, args, schemes)
 
