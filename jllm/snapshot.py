@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadat
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, parse_format
 
 KIND = "jllm-kv-snapshot"
+OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +92,13 @@ def check_fits(snapshot: Snapshot, cache: Cache) -> None:
     ours, theirs = _shape(snapshot.cache), _shape(cache)
     if ours != theirs:
         raise SnapshotError(f"the snapshot has {ours}, the cache {theirs}")
+
+
+def check_guided(snapshot: Snapshot) -> None:
+    """SnapshotError unless its guide, if it has one, begins within its tokens or at their end."""
+    at, count = snapshot.guided, len(snapshot.tokens)
+    if at is not None and not (isinstance(at, Integral) and not isinstance(at, bool) and 0 <= at <= count):
+        raise SnapshotError(f"a snapshot's guide begins at a token in [0, {count}], or is None, not {at!r}")
 
 
 # Between many pages and one
@@ -165,7 +174,11 @@ def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
 
 def save(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes one safetensors file, which load gives back bit for bit; `about` goes into its metadata, beside what a
-    snapshot says of itself. The file gets its name once it is complete; OutputError when it cannot be written."""
+    snapshot says of itself, whose names are not for others. The file gets its name once it is complete; OutputError
+    when it cannot be written."""
+    check_guided(snapshot)
+    if taken := OWN.intersection(about):
+        raise SnapshotError(f"{min(taken)!r} is what a snapshot says of itself: give `about` another name for it")
     arrays, metadata = as_arrays(snapshot)
     write_file(Path(path), arrays, {**about, **metadata})
 

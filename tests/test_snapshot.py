@@ -12,7 +12,7 @@ from jllm import snapshot as snapshots
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import OutputError, SnapshotError
-from jllm.safetensors_io import encode_header
+from jllm.safetensors_io import encode_header, read_metadata
 from jllm.snapshot import Snapshot, cut, load, put, save, take
 from jllm.state import State, init_state
 from pallas_kernels.kv_pages import gather
@@ -86,14 +86,18 @@ def test_cut_is_the_snapshot_taken_earlier(kv_cache):
     assert bits(put(cache, [], cut(whole, 0))) == bits(cache)
 
 
+@pytest.mark.parametrize("guided", [None, 17])
 @pytest.mark.parametrize("kv_cache", FORMATS)
-def test_a_file_holds_it_exactly(kv_cache, tmp_path):
-    one = replace(take(random_cache(kv_cache, 4, 8), [2, 0], range(50, 70), length=13), guided=17)
+def test_a_file_holds_it_exactly(kv_cache, guided, tmp_path):
+    """One without a guide is a file as those were before snapshots knew of guides."""
+    one = replace(take(random_cache(kv_cache, 4, 8), [2, 0], range(50, 70), length=13), guided=guided)
     save(tmp_path / "one.safetensors", one)
     back = load(tmp_path / "one.safetensors")
     assert jax.tree.structure(back) == jax.tree.structure(one)
     assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(one)]
     assert bits(back) == bits(one)
+    assert back.guided == guided
+    assert ("guided" in read_metadata(tmp_path / "one.safetensors")) == (guided is not None)
     assert [f.name for f in tmp_path.iterdir()] == ["one.safetensors"]
 
 
@@ -166,7 +170,8 @@ def test_another_shape_or_format_is_refused():
 
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "one"
-    save(path, take(random_cache("int8-g8", 4, 8), [0, 1], range(12)))
+    one = take(random_cache("int8-g8", 4, 8), [0, 1], range(12))
+    save(path, replace(one, guided=10))
     whole = path.read_bytes()
     damages = {
         "truncated": whole[:-7],
@@ -175,6 +180,9 @@ def test_damaged_files_are_refused(tmp_path):
         r"garbled snapshot: unknown KV format 'int8-g!'": whole.replace(
             b'"k_format":"int8-g8"', b'"k_format":"int8-g!"'
         ),
+        "garbled snapshot: its guide begins at token 13 of 12": whole.replace(b'"guided":"10"', b'"guided":"13"'),
+        "garbled snapshot: its guide begins at token -1 of 12": whole.replace(b'"guided":"10"', b'"guided":"-1"'),
+        "garbled snapshot: invalid literal for int": whole.replace(b'"guided":"10"', b'"guided":"x0"'),
         "garbled snapshot: layers.0.k.values is int8": whole.replace(b'"k_format":"int8-g8"', b'"k_format":"int4-g8"'),
         "garbled snapshot: 'layers.0.k.values'": whole.replace(b"layers.0.k.values", b"layers.0.q.values"),
     }
@@ -186,6 +194,13 @@ def test_damaged_files_are_refused(tmp_path):
         load(tmp_path / "missing")
     with pytest.raises(OutputError, match="cannot be written"):
         save(tmp_path / "no" / "one", take(random_cache("f32", 4, 8), [0], range(3)))
+    for name in ("guided", "weights", "kind"):
+        with pytest.raises(SnapshotError, match=f"'{name}' is what a snapshot says of itself"):
+            save(tmp_path / "two", one, {name: "3"})
+    for at in (-1, 13, 6.0, "6", True):
+        with pytest.raises(SnapshotError, match=r"guide begins at a token in \[0, 12\], or is None, not "):
+            save(tmp_path / "two", replace(one, guided=at))
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize("fault", ["scales", "order"])

@@ -36,7 +36,7 @@ from jllm.parallel.ranks import HEADS, place, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import HEAD, Params, linears
 from jllm.sampling import make_counts
-from jllm.snapshot import Snapshot, check_fits, cut, gather_pages, scatter_pages_donated, split
+from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
@@ -218,8 +218,10 @@ class Device:
         return fingerprint.of_params(self._params)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
-        """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows."""
+        """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows, and
+        its guide begins within it."""
         assert self._state is not None
+        check_guided(snapshot)
         check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self._state.cache))
         if None not in (snapshot.weights, self.weights) and snapshot.weights != self.weights:
             raise SnapshotError(

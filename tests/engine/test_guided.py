@@ -19,7 +19,7 @@ from jllm.engine.guide import Guide
 from jllm.engine.guides import Guides, Matcher
 from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import RequestError
+from jllm.errors import RequestError, SnapshotError
 from jllm.sampling import constrain
 from jllm.speculative.ngram import NGram
 from jllm.state import Guidance
@@ -201,7 +201,8 @@ def test_forks_and_aborts(model64):
 
 
 def test_a_guide_goes_on_after_a_snapshot(model64, tmp_path):
-    """Through a file, from the snapshot of what was resumed, and in a fork; or it begins anew."""
+    """Through a file, from the snapshot of what was resumed or still waits, in a fork and a second sample; or it begins
+    anew."""
     pattern = "[a-f]{4}-[0-9]{4}"
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20, guide=Guide.regex(pattern))
     with jax.enable_x64(True):
@@ -217,21 +218,27 @@ def test_a_guide_goes_on_after_a_snapshot(model64, tmp_path):
         loaded = snapshots.load(tmp_path / "one")
         with pytest.raises(RequestError, match="does not allow what the snapshot's guide has begun with .to begin it"):
             engine.resume(snapshot, replace(params, guide=Guide.regex("[0-9]+")))
-        again, anew = engine.resume(loaded, params), engine.resume(replace(snapshot, guided=None), params)
+        for at in (-1, len(snapshot.tokens) + 1, "12"):
+            with pytest.raises(SnapshotError, match="guide begins at a token in"):
+                engine.resume(replace(snapshot, guided=at), params)
+        again, anew = engine.resume(loaded, replace(params, n=2)), engine.resume(replace(snapshot, guided=None), params)
+        waiting = engine.snapshot(again)
+        assert (waiting.length, waiting.guided) == (0, 12)
         begun = engine.resume(free, params)
         for _ in range(3):
             engine.step()
         later = engine.snapshot(again)
         fork = engine.fork(again)
-        third = engine.resume(later, params)
+        third, fourth = engine.resume(later, params), engine.resume(waiting, params)
         done = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
     assert later.guided == 12
     assert len(later.tokens) > len(snapshot.tokens)
     whole = done[first, 0]
-    for id, known in ((again, snapshot), (third, later)):
+    for id, known in ((again, snapshot), (third, later), (fourth, waiting)):
         assert (*known.tokens[12:], *done[id, 0].token_ids) == whole.token_ids
     head = TOKENIZER.decode([int(token) for token in snapshot.tokens[12:]])
-    for text in (whole.text, head + done[again, fork].text, done[anew, 0].text, done[begun, 0].text):
+    others = [head + done[again, sample].text for sample in (1, fork)]
+    for text in (whole.text, *others, done[anew, 0].text, done[begun, 0].text):
         assert re.fullmatch(pattern, text)
 
 
