@@ -26,6 +26,7 @@ from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.state import Variant, make_slots
 from tests.tiny import greedy, serve, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -220,6 +221,19 @@ def test_a_drafter_s_pools_and_memory_are_reckoned_with():
     assert memory(model) == 8 * 4, "the newest token of each slot"
     assert memory(words) == 8 * 1000 * 4
     assert memory(copy) == 0, "it reads the target's own K and V"
+
+
+@pytest.mark.parametrize("drafter", [None, NGram(3)], ids=["plain", "drafts"])
+def test_masks_are_reckoned_with_as_the_state_has_them(drafter):
+    model = tiny_model()
+    options = make_options({"max_slots": 5, "num_pages": 16, "speculate": drafter})
+    device = Device(model.config, model.params, options)
+    masks = device._as_asked(device._state, Variant(guided=True)).guidance
+    rest = jax.eval_shape(lambda: make_slots(5, device.sizes.max_pages))
+    rest = rest if drafter is None else (rest, device._state.drafts.memory)
+    reckoned = room._slot_bytes(options, model.config, model.params.dtype, device.sizes.max_pages)
+    assert fit.tree_bytes(masks) == reckoned - fit.tree_bytes(rest)
+    device.close()
 
 
 def test_a_cpu_keeps_its_memory_for_others_too():
