@@ -237,7 +237,6 @@ class Engine:
         value = join(self._device.read_pages(pages), seq.tokens, length)
         return replace(value, weights=self._device.weights, guided=seq.guided if seq.params.guide else None)
 
-    @in_turn
     def resume(
         self,
         snapshot: Snapshot,
@@ -260,8 +259,11 @@ class Engine:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         check_urgency(priority, deadline)
-        self._device.check_snapshot(snapshot)
-        return self._submit(ids, sampling, priority, deadline, jax.device_get(snapshot), private=not share)
+        known = jax.device_get(snapshot)
+        with self._turns.take():  # not before: a large schema, which is compiled above, does not hold up steps
+            self._check_open()
+            self._device.check_snapshot(snapshot)
+            return self._submit(ids, sampling, priority, deadline, known, private=not share)
 
     @in_turn
     def reset_prefix_cache(self) -> None:

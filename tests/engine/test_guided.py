@@ -332,7 +332,7 @@ def test_each_slot_gets_its_own_masks_however_many_there_are(samples):
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "prepared"])
 def test_what_uploads_masks_is_compiled_before_steps_need_it(caplog, drafts, asked):
     """Where compile_ahead was told of guides, and where the first guided request has their steps compiled."""
-    params = SamplingParams(guide=GUIDES[0], max_new_tokens=4)
+    params = SamplingParams(guide=GUIDES[0], max_new_tokens=12, n=7)  # more than the fewest that are put in at once
     model = tiny_model(tokenizer=TOKENIZER, num_layers=1)
     slots = 7 + 2 * bool(drafts) + asked  # as no other engine has, whose compiled steps this one would use
     engine = Engine(model, max_slots=slots, num_pages=16, buckets=(Bucket(slots, 4, 2),), **drafts)
@@ -369,6 +369,31 @@ def test_a_guide_that_is_being_compiled_holds_up_no_other(monkeypatch):
     assert len(found) == 2
     assert list(guides._compiled) == [GUIDES[1], GUIDES[0]]
     assert not other.state.is_error()
+
+
+def test_steps_go_on_while_the_guide_of_what_is_resumed_is_compiled(monkeypatch):
+    model, compile_, began, go_on = tiny_model(tokenizer=TOKENIZER, num_layers=1), Guides._compile, *events(2)
+    waited, resumed = [], []
+
+    def slow(self, guide):
+        began.set()
+        waited.append(go_on.wait(10))
+        return compile_(self, guide)
+
+    engine = Engine(model, max_slots=2, num_pages=16, buckets=(Bucket(2, 8, 2),))
+    first = engine.submit([5, 6], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(Guides, "_compile", slow)
+    snapshot, params = engine.snapshot(first), SamplingParams(guide=GUIDES[0], max_new_tokens=4)
+    thread = threading.Thread(target=lambda: resumed.append(engine.resume(snapshot, params)))
+    thread.start()
+    assert began.wait(60)
+    engine.step()
+    go_on.set()
+    thread.join()
+    assert waited == [True]
+    assert {event.id for event in engine.run() if event.completion} == {first, *resumed}
+    engine.close()
 
 
 def events(count):
