@@ -33,6 +33,7 @@ from jllm.errors import NoRoomError as NoRoomError
 from jllm.errors import OutputError as OutputError
 from jllm.errors import QuantizationError as QuantizationError
 from jllm.errors import QueueFull as QueueFull
+from jllm.errors import RemoteError as RemoteError
 from jllm.errors import RequestError as RequestError
 from jllm.errors import SnapshotError as SnapshotError
 from jllm.errors import TokenizerError as TokenizerError
