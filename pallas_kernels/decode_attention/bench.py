@@ -123,8 +123,8 @@ def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -
         narrow = jax.eval_shape(partial(random_pages, random_key(), num_pages, case)).narrow
         queries = case.heads[0] // case.heads[1] * case.width
         config = replace(choose_config(case.head_dim, queries, case.heads[1], narrow), **changes)
-        listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames=("config", "width"))
-        work = listed(lengths, *case.heads, case.head_dim, width=case.width, config=config)
+        listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames=("narrow", "config", "width"))
+        work = listed(lengths, *case.heads, case.head_dim, narrow=narrow, width=case.width, config=config)
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,14 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.decode_attention import warps_sm90
+from pallas_kernels.decode_attention import warp_results_sm90, warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.masks_sm90 import bounds_of, visible, without_unused
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.warps_sm90 import BY_ROWS, BY_WARP, Queries
+from pallas_kernels.decode_attention.warps_sm90 import BY_WARP, Queries
 
 Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
+_BY_ROWS = plgpu.Layout.TILED(  # each warp has all of some rows
+    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
     warp_dims=(plgpu.Replicated(4),),
@@ -65,9 +68,9 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
 
 
-def no_queries(shape: Shape, dtype: DTypeLike) -> Queries | None:
+def no_queries(shape: Shape) -> Queries | None:
     """What stands for a head's queries before the first."""
-    return warps_sm90.no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
+    return warps_sm90.no_queries(shape.k, shape.columns) if shape.by_warps else None
 
 
 def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
@@ -96,7 +99,6 @@ def compute_item(
     *,
     q_raw: Any,
     out_s: Any,
-    part_s: Any,
     q_full: Any,
     q_free: Any,
     full: Any,
@@ -110,16 +112,16 @@ def compute_item(
     warps, its queries in registers.
     """
     tiles, heads, part, before, queries = state
-    item = replace(item, head=item.head + warpgroup)
-    part_s, out_s = part_s.at[warpgroup], out_s.at[warpgroup]
-    others |= {name: others[name].at[warpgroup] for name in ("q_s", "p_s", "reduced", "of_query") if name in others}
+    item = replace(item, head=item.head + warpgroup * shape.of_warpgroup)
+    own = ("q_s", "p_s", "reduced", "of_query", "part_s")
+    others |= {name: others[name].at[warpgroup] for name in own if name in others}
 
     def enter() -> Queries | None:
         q_slot = lax.rem(heads, jnp.int32(2))
         plgpu.barrier_wait(q_full.at[q_slot])
         raw = q_raw.at[q_slot, warpgroup]
         if shape.by_warps:
-            loaded = warps_sm90.load_queries(shape.k, raw)
+            loaded = warps_sm90.load_queries(shape.k, raw, shape.columns)
         else:
             loaded = None
             _stage_queries(raw, others["q_s"], others["of_query"].at[0])
@@ -128,48 +130,66 @@ def compute_item(
 
     queries = lax.cond(item.enters, enter, lambda: queries)
     heads = heads + item.enters.astype(jnp.int32)
-    first_tile, end_tile = tile_range(item)
+    first_tile, end_tile = tile_range(shape, item)
     seen = partial(visible, shape, item, bounds_of(shape, item, trees_ref), trees_ref)
-    attend = partial(_by_warpgroup, shape, item, seen)
-    if shape.by_warps:
-        attend = partial(_by_warps, shape, item, seen, queries)
     log2_scale = _log2_scale(shape, queries, q_raw.dtype, others)
 
-    def step(j: jax.Array, carry: Sum) -> Sum:
-        slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
-        plgpu.barrier_wait(full.at[slot])
-        summed = attend(log2_scale, j * ROWS, (slot, warpgroup), carry, **others)
-        plgpu.barrier_arrive(free.at[slot])
+    def ready(j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where a tile is, once it is there."""
+        plgpu.barrier_wait(full.at[slot_of(j)])
+        return slot_of(j), warpgroup
+
+    def slot_of(j: jax.Array) -> jax.Array:
+        return lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
+
+    def step(j: jax.Array, summed: Sum) -> Sum:
+        summed = _by_warpgroup(shape, item, seen, log2_scale, j * shape.tile, ready(j), summed, **others)
+        plgpu.barrier_arrive(free.at[slot_of(j)])
         return summed
 
-    own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
-    weights = (
-        warps_sm90.reduce_warp(own.total, "add")
-        if shape.by_warps
-        else reduce_rows(own.total, "add", others["reduced"], shape)
-    )
-    own = without_unused(shape, item, Sum(own.top, weights, own.acc))
+    def logits_of(j: jax.Array) -> jax.Array:
+        return seen(j * shape.tile, _logits_by_warps(shape, item, queries, ready(j), others) * log2_scale)
+
+    def weigh(j: jax.Array, logits: jax.Array, summed: Sum) -> Sum:
+        summed = _by_warps(shape, item, logits, j * shape.tile, (slot_of(j), warpgroup), summed, others)
+        plgpu.barrier_arrive(free.at[slot_of(j)])
+        return summed
+
+    def step_by_warps(j: jax.Array, carry: tuple[jax.Array, Sum]) -> tuple[jax.Array, Sum]:
+        return logits_of(j + 1), weigh(j, *carry)  # a warp has no other to fill the waits of one with
+
+    this = empty_sum(shape, (ROWS,))
+    if shape.by_warps:
+        last = lax.fori_loop(first_tile, end_tile - 1, step_by_warps, (logits_of(first_tile), this))
+        this = weigh(end_tile - 1, *last)
+        weights = warps_sm90.reduce_warp(this.total, "add")
+    else:
+        this = lax.fori_loop(first_tile, end_tile, step, this)
+        weights = reduce_rows(this.total, "add", others["reduced"], shape)
+    this = without_unused(shape, item, Sum(this.top, weights, this.acc))
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
-    total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
+    total = lax.cond(alone, lambda: this, lambda: _add(shape, before, this))
     whole = jnp.logical_and(item.last, item.begun)
 
-    pl.when(whole)(lambda: _store_result(shape, item, total, out_ref, out_s, part_s))
+    pl.when(whole)(lambda: _store_result(shape, item, total, out_ref, out_s.at[warpgroup]))
     tiles = tiles + end_tile - first_tile
     if not shape.slots:
         return tiles, heads, part, total, queries
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
-    pl.when(partly)(lambda: _store_partial(shape, warpgroup, part, total, part_ref, part_s, others))
+    pl.when(partly)(lambda: _store_partial(shape, warpgroup, part, total, part_ref, others))
     return tiles, heads, part + partly.astype(jnp.int32), total, queries
 
 
-def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any, part_s: Any) -> None:
+def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any) -> None:
     """Writes the result of a head's queries."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
-    first = first_query(shape, item.row, item.head)
     if shape.by_warps:
-        result = _of_warps(shape, total, part_s).astype(out_s.dtype)
-        warps_sm90.store_rows(result, out_ref, first, shape.queries, shape.heads, shape.num_heads)
+        firsts = [first_query(shape, item.row, item.head + i) for i in range(shape.of_warpgroup)]
+        rows = warp_results_sm90.Rows(shape.queries, shape.heads, shape.num_heads)
+        there = shape.every_head - item.head
+        warp_results_sm90.store_results(shape.v, total.acc, 1 / total.total, out_ref, firsts, there, rows)
         return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    first = first_query(shape, item.row, item.head)
     result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
     out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
@@ -184,17 +204,14 @@ def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any
 
 
 def _store_partial(
-    shape: Shape, warpgroup: jax.Array, part: jax.Array, total: Sum, part_ref: Any, part_s: Any, others: dict[str, Any]
+    shape: Shape, warpgroup: jax.Array, part: jax.Array, total: Sum, part_ref: Any, others: dict[str, Any]
 ) -> None:
     """Writes a split's sums to the slot of a partial result."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if shape.by_warps:
-        warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-        plgpu.commit_smem()
-        for warp in range(4):
-            sums = part_s.at[warp, pl.ds(0, shape.queries)]
-            plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
+        warp_results_sm90.store_sums(shape.v, total.acc, total.top, total.total, part_ref, warpgroup, part)
         return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    part_s = others["part_s"]
     transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
     part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
     of_query = others["of_query"]
@@ -209,7 +226,7 @@ def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others:
     """What logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
     scale = shape.scale * math.log2(math.e)
     if queries is not None:
-        return scale if queries[1] is None else warps_sm90.spread(queries[1] * scale, 1)
+        return warps_sm90.spread(queries.factors * (scale * shape.k.unit), 1)
     if others["q_s"].dtype == dtype:
         return scale
     factors = plgpu.load(others["of_query"].at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * scale
@@ -251,46 +268,31 @@ def _by_warpgroup(
     return Sum(top, _scaled(shape, carry.total, shrink) + weights, _scaled(shape, carry.acc, shrink) + summed)
 
 
+def _logits_by_warps(
+    shape: Shape, item: Item, queries: Queries, at: tuple[jax.Array, jax.Array], others: dict[str, Any]
+) -> jax.Array:
+    """K Q^T [ROWS, columns] of the tokens in slot at[0], 16 of each warp's head."""
+    k = warps_sm90.load_k(shape.k, others["k"].at[at], others["k_scales"].at[at] if shape.k.groups else None)
+    return warps_sm90.dot_k(shape.k, k, jnp.minimum(item.high, 0), queries)
+
+
 def _by_warps(
-    shape: Shape, item: Item, seen: Seen, queries: Queries, log2_scale: Any, tokens: jax.Array,
-    at: tuple[jax.Array, jax.Array], carry: Sum, **others: Any,
+    shape: Shape, item: Item, logits: jax.Array, tokens: jax.Array, at: tuple[jax.Array, jax.Array], carry: Sum,
+    others: dict[str, Any],
 ) -> Sum:  # fmt: skip
-    """The same, each warp with 16 of the tokens."""
-    operands, zero = [], jnp.minimum(item.high, 0)
-    for name, stored, load in (("k", shape.k, warps_sm90.load_k), ("v", shape.v, warps_sm90.load_v)):
-        scales = others[f"{name}_scales"].at[at] if stored.groups else None
-        operands.append(load(stored, others[name].at[at], scales))
-    k, v = operands
-    logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
+    """`carry` and these tokens, of which `logits` are."""
+    v = warps_sm90.load_v(shape.v, others["v"].at[at], others["v_scales"].at[at] if shape.v.groups else None)
+    zero = jnp.minimum(item.high, 0)
     bounds = item.low - tokens, item.high - tokens
     values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(warps_sm90.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
-    if shape.v.by_factor:  # weights up to 2^6.5 keep what float16 has of them times small scales
-        top = top - 6
+    if shape.v.by_group:  # weights up to 2^3.5 or 2^6.5 keep what float16 has of them times small scales
+        top = top - (3 if shape.v.format.dtype == "int4" else 6)
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - warps_sm90.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
-    acc = warps_sm90.dot_v(values, warps_sm90.weighted(shape.v, v, bounds, p), carry.acc, shrink)
+    acc = warps_sm90.dot_v(shape.v, values, v[1], bounds, p, carry.acc, shrink)
     return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
-
-
-def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
-    """The result of a head [columns, D]: the sums of all warps together, in their order."""
-    warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-    warps_sm90.wait_for_warps()
-    parts = [part_s.at[i] for i in range(4)]
-
-    def number(part: Any, i: int) -> jax.Array:
-        return plgpu.load(part.at[:, shape.head_dim + i], layout=BY_ROWS.reduce(1), optimized=False)
-
-    def wide(x: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (shape.columns, shape.head_dim), [0]), BY_ROWS)
-
-    tops = [number(part, 0) for part in parts]
-    factors = [jnp.exp2(top - reduce(jnp.maximum, tops)) for top in tops]
-    weights = reduce(jnp.add, [number(part, 1) * factor for part, factor in zip(parts, factors)])
-    accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=BY_ROWS, optimized=False) for part in parts]
-    return reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)]) * wide(1 / weights)
 
 
 def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
@@ -311,12 +313,12 @@ def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
 def _stage_queries(raw: Any, q_s: Any, q_top: Any) -> None:
     """Moves the queries to where wgmma reads them, in its dtype: to fit float16's range, as fractions of their largest
     element, which q_top receives. Rows past the real ones hold anything: their columns are dropped."""
-    queries = plgpu.load(raw, layout=BY_ROWS, optimized=False)
+    queries = plgpu.load(raw, layout=_BY_ROWS, optimized=False)
     if q_s.dtype != raw.dtype:
         exact = queries.astype(jnp.float32)
         top = jnp.maximum(jnp.maximum(exact, -exact).max(axis=1), float(jnp.finfo(jnp.float32).tiny))
         q_top[...] = top
-        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), BY_ROWS)
+        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), _BY_ROWS)
         queries = (exact / spread).astype(q_s.dtype)
     q_s[...] = queries
     plgpu.commit_smem()

@@ -10,20 +10,21 @@ from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
 
 FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
-ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
+ROWS = 64  # of a warpgroup's tile, as many as one wgmma has: tokens of its head, or 16 of each of its warps'
+WARPS = 4  # of a warpgroup
 
 
 @dataclass(frozen=True)
 class Config:
     """Sizes and resources of the kernel. `split`, `most_splits` and `by_warps` change bits."""
 
-    computing: int = 2  # warpgroups that compute: each has a head of its own
+    computing: int = 2  # warpgroups that compute: each has a head of its own, or four
     split: int = 128  # tokens of one work item: fixed, so that results are batch-invariant,
     most_splits: int = 32  # doubled until this number of items is enough for a row, and once where two would be
     per_sm: int = 1  # workers (CTAs) that share a multiprocessor
     sms: int = SMS  # multiprocessors
     stages: int = 8  # tiles in flight for each worker, at most: as many as shared memory holds
-    by_warps: bool = True  # of K and V in 8 or 4 bits each warp has its own tokens, where registers have room for that
+    by_warps: bool = True  # of K and V in 8 or 4 bits each warp has a head of its own, where registers have room for it
     dequantize: int = 1  # times that int8 and int4 are dequantized, to the same bits: asks what that work costs
 
     def __post_init__(self) -> None:
@@ -41,6 +42,21 @@ class Config:
     def workers(self) -> int:
         return self.per_sm * self.sms
 
+    def heads_of_item(self, by_warps: bool) -> int:
+        """Heads that a worker has at a time."""
+        return self.computing * (WARPS if by_warps else 1)
+
+
+def padded(queries: int) -> int:
+    """Columns of a product."""
+    return -(-queries // 8) * 8
+
+
+def fits_warps(queries: int, head_dim: int) -> bool:
+    """Whether a warp's registers have room for the sums of so many queries of a head."""
+    columns = padded(queries)
+    return columns == 8 or columns * head_dim <= 1024
+
 
 def most_queries(head_dim: int) -> int:
     """The most queries of a KV head, of all rows of a segment together, that shared memory has room for at a time."""
@@ -51,11 +67,14 @@ def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False)
     """The configuration for a head dim, the queries that share a KV head (up to 64 of them: heads times rows of a
     segment), the heads that a row has work for, and K and V both in 8 or 4 bits (`narrow`).
 
-    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
-    ones, whose items are over sooner, so that what an item costs counts for more). Of what needs more shared memory,
-    and of a number of heads that has no pairs, a CTA has one head at a time: two CTAs a multiprocessor would be better
-    for short contexts only.
+    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20). Of what needs more shared
+    memory, and of a number of heads that has no pairs, a CTA has one head at a time: two CTAs a multiprocessor would be
+    better for short contexts only. By warps, which are not yet timed (2026-11-24), it has eight heads, or four where
+    half of the last eight would be missing, and an item has as many fewer tokens.
     """
+    if narrow and fits_warps(queries, head_dim):
+        computing = 2 if head_dim <= 128 and not 0 < heads % (2 * WARPS) <= WARPS else 1
+        return Config(computing=computing, split=128)
     computing = 2 if head_dim <= 128 and queries <= 16 and heads % 2 == 0 else 1
     return Config(computing=computing, split=(512 if narrow else 256) // computing)
 

@@ -9,26 +9,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.config import ROWS
+from pallas_kernels.decode_attention.config import ROWS, WARPS
 from pallas_kernels.decode_attention.lanes_sm90 import arrive_with_copies, copy_rows
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.ring_sm90 import drain, free_slot
 
 Parts = list[tuple[int, str]]
-WARPS = 4
 
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
-    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up. The
-    second warpgroup's parts are counted on from the first's.
+    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up. A
+    head's parts are counted on from those of the head before.
 
-    By TMA a warp has consecutive pages of K or of V: those of a warpgroup, or half of them. By lanes it has all of a
-    page, so that few numbers of pages are read."""
-    count = shape.k.parts * shape.config.computing
+    By TMA a warp has consecutive pages of K or of V: those of a warpgroup, or half of them. By lanes it has all of
+    some heads."""
+    count = shape.k.parts * shape.heads_of_item
     every = [(i, name) for i in range(count) for name in names]
     if shape.by_lanes and count >= WARPS:
-        return [[part for part in every if part[0] % WARPS == w] for w in range(WARPS)]
+        return [[part for part in every if part[0] // shape.k.parts % WARPS == w] for w in range(WARPS)]
     if shape.by_lanes or shape.k.parts == 1:
         return [every[w::WARPS] for w in range(WARPS) if every[w::WARPS]]
     starts = range(0, count, count // 2)
@@ -62,13 +61,14 @@ def copy_item(
     state: how many tiles and queries came before.
     """
     tiles, heads = state
-    kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
-    if query_rows:
+    heads_of_work = [item.head + i for i in range(shape.heads_of_item)]
+    pages_read = page_of(shape, item.low), page_of(shape, item.high - 1)
+    first_tile, end_tile = tile_range(shape, item)
+    copies = Copies(shape, sources, targets, full, parts, heads_of_work, item, *pages_read)
+    first_pages = copies.entries(table_ref, first_tile)
+    if query_rows:  # meanwhile
         pl.when(item.enters)(lambda: _copy_queries(shape, q_ref, query_rows, item, heads, q_raw, q_full, q_free))
         heads = heads + item.enters.astype(jnp.int32)
-    pages_read = page_of(shape, item.low), page_of(shape, item.high - 1)
-    first_tile, end_tile = tile_range(item)
-    copies = Copies(shape, sources, targets, full, parts, kv_heads, item, *pages_read)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         coming = copies.entries(table_ref, j + 1)  # read ahead: it takes as long as a copy
@@ -79,7 +79,7 @@ def copy_item(
             copies.one_by_one(j, slot, pages)
         return coming
 
-    lax.fori_loop(first_tile, end_tile, copy_tile, copies.entries(table_ref, first_tile))
+    lax.fori_loop(first_tile, end_tile, copy_tile, first_pages)
     return tiles + end_tile - first_tile, heads
 
 
@@ -93,11 +93,20 @@ def _copy_queries(
     shape: Shape, q_ref: Any, rows: range, item: Item, heads: jax.Array, q_raw: Any, q_full: Any, q_free: Any
 ) -> None:
     slot = free_slot(heads, q_free)
-    for w in range(shape.config.computing):
-        first = first_query(shape, item.row, item.head + w)
+    if shape.queries_at_once:
+        for w in range(shape.config.computing):
+            first = first_query(shape, item.row, item.head + w * shape.of_warpgroup)
+            queries = q_ref.at[pl.ds(first, shape.of_warpgroup * shape.heads)]
+            plgpu.copy_gmem_to_smem(queries, q_raw.at[slot, w], q_full.at[slot])
+        return
+    for n in range(shape.heads_of_item):
+        head, (w, of_warpgroup) = item.head + n, divmod(n, shape.of_warpgroup)
+        if shape.some_missing:
+            head = jnp.minimum(head, shape.every_head - 1)
+        first = first_query(shape, item.row, head)
         for i in rows:
             queries = pl.ds(first + i * shape.num_heads if i else first, shape.heads)
-            target = q_raw.at[slot, w, pl.ds(i * shape.heads, shape.heads)]
+            target = q_raw.at[slot, w, pl.ds(of_warpgroup * shape.query_rows + i * shape.heads, shape.heads)]
             plgpu.copy_gmem_to_smem(q_ref.at[queries], target, q_full.at[slot])
 
 
@@ -107,21 +116,21 @@ def page_of(shape: Shape, token: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Copies:
-    """One warp's copies of an item's keys and values. Part i of a tile is the i % each-th of warpgroup i // each."""
+    """One warp's copies of an item's keys and values. Part i of a tile is the i % each-th of head i // each."""
 
     shape: Shape
     sources: dict[str, Any]
     targets: dict[str, Any]
     full: Any
     parts: Parts
-    kv_heads: list[jax.Array]
+    heads: list[jax.Array]  # of work
     item: Item
     first_page: jax.Array  # entries of the page table that the item reads
     last_page: jax.Array
 
     @property
     def numbers(self) -> list[int]:
-        """The parts of a warpgroup's tile that this warp copies, each of a page."""
+        """The parts of a head's tile that this warp copies, each of a page."""
         return sorted({i % self.shape.k.parts for i, _ in self.parts})
 
     def stored(self, name: str) -> Storage:
@@ -129,36 +138,49 @@ class Copies:
 
     def entries(self, table_ref: Any, j: jax.Array) -> tuple[jax.Array, ...]:
         """The pages of tile j that this warp copies; where there is none to read, another one."""
-        wanted = (page_of(self.shape, j * ROWS + i * self.shape.k.tokens) for i in self.numbers)
+        wanted = (page_of(self.shape, j * self.shape.tile + i * self.shape.k.tokens) for i in self.numbers)
         return tuple(table_ref[self.item.row, jnp.clip(page, self.first_page, self.last_page)] for page in wanted)
 
     def place(self, j: jax.Array, part: int) -> tuple[jax.Array, Any]:
         """Whether a part of tile j has tokens to read, and where in its page they begin."""
         size, page_size = self.shape.k.tokens, self.shape.page_size
-        token = j * ROWS + part * size
+        token = j * self.shape.tile + part * size
         first, last = page_of(self.shape, token) >= self.first_page, page_of(self.shape, token) <= self.last_page
         there = jnp.logical_and(first, last)
         return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
 
     def by_lanes(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
         """Each lane copies 16 bytes at a time."""
-        shape, size, each = self.shape, self.shape.k.tokens, self.shape.k.parts
+        each = self.shape.k.parts
         for part, page in zip(self.numbers, pages, strict=True):
             there, offset = self.place(j, part)
 
             @pl.when(there)
             def _copy(part: int = part, page: jax.Array = page, offset: jax.Array = offset) -> None:
-                for i, name in ((i, name) for i, name in self.parts if i % each == part):
-                    bytes_ = self.stored(name).token_bytes(name)
-                    token = self.kv_heads[i // each] * shape.page_size + offset
-                    copy_rows(
-                        self.sources[name], self.targets[name], page, token * bytes_,
-                        (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
-                        page_bytes=shape.kv_heads * shape.page_size * bytes_, size=size * bytes_,
-                        row=bytes_ if name in ("k", "v") else None,
-                    )  # fmt: skip
+                for i in sorted({i for i, _ in self.parts if i % each == part}):
+                    self._copy_by_lanes(i, page, offset, slot)
 
         arrive_with_copies(self.full.at[slot])
+
+    def _copy_by_lanes(self, i: int, page: jax.Array, offset: Any, slot: jax.Array) -> None:
+        """Part i's, of a head that there is."""
+        shape, size, head = self.shape, self.shape.k.tokens, self.heads[i // self.shape.k.parts]
+
+        def copy() -> None:
+            token = kv_head_of(shape, head) * shape.page_size + offset
+            for name in (name for part, name in self.parts if part == i):
+                bytes_ = self.stored(name).token_bytes(name)
+                copy_rows(
+                    self.sources[name], self.targets[name], page, token * bytes_,
+                    (slot * (ROWS * shape.config.computing) + i * size) * bytes_,
+                    page_bytes=shape.kv_heads * shape.page_size * bytes_, size=size * bytes_,
+                    row=bytes_ if name in ("k", "v") else None,
+                )  # fmt: skip
+
+        if shape.some_missing:
+            pl.when(head < shape.every_head)(copy)
+        else:
+            copy()
 
     def one_by_one(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
         """Each part by TMA."""
@@ -177,11 +199,12 @@ class Copies:
 
     def _copy_part(self, i: int, name: str, page: jax.Array, slot: jax.Array, offset: Any) -> None:
         stored, (warpgroup, part) = self.stored(name), divmod(i, self.shape.k.parts)
+        kv_head = kv_head_of(self.shape, self.heads[warpgroup])
         source: Any
         target: Any
         if name in ("k", "v"):
-            source, target = stored.value_slice(self.kv_heads[warpgroup], offset), stored.value_part(part)
+            source, target = stored.value_slice(kv_head, offset), stored.value_part(part)
         else:
-            source, target = stored.scale_slice(self.kv_heads[warpgroup], offset)[0], part
+            source, target = stored.scale_slice(kv_head, offset)[0], part
         into = self.targets[name].at[slot, warpgroup, target]
         plgpu.copy_gmem_to_smem(self.sources[name].at[page, source], into, self.full.at[slot])

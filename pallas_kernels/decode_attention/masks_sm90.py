@@ -42,7 +42,8 @@ def visible(
     shape: Shape, item: Item, bounds: Bounds, trees_ref: Any, tokens: jax.Array, logits: jax.Array
 ) -> jax.Array:
     """Logits [ROWS, columns] of the tokens from `tokens` on, MASKED where a column does not see them."""
-    token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=WGMMA) + tokens
+    row = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=WGMMA)
+    token = (row if shape.tile == ROWS else row & (shape.tile - 1)) + tokens  # each warp's are the same
     committed = item.committed
 
     def within_bounds() -> jax.Array:
@@ -62,7 +63,7 @@ def visible(
         inside = jnp.logical_and(token >= item.low, token < item.high)
         return jnp.where(jnp.logical_and(seen, inside), logits, MASKED)
 
-    return lax.cond(tokens + ROWS > committed, ancestors_too, within_bounds)
+    return lax.cond(tokens + shape.tile > committed, ancestors_too, within_bounds)
 
 
 def without_unused(shape: Shape, item: Item, total: Sum) -> Sum:

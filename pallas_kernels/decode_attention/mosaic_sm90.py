@@ -1,7 +1,8 @@
 """decode_attention for Hopper GPUs: a persistent Mosaic kernel over balanced work items, and one that merges splits.
 
 Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one or two compute,
-each a head of its own: a tile is the same 64 tokens of each.
+each a head of its own: a tile is the same 64 tokens of each. Of K and V in 8 or 4 bits each of their warps has a head
+of its own, and a tile is the same 16 tokens of up to eight (warps_sm90).
 Tokens are the rows of both products, K Q^T [tile, queries] and V^T P [D, queries], so that the few queries of a KV head
 fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. Online softmax: Milakov & Gimelshein
 2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as
@@ -26,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum, no_queries
-from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
+from pallas_kernels.decode_attention.config import ROWS, Config, check_supported, fits_warps
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain_item_rings, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
@@ -36,7 +37,6 @@ from pallas_kernels.decode_attention.work import (
     items_of_row,
     make_work,
     max_slots,
-    padded,
     query_chunks,
     reach,
     row_splits,
@@ -44,6 +44,8 @@ from pallas_kernels.decode_attention.work import (
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import Segments, words_of
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
+
+REGISTERS = (216, 72)  # of a thread that computes by warps, two warpgroups, and of one that copies
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "config", "width", "interpret"))
@@ -104,14 +106,12 @@ def shape_of(
     num_rows = q.shape[0] // width
     kv_heads, page_size = pages.k.values.shape[1:3]
     chunks, heads = query_chunks(num_heads, kv_heads, head_dim, width)
-    columns = padded(heads * width)
-    fits = columns == 8 or columns * head_dim <= 1024  # in registers
-    by_warps = config.by_warps and pages.narrow and fits
+    by_warps = config.by_warps and pages.narrow and fits_warps(heads * width, head_dim)
     k, v = (
         storage(part, q.dtype, head_dim, config, through_registers, by_warps)
         for part, through_registers in ((pages.k, True), (pages.v, False))
     )
-    items = items_of_row(kv_heads * chunks, config)
+    items = items_of_row(kv_heads * chunks, config, by_warps)
     splits, slots = max_slots(num_rows, max_tokens, items, window, config, width)
     return Shape(
         rows=num_rows,
@@ -140,7 +140,8 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
     arrivals = len(copying) if shape.by_lanes else sum(copying)
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
     each = config.computing
-    own: dict[str, Any] = {"part_s": plgpu.SMEM((each, 4, columns, head_dim + PAD), jnp.float32)}
+    copied = each if shape.queries_at_once else shape.heads_of_item * shape.width
+    own: dict[str, Any] = {}
     if not shape.by_warps:
         own["part_s"] = plgpu.SMEM((each, columns, head_dim + PAD), jnp.float32)
         own["p_s"] = swizzled((each, columns, ROWS), shape.v.dtype)
@@ -148,12 +149,12 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
         own["q_s"] = swizzled((each, columns, head_dim), shape.k.dtype)
         own["of_query"] = plgpu.SMEM((each, 3, columns), jnp.float32)
     return {
-        "q_raw": plgpu.SMEM((2, each, columns, head_dim), dtype),
+        "q_raw": plgpu.SMEM((2, each, shape.of_warpgroup * shape.query_rows, head_dim), dtype),
         **own,
         **shape.k.scratch("k", stages),
         **shape.v.scratch("v", stages),
         "out_s": plgpu.SMEM((each, columns, head_dim), dtype),
-        "q_full": plgpu.Barrier(num_arrivals=each * shape.width, num_barriers=2),
+        "q_full": plgpu.Barrier(num_arrivals=copied, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=each, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=each, num_barriers=stages),
@@ -180,8 +181,8 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [rows of q * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
-    warpgroup's sums after the other's."""
+    """Results [rows of q * H, D] but those of heads that were cut, and partial ones [head of an item, slot, query, D
+    and PAD]."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
     sources = {"k": shape.k.rows(pages.k.values), "v": shape.v.rows(pages.v.values)}
@@ -194,7 +195,7 @@ def _attend(
         partial(_attend_kernel, shape, tuple(sources), tuple(drafts)),
         out_type=(
             jax.ShapeDtypeStruct((q.shape[0] * shape.num_heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((config.computing * shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
+            jax.ShapeDtypeStruct((shape.heads_of_item, slots, shape.queries, head_dim + PAD), jnp.float32),
         ),
         scratch_types=fitting_scratch(shape, dtype, tuple(sources)),
         grid=(config.workers,),
@@ -259,7 +260,8 @@ def _attend_kernel(
             begins, last = jnp.logical_or(index == 0, count == 0), count == items - 1
             committed = None if queries is None else length - queries
             drafts = queries, committed
-            item = Item(row, head * computing, low, high, begins, index == 0, ends, index <= count, last, *drafts)
+            first_head, begun = head * shape.heads_of_item, index <= count
+            item = Item(row, first_head, low, high, begins, index == 0, ends, begun, last, *drafts)
             state = body(item, state)
             index, head = jnp.where(ends, 0, index + 1), jnp.where(ends, head + 1, head)
             over = head == shape.items
@@ -267,24 +269,30 @@ def _attend_kernel(
             this_row = tuple(jnp.where(over, *pair) for pair in zip(next_row, this_row))
             return used, head, index, this_row, state
 
-        at = (first_ref[0, worker], first_ref[1, worker], first_ref[2, worker])
-        return lax.fori_loop(jnp.int32(0), items, step, (*at, row_at(at[0]), state))[-1]
+        used, head, index, *first_row = (first_ref[i, worker] for i in range(first_ref.shape[0]))
+        return lax.fori_loop(jnp.int32(0), items, step, (used, head, index, tuple(first_row), state))[-1]
+
+    moved = shape.by_warps and computing == 2  # registers
 
     @pl.when(role < computing)
     def _compute() -> None:
+        if moved:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+
         @pl.when(role == 0)
         def _clear() -> None:
             clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"].at[0])
 
         compute = partial(compute_item, shape, role, out_ref, part_ref, trees_ref, **scratch)
         zero = jnp.int32(0)
-        for_each_item(
-            compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape, scratch["q_raw"].dtype))
-        )
+        for_each_item(compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape)))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == computing)
     def _copy() -> None:
+        if moved:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
             copying = parts_by_warp(shape, names)

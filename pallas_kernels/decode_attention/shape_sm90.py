@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.config import ROWS, Config
+from pallas_kernels.decode_attention.config import WARPS, Config, padded
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.work import padded
 
 MASKED = -1e30  # finite: the difference of two is a number
 PAD = 4  # a partial result is followed by its largest logit, its sum of weights, and 8 bytes that align copies
@@ -32,7 +31,7 @@ class Shape:
     heads: int  # query heads that a warpgroup has at a time: with their KV head, a head of its work
     width: int  # Q, rows of a segment: column i * heads + h of a product is query head h of row i
     chunks: int  # heads of work that share a KV head
-    items: int  # work items a row and split: heads of work, or pairs of them
+    items: int  # work items a row and split, of `heads_of_item` heads of work
     splits: int  # partial results of a head, at most; 0: no row is ever split
     slots: int  # and of all: those of a pair share a number
     window: int | None
@@ -58,7 +57,7 @@ class Shape:
 
     @property
     def by_warps(self) -> bool:
-        """Whether each warp attends to tokens of its own; else a warpgroup together."""
+        """Whether each warp has a head of its own; else a warpgroup."""
         return self.k.by_warps
 
     @property
@@ -67,9 +66,39 @@ class Shape:
         return self.k.by_lanes
 
     @property
-    def sums(self) -> int:
-        """Sums of a warpgroup, of which its partial results consist."""
-        return 4 if self.by_warps else 1
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return self.k.tile
+
+    @property
+    def of_warpgroup(self) -> int:
+        """Heads that a warpgroup has at a time."""
+        return WARPS if self.by_warps else 1
+
+    @property
+    def heads_of_item(self) -> int:
+        """And a worker."""
+        return self.config.heads_of_item(self.by_warps)
+
+    @property
+    def every_head(self) -> int:
+        """Heads of work of a row."""
+        return self.kv_heads * self.chunks
+
+    @property
+    def some_missing(self) -> bool:
+        """Whether a row's last item has fewer heads than the others."""
+        return self.every_head % self.heads_of_item > 0
+
+    @property
+    def query_rows(self) -> int:
+        """Of a head in shared memory."""
+        return self.queries if self.by_warps else self.columns
+
+    @property
+    def queries_at_once(self) -> bool:
+        """Whether a warpgroup's queries lie one after the other, in global and in shared memory."""
+        return self.by_warps and self.width == 1 and self.chunks == 1 and not self.some_missing
 
 
 @dataclass(frozen=True)
@@ -77,7 +106,7 @@ class Item:
     """Scalars of one work item."""
 
     row: jax.Array
-    head: jax.Array  # KV head and chunk of query heads, of the first warpgroup: the next has the next
+    head: jax.Array  # KV head and chunk of query heads, the first of the item's: each has the next
     low: jax.Array  # its first visible key
     high: jax.Array  # and the one after its last
     enters: jax.Array  # whether it is this worker's first of the head
@@ -97,7 +126,7 @@ class Sum:
     top: jax.Array  # [columns] about the largest logit, to base 2
     total: jax.Array  # of the weights, [columns] or still one a key [rows, columns]
     acc: jax.Array  # weights times values [D, columns]
-    # Each warp's own, as warps_sm90 has them: [32, columns], [32, columns] or one a key, [4 * D, columns].
+    # By warps each its own, as warps_sm90 has them: [32, columns], [32, columns] or one a key, [4 * D, columns].
 
 
 def kv_head_of(shape: Shape, head: jax.Array) -> jax.Array:
@@ -115,6 +144,6 @@ def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
     return row * queries + kv_head * shape.group + offset
 
 
-def tile_range(item: Item) -> tuple[jax.Array, jax.Array]:
-    tile = jnp.int32(ROWS)
+def tile_range(shape: Shape, item: Item) -> tuple[jax.Array, jax.Array]:
+    tile = jnp.int32(shape.tile)
     return lax.div(item.low, tile), lax.div(item.high + (tile - 1), tile)

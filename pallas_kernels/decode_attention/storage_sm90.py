@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.config import ROWS, Config
+from pallas_kernels.decode_attention.config import ROWS, WARPS, Config
 from pallas_kernels.decode_attention.unpack_sm90 import (
     BY_8_ROWS,
     BY_16_ROWS,
@@ -28,7 +28,8 @@ _SCALES = 64  # of one copy, at least: 128 bytes
 
 @dataclass(frozen=True)
 class Storage:
-    """K or V of a kernel: in a tile each warpgroup has 64 tokens of its head, copied in `parts` of up to a page."""
+    """K or V of a kernel: in a tile each warpgroup has 64 tokens of its head, or 16 of each of its warps' heads, copied
+    in `parts` of up to a page."""
 
     format: KVFormat
     dtype: Any  # of the product
@@ -37,7 +38,7 @@ class Storage:
     page_size: int
     computing: int  # warpgroups
     through_registers: bool  # to wgmma, if it can
-    by_warps: bool  # or to mma, each warp its own tokens
+    by_warps: bool  # or to mma, each warp those of a head of its own
     repeat: int  # times that integers are dequantized, to the same bits: what an experiment asks for
 
     @property
@@ -46,13 +47,19 @@ class Storage:
         return self.format.storage_dtype == self.dtype
 
     @property
+    def tile(self) -> int:
+        """Tokens of a head in a tile."""
+        return ROWS // WARPS if self.by_warps else ROWS
+
+    @property
     def tokens(self) -> int:
         """Tokens of one part."""
-        return min(self.page_size, ROWS)
+        return min(self.page_size, self.tile)
 
     @property
     def parts(self) -> int:
-        return ROWS // self.tokens
+        """Of a head in a tile."""
+        return self.tile // self.tokens
 
     @property
     def row(self) -> int:
@@ -85,9 +92,15 @@ class Storage:
         return self.format.groups(self.head_dim)
 
     @property
-    def by_factor(self) -> bool:
-        """Whether a token's only scale multiplies its logit, or its weight, instead of its values."""
-        return self.by_warps and self.groups == 1
+    def by_group(self) -> bool:
+        """Whether a group's scale multiplies its part of a logit, or its weight, instead of its values: where a product
+        is of one group's dims only."""
+        return self.by_warps and (self.groups == 1 or (self.groups in (2, 4) and (self.format.group or 0) >= 32))
+
+    @property
+    def unit(self) -> float:
+        """What products by group are fractions of: codes are subnormal float16."""
+        return 2.0**24 if self.by_group else 1.0
 
     @property
     def in_registers(self) -> bool:
@@ -151,9 +164,11 @@ class Storage:
         buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
-            if self.by_token and not self.by_lanes:
+            if self.by_lanes:
+                shape = (ROWS * self.groups,)
+            elif self.by_token:
                 shape = (self.parts, self.tokens, self.groups)
-            elif self.packed and not self.by_lanes:
+            elif self.packed:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
             if not (self.packed or self.by_warps):

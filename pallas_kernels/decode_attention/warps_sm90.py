@@ -1,8 +1,8 @@
-"""Attention in which each warp has 16 tokens of a tile, all that it needs in registers, and a sum of its own.
+"""Attention in which each warp has a head of its own, 16 tokens of it in a tile, and all that it needs in registers.
 
 For K and V of 8 and 4 bits, which would otherwise wait for each other's conversions: products are mma.sync, tokens are
 the rows of K Q^T and the columns of V^T P. A sum over dims may take them in any order, and so may one over tokens: what
-a lane loads in one piece is what it multiplies. Rows of V^T are any dims too: `store_sums` knows them.
+a lane loads in one piece is what it multiplies. Rows of V^T are any dims too: `_of_lane` knows them.
 
 mma.m16n8k16 by lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, columns 2t, 2t + 1, and 8 on; B rows 2t,
 2t + 1, and 8 on, column g; C rows g and g + 8, columns 2t and 2t + 1.
@@ -10,7 +10,8 @@ mma.m16n8k16 by lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, colum
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +22,38 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.decode_attention.config import WARPS
+from pallas_kernels.decode_attention.registers_sm90 import (
+    Registers,
+    array_of,
+    as_bits,
+    as_float,
+    doubled,
+    element_at,
+    elements_of,
+    fma,
+    in_pairs,
+    instruction,
+    less,
+    mma,
+    transposed,
+    words_of,
+    zero_float,
+)
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul, rem, warp_and_lane
 
 WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
 BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
-BY_ROWS = plgpu.Layout.TILED(  # of a head's result: each warp has all of some rows
-    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-Registers = list[ir.Value]  # of 4 bytes: two float16
-Queries = tuple[jax.Array, jax.Array | None]  # [columns, D], and what each was divided by (None: nothing)
 Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where their scales are (None: none)
+
+
+class Queries(NamedTuple):
+    """A head's of each warp, in registers."""
+
+    values: jax.Array  # [4 * columns, D] in q_layout
+    factors: jax.Array  # [32, columns] BY_WARP: what each was divided by, a power of two
+    bias: jax.Array | None  # [32, G * columns] BY_WARP: their products with what codes by group are too large by
 
 
 def lane_dims(stored: Storage, lanes: int) -> int:
@@ -53,10 +75,13 @@ def v_layout(stored: Storage) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (2, chunk))), (-8,), (-3, -4), -1)
 
 
-def q_layout(stored: Storage) -> Any:
-    """Queries [columns, D] float16: of query g the dims that k_layout has."""
+def q_layout(stored: Storage, columns: int) -> Any:
+    """Queries [4 * columns, D] float16, a warp's after the other's: of query g the dims that k_layout has."""
     dims = lane_dims(stored, 4)
-    return plgpu.Layout.TILED(plgpu.Tiling(((8, 4 * dims), (dims,), (8,))), (plgpu.Replicated(4),), (-4, -3), -1)
+    tiles = ((WARPS * columns, 4 * dims), (columns, 4 * dims), (8, dims))
+    if dims <= 8:
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-6,), (-2, -3), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling((*tiles, (8,))), (-7,), (-3, -4), -1)
 
 
 def reduce_warp(x: jax.Array, op: str) -> jax.Array:
@@ -78,7 +103,7 @@ def reduce_warp(x: jax.Array, op: str) -> jax.Array:
                     number = combine(number, mgpu.utils.shfl_bfly(number, distance))
                 numbers.append(number)
             out.append(vector.from_elements(both.type, numbers))
-        return _array(out, BY_WARP, (32, columns))
+        return array_of(out, BY_WARP, (32, columns))
 
     return combined(x)
 
@@ -91,71 +116,112 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
         arg_types=(BY_WARP,), return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=WGMMA)
     )
     def repeat(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        return _array([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
+        return array_of([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
 
     return repeat(x)
 
 
-def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
-    """Zeros as load_queries returns them, of queries [columns, D] of `dtype`."""
-    zeros = plgpu.layout_cast(jnp.zeros((columns, stored.head_dim), jnp.float16), q_layout(stored))
-    factors = plgpu.layout_cast(jnp.zeros((32, columns), jnp.float32), BY_WARP)
-    return zeros, None if dtype == jnp.float16 else factors
+def no_queries(stored: Storage, columns: int) -> Queries:
+    """Zeros as load_queries returns them."""
+
+    def zeros(shape: tuple[int, int], dtype: DTypeLike, layout: Any) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
+
+    values = zeros((WARPS * columns, stored.head_dim), jnp.float16, q_layout(stored, columns))
+    bias = zeros((32, stored.groups * columns), jnp.float32, BY_WARP) if stored.by_group else None
+    return Queries(values, zeros((32, columns), jnp.float32, BY_WARP), bias)
 
 
-def load_queries(stored: Storage, queries: Any) -> Queries:
-    """Queries [columns, D] in shared memory in q_layout, each lane's dims in the order in which `_converted` pairs
-    those of K. Those of bfloat16 are divided, to fit float16's range, by the power of two [32, columns] BY_WARP under
-    their largest element: no bit is lost but of what is far smaller."""
-    array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
-    columns, to_fit = array.shape[0], array.dtype == jnp.bfloat16
-    if not stored.groups and not to_fit:
-        return array, None
-    kinds = [plgpu.ShapeDtypeStruct(array.shape, jnp.float16, layout=q_layout(stored))]
-    if to_fit:
-        kinds.append(plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP))
+def load_queries(stored: Storage, queries: Any, columns: int) -> Queries:
+    """Queries [4 times up to `columns`, D] in shared memory, a warp's after the other's, each lane's dims in the order
+    in which `_converted` pairs those of K; missing ones are the last again. They are divided, to fit float16's range,
+    by the power of two under their largest element: no bit is lost but of what is far smaller."""
+    count, head_dim, dims = queries.shape[0] // WARPS, stored.head_dim, lane_dims(stored, 4)
+    shape, size = (WARPS * columns, head_dim), min(dims, 8)
+    kinds = [
+        plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=q_layout(stored, columns)),
+        plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP),
+    ]
+    if stored.by_group:
+        kinds.append(plgpu.ShapeDtypeStruct((32, stored.groups * columns), jnp.float32, layout=BY_WARP))
 
-    @plgpu.inline_mgpu(arg_types=(q_layout(stored),), return_type=tuple(kinds))
-    def prepare(_: Any, x: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
-        registers: list[ir.Value] = []
-        factors: list[ir.Value] = []
-        for of_query in x.registers.reshape(columns // 8, -1):  # a lane has dims of one in eight
-            words = [w for register in of_query for w in _words(register)]
-            if to_fit:
-                words, exponent = _fitted(words)
-                factors.append(_of_columns(arith.shli(exponent, constant(23))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=tuple(kinds))
+    def load(_: Any, ref: ir.Value) -> tuple[mgpu.FragmentedArray, ...]:
+        warp, lane = warp_and_lane()
+        kind = ir.MemRefType(ref.type).element_type
+        out = np.empty((head_dim // (4 * dims), columns // 8, dims // size), object)
+        factors, every = [], []
+        for n in range(columns // 8):  # a lane has dims of one in eight
+            query = add(div(lane, 4), 8 * n)
+            if count % 8:
+                query = arith.select(less(query, constant(count)), query, constant(count - 1))
+            begin = add(mul(add(mul(warp, count), query), head_dim), mul(rem(lane, 4), dims))
+            words: Registers = []
+            for block, i in np.ndindex(out.shape[0], out.shape[2]):
+                where = element_at(ref, add(begin, block * 4 * dims + size * i), kind)
+                words += words_of(llvm.load(ir.VectorType.get((size,), kind), where, alignment=2 * size))
+            words, exponent = _fitted(words, kind)
+            factors.append(_of_columns(arith.shli(exponent, constant(23))))
             if stored.groups:
                 words = _paired(words, 2 * _nibbles(stored))
-            for i in range(0, len(words), 4):
-                four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), words[i : i + 4])
-                registers.append(mgpu.utils.bitcast(four, ir.VectorType.get((8,), ir.F16Type.get())))
-        out = (_array(registers, q_layout(stored), array.shape),)
-        return (*out, _array(factors, BY_WARP, (32, columns))) if to_fit else out
+            if stored.by_group and _nibbles(stored) == 2:  # for codes that are 16 times as large
+                words = [instruction("mul.f16x2 $0, $1, $2;", x, constant(0x2C002C00)) if i % 2 else x for i, x in
+                         enumerate(words)]  # fmt: skip
+            every.append(words)
+            for at, (block, i) in enumerate(np.ndindex(out.shape[0], out.shape[2])):
+                kept = ir.VectorType.get((size // 2,), ir.IntegerType.get_signless(32))
+                some = vector.from_elements(kept, words[size // 2 * at : size // 2 * (at + 1)])
+                out[block, n, i] = mgpu.utils.bitcast(some, ir.VectorType.get((size,), ir.F16Type.get()))
+        arrays = [array_of(list(out.flat), q_layout(stored, columns), shape), array_of(factors, BY_WARP, (32, columns))]
+        if stored.by_group:
+            low, high = _surplus(stored)
+            bias: list[Any] = []
+            for group, words in product(range(stored.groups), every):
+                total, share = [zero_float()] * 4, len(words) // stored.groups
+                for i in range(group * share, (group + 1) * share, 2):
+                    total = mma([low, low, high, high], words[i : i + 2], total)
+                bias.append(vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), total[:2]))
+            arrays.append(array_of(bias, BY_WARP, (32, stored.groups * columns)))
+        return tuple(arrays)
 
-    found = prepare(array)
-    return found[0], found[1] if to_fit else None
+    values, factors, *bias = load(queries)
+    return Queries(values, factors, bias[0] if bias else None)
 
 
-def _fitted(words: Registers) -> tuple[Registers, ir.Value]:
-    """Pairs of bfloat16, a lane's share of a query that four have, as pairs of float16 between -4 and 4; and the
-    exponent of the power of two that they were divided by, with float32's bias."""
+def _surplus(stored: Storage) -> Registers:
+    """What codes by group are too large by, negative, in pairs: of int8 and int4's low nibbles, and of high ones, which
+    are 16 times as large."""
+    if _nibbles(stored) == 1:
+        return [constant(0x80808080)] * 2
+    return [constant(0x80088008), constant(0x80808080)]
+
+
+def _fitted(words: Registers, kind: ir.Type) -> tuple[Registers, ir.Value]:
+    """Pairs of bfloat16 or float16, a lane's share of a query that four have, as pairs of float16 between -4 and 4; and
+    the exponent of the power of two that they were divided by, with float32's bias."""
+    brain = isinstance(kind, ir.BF16Type)
+    name, bits, surplus, most = ("bf16x2", 7, 0, 253) if brain else ("f16x2", 10, 127 - 15, 29)
 
     def largest(x: ir.Value, y: ir.Value) -> ir.Value:
-        return _asm("max.bf16x2 $0, $1, $2;", x, y)
+        return instruction(f"max.{name} $0, $1, $2;", x, y)
 
     top = reduce(largest, [arith.andi(x, constant(0x7FFF7FFF)) for x in words])
     for distance in (1, 2):
         top = largest(top, mgpu.utils.shfl_bfly(top, distance))
-    top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
-    exponent = arith.andi(arith.shrui(top, constant(7)), constant(0xFF))
-    exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
-    exponent = _asm("min.u32 $0, $1, $2;", exponent, constant(253))
-    inverse = _float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
+    top = largest(top, instruction("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
+    exponent = arith.andi(arith.shrui(top, constant(bits)), constant((1 << (15 - bits)) - 1))
+    exponent = instruction("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
+    exponent = instruction("min.u32 $0, $1, $2;", exponent, constant(most))
+    if not brain:
+        inverse = arith.shli(arith.subi(constant(30), exponent), constant(10))
+        inverse = instruction("prmt.b32 $0, $1, $2, $3;", inverse, inverse, constant(0x1010))
+        return [instruction("mul.f16x2 $0, $1, $2;", x, inverse) for x in words], add(exponent, surplus)
+    inverse = as_float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
     out = []
     for word in words:
         low, high = arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))
-        both = [arith.mulf(_float(x), inverse) for x in (high, low)]
-        out.append(_asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f"))
+        both = [arith.mulf(as_float(x), inverse) for x in (high, low)]
+        out.append(instruction("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f"))
     return out, exponent
 
 
@@ -164,14 +230,14 @@ def _of_columns(x: ir.Value) -> ir.Value:
     _, lane = warp_and_lane()
     first = mul(rem(lane, 4), 8)
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-    both = [_float(_asm(text, x, add(first, 4 * e), hidden=True)) for e in (0, 1)]
+    both = [as_float(instruction(text, x, add(first, 4 * e), hidden=True)) for e in (0, 1)]
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), both)
 
 
 def _paired(words: Registers, size: int) -> Registers:
     """Pairs of neighbouring dims, `size` words of them at a time, as _converted pairs codes."""
     return [
-        _asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
+        instruction("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
         for i in range(0, len(words), size)
         for j in range(size // 2)
         for selector in (0x5410, 0x7632)
@@ -188,56 +254,77 @@ def load_v(stored: Storage, values: Any, scales: Any) -> Stored:
     return plgpu.load(values, layout=v_layout(stored), optimized=False), scales
 
 
-def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> jax.Array:
-    """K [64, D] times what load_queries made -> [64, columns]. `zero` is one that the compiler cannot know: constants
-    that it knows, it loads again for each instruction."""
+def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: Queries) -> jax.Array:
+    """K [64, D] times what load_queries made -> [64, columns], in units of `stored.unit`. `zero` is one that the
+    compiler cannot know: constants that it knows, it loads again for each instruction."""
     values, scales = k
-    columns, dims = queries.shape[0], lane_dims(stored, 4)
+    columns, dims = queries.factors.shape[1], lane_dims(stored, 4)
     refs = () if scales is None else (scales,)
+    biases = () if queries.bias is None else (queries.bias,)
     splat = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(k_layout(stored), q_layout(stored), splat, *(plgpu.RefType(),) * len(refs)),
+        arg_types=(
+            k_layout(stored), q_layout(stored, columns), splat, (BY_WARP,) * len(biases),
+            (plgpu.RefType(),) * len(refs),
+        ),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=WGMMA),
-    )
-    def dot(_: Any, values: Any, queries: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
+    )  # fmt: skip
+    def dot(_: Any, values: Any, queries: Any, zero: Any, bias: Any, scales: Any) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         convert = partial(_converted, stored, zero.registers.item())
         first = add(mul(warp, 16), div(lane, 4))
         rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
-        of_scales = [_scales(stored, x, add(first, 8 * i), rem(lane, 4), 4) for x in scales for i in (0, 1)]
-        b = queries.registers.reshape(columns // 8, len(rows), dims // 8)
-        sums = [[[_zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
+        b = queries.registers.reshape(len(rows), columns // 8, -1)
+        of_scales = []
+        if scales and not stored.by_group:
+            of_scales = [_scales(stored, scales[0], add(first, 8 * i), rem(lane, 4), 4) for i in (0, 1)]
+        # By group sums of its own; else two chains: mma takes long.
+        chains = max(2, stored.groups) if stored.by_group else 2
+        sums = [[[zero_float()] * 4 for _ in range(chains)] for _ in range(columns // 8)]
+        for n, group in np.ndindex(columns // 8, stored.groups if stored.by_group else 0):
+            sums[n][group] = elements_of(bias[0].registers.flat[group * (columns // 8) + n]) * 2
         step = 0
         for block, pair in enumerate(rows):
-            words = [_words(x) for x in pair]
-            of_queries = [[w for x in b[n, block] for w in _words(x)] for n in range(columns // 8)]
+            words = [words_of(x) for x in pair]
+            of_queries = [[w for x in b[block, n] for w in words_of(x)] for n in range(columns // 8)]
             for i in range(len(words[0])):
                 a = []
                 for row in range(2):
-                    scale = _doubled(of_scales[row](block, i)) if scales and not stored.by_factor else None
+                    scale = doubled(of_scales[row](block, i)) if of_scales else None
                     a.append(convert(words[row][i], scale))
                 size = 2 * _nibbles(stored)  # pairs of dims of a word
                 operands = [q[size * i : size * (i + 1)] for q in of_queries]
                 for k in range(0, size, 2):
                     fragment = [a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]]
+                    chain = step % 2
+                    if stored.groups > 1 and stored.by_group:
+                        chain = block * 4 * dims // (stored.format.group or 1)
                     for n, operand in enumerate(operands):
-                        sums[n][step % 2] = _mma(fragment, operand[k : k + 2], sums[n][step % 2])
+                        sums[n][chain] = mma(fragment, operand[k : k + 2], sums[n][chain])
                     step += 1
-        totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
-        if stored.by_factor:
-            factors = [arith.extf(ir.F32Type.get(), of_row(0, 0)) for of_row in of_scales]
-            totals = [[arith.mulf(x, factors[i // 2]) for i, x in enumerate(each)] for each in totals]
-        return _array(_pairs(totals), WGMMA, (64, columns))
+        if stored.groups > 1 and stored.by_group:
+            factors = [_row_scales(stored, scales[0], add(first, 8 * i)) for i in (0, 1)]
+            totals = [
+                [reduce(lambda so_far, g: fma(each[g][i], factors[i // 2][g], so_far), range(1, stored.groups),
+                        arith.mulf(each[0][i], factors[i // 2][0])) for i in range(4)]
+                for each in sums
+            ]  # fmt: skip
+        else:
+            totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
+            if stored.by_group:
+                factors = [_row_scales(stored, scales[0], add(first, 8 * i)) for i in (0, 1)]
+                totals = [[arith.mulf(x, factors[i // 2][0]) for i, x in enumerate(each)] for each in totals]
+        return array_of(in_pairs(totals), WGMMA, (64, columns))
 
-    return dot(values, queries, zero, *refs)
+    return dot(values, queries.values, zero, biases, refs)
 
 
 def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """V's tokens as operands of dot_v: float16 [64, D], the registers of one mma after the other. Tokens before
-    bounds[0], and from bounds[1] on, are zero, whatever they hold, or (stored.by_factor) left to `weighted`."""
+    """V's tokens as operands of dot_v: float16 [64, D], the registers of one mma after the other. Tokens of a warp
+    before bounds[0], and from bounds[1] on, are zero, whatever they hold, or (stored.by_group) left to dot_v."""
     values, scales = v
-    splat, refs = plgpu.Layout.WG_SPLAT(()), () if scales is None or stored.by_factor else (scales,)
+    splat, refs = plgpu.Layout.WG_SPLAT(()), () if scales is None or stored.by_group else (scales,)
 
     @plgpu.inline_mgpu(
         arg_types=(v_layout(stored), *(splat,) * 3, *(plgpu.RefType(),) * len(refs)),
@@ -247,23 +334,27 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
         warp, lane = warp_and_lane()
         first = add(mul(warp, 16), mul(rem(lane, 4), 2))
         tokens = [add(first, i) for i in (0, 1, 8, 9)]
-        seen = [_within(token, low, high) for token in tokens]
+        seen = _seen(lane, low, high)
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
         of_scales = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
         masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
+        # A word of two tokens each: pairs of bytes of each token, or (fp8) bytes of both in turns.
+        selectors: tuple[int, ...] = (0x5410, 0x7632) if stored.groups else (0x5140, 0x7362)
+        if _chunk(stored, 8) == 2:
+            selectors = selectors[:1]
         out = []
         for block, rows in enumerate(values.registers.reshape(-1, 4)):
-            words = [_words(x) for x in rows]
+            words = [words_of(x) for x in rows]
             for i in range(len(words[0])):
                 dims: list[Registers] = []  # of two tokens each
                 for pair in (0, 2):
                     scale = None
                     if scales:
                         both = [arith.select(seen[pair + j], of_scales[pair + j](block, i), nothing) for j in (0, 1)]
-                        scale = _bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
+                        scale = as_bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
                     mixed = [
-                        _asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
-                        for selector in ((0x5410, 0x7632) if stored.groups else (0x5140, 0x7362))
+                        instruction("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
+                        for selector in selectors
                     ]
                     if not stored.groups:
                         mixed = [arith.andi(x, masks[pair // 2]) for x in mixed]
@@ -271,132 +362,64 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
                 for k in range(0, len(dims[0]), 2):
                     out += [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
         two = ir.VectorType.get((2,), ir.F16Type.get())
-        return _array([mgpu.utils.bitcast(x, two) for x in out], WGMMA, (64, stored.head_dim))
+        return array_of([mgpu.utils.bitcast(x, two) for x in out], WGMMA, (64, stored.head_dim))
 
     return convert(values, zero, *bounds, *refs)
 
 
-def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
-    """Weights [64, columns] float16, where tokens have a single scale times that: zero outside of the bounds."""
-    if not stored.by_factor:
-        return weights
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, splat, splat, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float16, layout=WGMMA),
-    )
-    def weigh(_: Any, weights: Any, low: Any, high: Any, scales: ir.Value) -> mgpu.FragmentedArray:
-        warp, lane = warp_and_lane()
-        own, nothing = add(mul(warp, 16), div(lane, 4)), mgpu.c(0.0, ir.F16Type.get())
-        factors = []
-        for token in (own, add(own, 8)):
-            found = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
-            factors.append(_doubled(arith.select(_within(token, low, high), found, nothing)))
-        out = [
-            mgpu.utils.bitcast(_asm("mul.f16x2 $0, $1, $2;", _bits(x), y), x.type)
-            for pair in weights.registers.reshape(-1, 2)
-            for x, y in zip(pair, factors)
-        ]
-        return _array(out, WGMMA, weights.shape)
-
-    return weigh(weights, *bounds, v[1])
-
-
-def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -> jax.Array:
+def dot_v(
+    stored: Storage, v: jax.Array, scales: Any, bounds: tuple[jax.Array, jax.Array], weights: jax.Array,
+    acc: jax.Array, factor: jax.Array,
+) -> jax.Array:  # fmt: skip
     """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times what convert_v
-    made."""
-    columns = weights.shape[1]
+    made, in `units`. By group weights are multiplied by the tokens' scales, or within the bounds' complement by 0."""
+    columns, splat = weights.shape[1], plgpu.Layout.WG_SPLAT(())
+    refs = (scales,) if stored.by_group else ()
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA, WGMMA, BY_WARP),
+        arg_types=(WGMMA, WGMMA, WGMMA, BY_WARP, splat, splat, *(plgpu.RefType(),) * len(refs)),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
     )
-    def dot(_: Any, v: Any, weights: Any, acc: Any, factor: Any) -> mgpu.FragmentedArray:
-        b = [[_transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
-        factors = [_elements(x) for x in factor.registers.flat]
-        c = [
-            [[arith.mulf(x, factors[n][i % 2]) for i, x in enumerate(_elements(low) + _elements(high))]
-             for n, (low, high) in enumerate(row)]
-            for row in acc.registers.reshape(-1, columns // 8, 2)
-        ]  # fmt: skip
-        fragments = [_bits(x) for x in v.registers.flat]
-        for row, of_row in enumerate(c):
-            for n, operand in enumerate(b):
-                of_row[n] = _mma(fragments[4 * row : 4 * row + 4], operand, of_row[n])
-        return _array(_pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
+    def dot(
+        _: Any, v: Any, weights: Any, acc: Any, factor: Any, low: Any, high: Any, *scales: ir.Value
+    ) -> mgpu.FragmentedArray:
+        b = [[[transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]]
+        factors = [elements_of(x) for x in factor.registers.flat]
+        acc_rows = acc.registers.reshape(-1, columns // 8, 2)
+        fragments = [as_bits(x) for x in v.registers.flat]
+        of_row, surplus = [0] * len(acc_rows), None
+        if scales:
+            pairs = _scales_of_pairs(stored, scales[0], low, high)  # by group, of two tokens each
+            b = [
+                [[instruction("mul.f16x2 $0, $1, $2;", *both) for both in zip(operand, of_group)] for operand in b[0]]
+                for of_group in pairs
+            ]
+            of_row = [i * len(b) // len(acc_rows) for i in range(len(acc_rows))]
+            a = _surplus(stored) * 2
+            surplus = [[mma(a, operand, [zero_float()] * 4) for operand in of_group] for of_group in b]
+        out = []
+        for row, group in enumerate(of_row):
+            for n in range(columns // 8):
+                numbers = elements_of(acc_rows[row, n, 0]) + elements_of(acc_rows[row, n, 1])
+                if surplus is None:
+                    c = [arith.mulf(x, factors[n][i % 2]) for i, x in enumerate(numbers)]
+                else:
+                    c = [fma(x, factors[n][i % 2], surplus[group][n][i]) for i, x in enumerate(numbers)]
+                out.append(mma(fragments[4 * row : 4 * row + 4], b[group][n], c))
+        return array_of(in_pairs(out), WGMMA, acc.shape)
 
-    return dot(v, weights, acc, factor)
-
-
-def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, queries: int, target: Any) -> None:
-    """The sums of a warpgroup's warps to `target` [4, columns, D and at least 2]: acc [4 * D, columns] as dot_v has it
-    for V stored so, and then top and total BY_WARP. Of columns from `queries` on, some or none."""
-    columns, dims = acc.shape[1], lane_dims(stored, 8)
-    width = target.shape[-1]
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, BY_WARP, BY_WARP, plgpu.RefType()))
-    def store(_: Any, acc: Any, top: Any, total: Any, target: ir.Value) -> None:
-        warp, lane = warp_and_lane()
-        pointer = mgpu.utils.memref_ptr(target)
-        rows = acc.registers.reshape(-1, columns // 8, 2)
-        for n, e in np.ndindex(columns // 8, 2):
-            if 8 * n + e >= queries:
-                continue
-            query = add(mul(rem(lane, 4), 2), 8 * n + e)
-            begin = mul(add(mul(warp, columns), query), width)
-            mine = add(begin, mul(div(lane, 4), dims))
-            for i in range(0, len(rows), 2):
-                at = add(mine, i // (dims // 2) * 8 * dims + i % (dims // 2) * 2)
-                numbers = [_elements(rows[i + j, n, half])[e] for j in (0, 1) for half in (0, 1)]
-                _store(pointer, at, numbers)
-            _store(pointer, add(begin, stored.head_dim), [_elements(x.registers.flat[n])[e] for x in (top, total)])
-
-    store(acc, top, total, target)
+    return dot(v, weights, acc, factor, *bounds, *refs)
 
 
-def _store(pointer: ir.Value, at: ir.Value, numbers: list[ir.Value]) -> None:
-    f32 = ir.F32Type.get()
-    where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], f32, llvm.GEPNoWrapFlags.none)
-    several = vector.from_elements(ir.VectorType.get((len(numbers),), f32), numbers)
-    llvm.store(several, where, alignment=4 * len(numbers))
-
-
-def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int, heads: int, apart: int) -> None:
-    """The first rows of x [columns, D] in 16 bits, BY_ROWS, to `target` [.., D] in global memory: `heads` of them to
-    rows `first` and on, as many to those that are `apart` further, ..: each thread what it has."""
-    head_dim, splat = x.shape[1], plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(BY_ROWS, splat, plgpu.RefType()))
-    def store(_: Any, x: Any, first: Any, target: ir.Value) -> None:
-        warp, lane = warp_and_lane()
-        pointer, own = mgpu.utils.memref_ptr(target), add(mul(warp, 2), div(lane, 16))
-        registers = x.registers.reshape(-1, head_dim // 64)
-        text = f"{{ .reg .pred p; setp.lt.u32 p, $0, {queries}; @p st.global.v2.b32 [$1], {{$2, $3}}; }}"
-        for n, i in np.ndindex(*registers.shape):
-            row = add(own, 8 * n)
-            place = row if queries == heads else add(mul(div(row, heads), apart), rem(row, heads))
-            at = add(mul(add(place, first.registers.item()), head_dim), add(mul(rem(lane, 16), 4), 64 * i))
-            kind = ir.VectorType(registers[n, i].type).element_type
-            where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], kind, llvm.GEPNoWrapFlags.none)
-            operands = [row, where, *_words(registers[n, i])]
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,r", has_side_effects=True)
-
-    store(x, first, target)
-
-
-def wait_for_warps() -> None:
-    """Until all warps of the warpgroup are here."""
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-
-    wait()
+def units(stored: Storage) -> tuple[float, float]:
+    """Of the sums' rows g and g + 8 of a warp."""
+    return (stored.unit, stored.unit / 16) if stored.by_group and _nibbles(stored) == 2 else (stored.unit,) * 2
 
 
 def _chunk(stored: Storage, lanes: int) -> int:
-    """Bytes of a row that a lane loads at once."""
+    """Bytes of a row that a lane loads at once: as many as it can, or those of a product of one group."""
+    if stored.by_group and stored.groups > 1:
+        return 4 if lanes == 4 else 4 // _nibbles(stored)
     return min(16, stored.row // lanes)
 
 
@@ -429,21 +452,65 @@ def _scales(
     return scale
 
 
+def _row_scales(stored: Storage, scales: ir.Value, token: ir.Value) -> list[ir.Value]:
+    """A token's scales of all groups, as float32."""
+    f16 = ir.F16Type.get()
+    where = element_at(scales, mul(token, stored.groups), f16)
+    found = llvm.load(ir.VectorType.get((stored.groups,), f16), where, alignment=2 * stored.groups)
+    return [arith.extf(ir.F32Type.get(), x) for x in elements_of(found)]
+
+
+def _scales_of_pairs(stored: Storage, scales: ir.Value, low: Any, high: Any) -> list[Registers]:
+    """The scales of a lane's tokens by group: of 2t and 2t + 1, of 2t + 8 and 2t + 9. Zero outside of the bounds."""
+    warp, lane = warp_and_lane()
+    first, i32 = add(mul(warp, 16), mul(rem(lane, 4), 2)), ir.IntegerType.get_signless(32)
+    found = []
+    for i, seen in zip((0, 1, 8, 9), _seen(lane, low, high)):
+        where = element_at(scales, mul(add(first, i), stored.groups), ir.F16Type.get())
+        kind = ir.IntegerType.get_signless(16) if stored.groups == 1 else ir.VectorType.get((stored.groups // 2,), i32)
+        words = llvm.load(kind, where, alignment=2 * stored.groups)
+        words = [arith.extui(i32, words)] if stored.groups == 1 else elements_of(words)
+        found.append([arith.select(seen, x, constant(0)) for x in words])
+    return [
+        [instruction("prmt.b32 $0, $1, $2, $3;", found[i][group // 2], found[i + 1][group // 2],
+              constant((0x5410, 0x7632)[group % 2])) for i in (0, 2)]
+        for group in range(stored.groups)
+    ]  # fmt: skip
+
+
+def _seen(lane: ir.Value, low: Any, high: Any) -> list[ir.Value]:
+    """Which of a lane's tokens 2t, 2t + 1, 2t + 8 and 2t + 9 are within the bounds."""
+    return [_within(add(mul(rem(lane, 4), 2), i), low, high) for i in (0, 1, 8, 9)]
+
+
 def _converted(stored: Storage, zero: ir.Value, word: ir.Value, scale: ir.Value | None) -> Registers:
-    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales (None:
-    codes)."""
+    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales; by
+    group codes as fractions of `unit`, too large by `_surplus`."""
     dtype = stored.format.dtype
     if not stored.groups:
         halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
-        return [_asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
-    out = _codes(word, dtype, scale, zero)
+        return [instruction("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
+    codes = partial(_fractions, dtype) if scale is None else partial(_codes, dtype, scale)
+    out = codes(word, zero)
     for _ in range(stored.repeat - 1):
-        again = _codes(_asm("mov.b32 $0, $1;", word, hidden=True), dtype, scale, zero)
-        out = [_asm("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
+        again = codes(instruction("mov.b32 $0, $1;", word, hidden=True), zero)
+        out = [instruction("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
     return out
 
 
-def _codes(word: ir.Value, dtype: str, scale: ir.Value | None, zero: ir.Value) -> Registers:
+def _fractions(dtype: str, word: ir.Value, zero: ir.Value) -> Registers:
+    """A code of 8 or 4 bits, its sign bit flipped, is 128 or 8 more than its value, and as the mantissa of a subnormal
+    float16 that times 2^-24; in the high nibble 16 times that. Tensor cores multiply these exactly."""
+    kept = (0x00FF00FF,) if dtype == "int8" else (0x000F000F, 0x00F000F0)
+    flipped = (0x00800080,) if dtype == "int8" else (0x00080008, 0x00800080)
+    return [
+        arith.xori(arith.andi(bytes_of, arith.ori(zero, constant(bits))), constant(sign))
+        for bytes_of in (word, arith.shrui(word, constant(8)))
+        for bits, sign in zip(kept, flipped)
+    ]
+
+
+def _codes(dtype: str, scale: ir.Value, word: ir.Value, zero: ir.Value) -> Registers:
     """A code of 8 or 4 bits under the exponent of 1024, its sign bit flipped, is 1024 and 128 or 8 more than its value;
     one in the high nibble 16 times that."""
     out = []
@@ -453,26 +520,15 @@ def _codes(word: ir.Value, dtype: str, scale: ir.Value | None, zero: ir.Value) -
             return arith.xori(arith.andi(bytes_of, arith.ori(zero, constant(bits))), constant(exponent))
 
         if dtype == "int8":
-            out.append(_asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), constant(0x64806480)))
+            out.append(
+                instruction("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), constant(0x64806480))
+            )
             continue
         low, high = under_exponent(0x000F000F, 0x64086408), under_exponent(0x00F000F0, 0x64806480)
-        out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(0x64086408)))
+        out.append(instruction("sub.f16x2 $0, $1, $2;", low, constant(0x64086408)))
         sixteenth, minus_72 = constant(0x2C002C00), constant(0xD480D480)
-        out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, sixteenth, minus_72))
-    return out if scale is None else [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
-
-
-def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
-    f32 = ir.F32Type.get()
-    asm = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    kinds = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
-    found = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *c], asm, kinds)
-    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-
-
-def _transposed(pair: ir.Value) -> ir.Value:
-    """8 x 8 elements, 2 of a row in each lane, transposed."""
-    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _bits(pair), hidden=True)
+        out.append(instruction("fma.rn.f16x2 $0, $1, $2, $3;", high, sixteenth, minus_72))
+    return [instruction("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
 
 
 def _within(x: ir.Value, low: Any, high: Any) -> ir.Value:
@@ -488,50 +544,3 @@ def _mask(first: ir.Value, second: ir.Value) -> ir.Value:
         for seen, bits in ((first, 0x00FF00FF), (second, 0xFF00FF00))
     ]  # fmt: skip
     return arith.ori(*parts)
-
-
-def _asm(text: str, *operands: ir.Value, kinds: str = "r", hidden: bool = False) -> ir.Value:
-    """An instruction of one 4-byte result; `hidden` from what would merge or move it."""
-    i32 = ir.IntegerType.get_signless(32)
-    constraints = ",".join(["=r", *kinds * len(operands)])
-    return llvm.inline_asm(i32, list(operands), text, constraints, has_side_effects=hidden)
-
-
-def _words(x: ir.Value) -> Registers:
-    """The 4-byte words of a vector."""
-    size = mgpu.utils.bitwidth(x.type) // 32
-    words = mgpu.utils.bitcast(x, ir.VectorType.get((size,), ir.IntegerType.get_signless(32)))
-    return _elements(words)
-
-
-def _elements(x: ir.Value) -> list[ir.Value]:
-    return [vector.extract(x, [], ir.DenseI64ArrayAttr.get([i])) for i in range(ir.VectorType(x.type).shape[0])]
-
-
-def _float(x: ir.Value) -> ir.Value:
-    return mgpu.utils.bitcast(x, ir.F32Type.get())
-
-
-def _bits(x: ir.Value) -> ir.Value:
-    return mgpu.utils.bitcast(x, ir.IntegerType.get_signless(32))
-
-
-def _doubled(x: ir.Value) -> ir.Value:
-    return _bits(vector.broadcast(ir.VectorType.get((2,), x.type), x))
-
-
-def _zero() -> ir.Value:
-    return mgpu.c(0.0, ir.F32Type.get())
-
-
-def _pairs(numbers: list[list[ir.Value]]) -> list[ir.Value]:
-    """Results of mma as WGMMA's registers."""
-    two = ir.VectorType.get((2,), ir.F32Type.get())
-    return [vector.from_elements(two, each[i : i + 2]) for each in numbers for i in (0, 2)]
-
-
-def _array(registers: list[ir.Value], layout: Any, shape: tuple[int, ...]) -> mgpu.FragmentedArray:
-    layout = layout.to_mgpu()
-    out = np.empty(layout.registers_shape(shape), object)
-    out.reshape(-1)[:] = registers
-    return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)

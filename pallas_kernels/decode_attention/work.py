@@ -1,10 +1,10 @@
 """The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
 
 A work item is one split of the keys of one row of the batch, a sequence with its query or its short segment of them,
-for as many heads as warpgroups compute: a KV head with a chunk of its query heads, or a pair of these, which is what
-"head" stands for below. Splits end at multiples of a number of tokens that depends on the row's own length alone, so
-that results are batch-invariant. Items are ordered by row, head and split; each worker takes a contiguous run of about
-equally many tiles.
+for as many heads as a worker computes at a time: a KV head with a chunk of its query heads, a pair of these, or (by
+warps) up to eight, which is what "head" stands for below. Splits end at multiples of a number of tokens that depends on
+the row's own length alone, so that results are batch-invariant. Items are ordered by row, head and split; each worker
+takes a contiguous run of about equally many tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
 them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_attention.config import ROWS, Config, choose_config, most_queries
+from pallas_kernels.decode_attention.config import (
+    ROWS,
+    WARPS,
+    Config,
+    choose_config,
+    fits_warps,
+    most_queries,
+    padded,
+)
 from pallas_kernels.segments import Segments, depths, within
 
 
@@ -31,7 +39,8 @@ class Work:
     rows: jax.Array  # i32[R] the used rows first
     lengths: jax.Array  # i32[R] of these rows: 0 for the unused ones at the end
     log2_splits: jax.Array  # i32[R] of the tokens of a split of these rows
-    first: jax.Array  # i32[3, W] used row, head and split (within the row) of each worker's first item
+    first: jax.Array  # i32[6, W] used row, head and split (within the row) of each worker's first item, and of that row
+    # its number, length and log2_split, and (Q > 1) used queries: at once, since each reading takes long
     items: jax.Array  # i32[W] how many it has
     slots: jax.Array  # i32[W] where its partial results begin
     cuts: jax.Array  # i32[4, W] row, head, first partial result and number of them, of the head that goes on after it
@@ -64,11 +73,6 @@ def reach(window: int | None, rows: Any) -> Any:
     return window if window is None or rows is None else window + (rows - 1)
 
 
-def padded(queries: int) -> int:
-    """Columns of a product."""
-    return -(-queries // 8) * 8
-
-
 def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int, width: int = 1) -> tuple[int, int]:
     """Heads of work a KV head, and the query heads of each (the last ones overlap where they don't divide), with
     `width` queries each."""
@@ -77,11 +81,12 @@ def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int, width: int = 
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
 
 
-def items_of_row(heads: int, config: Config) -> int:
-    """Work items a row and split. Raises ValueError for heads that warpgroups can't share."""
-    if heads % config.computing:
+def items_of_row(heads: int, config: Config, by_warps: bool) -> int:
+    """Work items a row and split. By warps the last may lack heads. Raises ValueError for heads that warpgroups can't
+    share."""
+    if not by_warps and heads % config.computing:
         raise ValueError(f"computing is {config.computing}, expected 1 for an odd number of heads ({heads})")
-    return heads // config.computing
+    return -(-heads // config.heads_of_item(by_warps))
 
 
 def make_work(
@@ -105,8 +110,9 @@ def make_work(
         lengths = jnp.where(segments.rows > 0, lengths, 0)  # of an unused segment nothing is read
     elif width > 1:
         segments = Segments(jnp.where(lengths > 0, width, 0))
-    heads = items_of_row(num_kv_heads * chunks, config)
-    tile, workers = ROWS, config.workers
+    by_warps = config.by_warps and narrow and fits_warps(each * width, head_dim)
+    heads = items_of_row(num_kv_heads * chunks, config, by_warps)
+    tile, workers = ROWS // WARPS if by_warps else ROWS, config.workers
     rows = jnp.argsort(lengths == 0, stable=True).astype(jnp.int32)
     lengths = lengths[rows]  # in the order of work; the unused rows at the end have no tiles
     queries = trees = None
@@ -138,11 +144,14 @@ def make_work(
     begins = jnp.logical_and(index[1:] > 0, index[1:] <= items)
     slots = _exclusive_sum(alone + begins.astype(jnp.int32))[:-1]
     count = jnp.where(begins, 1 + splits[at[1:]] - index[1:], 0)
+    first = jnp.where(head >= heads, used + 1, used)[:-1]
+    of_row = [x for x in (rows, lengths, log2_splits, queries) if x is not None]
+    of_row = [x[jnp.minimum(first, lengths.shape[0] - 1)] for x in of_row]
     return Work(
         rows=rows,
         lengths=lengths,
         log2_splits=log2_splits,
-        first=jnp.stack([jnp.where(head >= heads, used + 1, used), head % heads, index])[:, :-1],
+        first=jnp.stack([first, (head % heads)[:-1], index[:-1], *of_row]),
         items=items,
         slots=slots,
         cuts=jnp.stack([rows[at[1:]], head[1:] % heads, slots + alone, count]),

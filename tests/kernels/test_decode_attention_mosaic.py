@@ -71,6 +71,7 @@ INTERPRETED = [
     (small(lengths=(300, 30), heads=(4, 2), k_format="int8-g8", v_format="fp8"), dataclasses.replace(TINY, sms=3)),
     (small(lengths=(70, 0, 20), heads=(4, 4), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), NARROW),
+    (small(lengths=(150, 70), heads=(5, 5), k_format="int4-g32", v_format="int8-g32"), NARROW),
 ]
 
 
@@ -185,7 +186,7 @@ def items_of(work):
     """Every item of a work list, as (worker, used row, head, split), by walking it as the kernel does."""
     splits = np.asarray(row_splits(work.lengths, work.log2_splits, reach(work.window, work.segments))[-1])
     for worker, count in enumerate(np.asarray(work.items)):
-        used, head, split = (int(x) for x in np.asarray(work.first)[:, worker])
+        used, head, split = (int(x) for x in np.asarray(work.first)[:3, worker])
         for _ in range(count):
             yield worker, used, head, split
             split += 1
@@ -213,16 +214,18 @@ def partial_results(work) -> dict[int, tuple[int, int, range]]:
     return written
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(
     ("seed", "window"),
     [(0, None), (0, 1), (1, None), (1, 300), (2, None), (2, 3000), (3, None), (3, 100), (4, 1), (4, 300)],
 )
-def test_the_work_list_has_every_item_once_and_is_balanced(seed, window):
+def test_the_work_list_has_every_item_once_and_is_balanced(seed, window, narrow):
     rng = np.random.default_rng(seed)
     longest = (60, 600, 5000, 300, 2000)[seed]
     lengths = np.where(rng.random(9) < 0.3, 0, rng.integers(1, longest, 9)).astype(np.int32)
     config = dataclasses.replace(TINY, sms=(1, 5, 16, 40, 100)[seed])
-    work = jax.jit(partial(make_work, window=window, config=config), static_argnums=(1, 2, 3))(lengths, 6, 6, 64)
+    make = jax.jit(partial(make_work, window=window, narrow=narrow, config=config), static_argnums=(1, 2, 3))
+    work, tile, heads = make(lengths, 18, 18, 64), 16 if narrow else ROWS, 3 if narrow else 9
     expected, of_row, starts, size = [], {}, {}, {}
     for row, length in enumerate(lengths.tolist()):
         starts[row] = 0 if window is None else max(length - window, 0)
@@ -230,19 +233,19 @@ def test_the_work_list_has_every_item_once_and_is_balanced(seed, window):
         while length - starts[row] > config.most_splits * size[row]:
             size[row] *= 2
         of_row[row] = -(-length // size[row]) - starts[row] // size[row]
-        expected += [(row, head, split) for head in range(3) for split in range(of_row[row])]
+        expected += [(row, head, split) for head in range(heads) for split in range(of_row[row])]
     items = [(worker, int(work.rows[used]), head, split) for worker, used, head, split in items_of(work)]
     assert sorted(item[1:] for item in items) == sorted(expected)
     loads = np.zeros(config.workers)
     for worker, row, _, split in items:
         split += starts[row] // size[row]
         low, high = max(starts[row], split * size[row]), min(int(lengths[row]), (split + 1) * size[row])
-        loads[worker] += -(-high // ROWS) - low // ROWS
-    assert loads.max() - loads.mean() <= max(size.values()) // ROWS
+        loads[worker] += -(-high // tile) - low // tile
+    assert loads.max() - loads.mean() <= max(size.values()) // tile
 
     written = partial_results(work)
     assert sorted(written) == list(range(len(written)))
-    most, slots = max_slots(len(lengths), int(lengths.max()), 3, window, config)
+    most, slots = max_slots(len(lengths), int(lengths.max()), heads, window, config)
     assert len(written) <= slots
     merged = set()
     for row, head, slot, count in np.asarray(work.cuts).T[np.asarray(work.cuts)[3] > 0].tolist():
@@ -266,6 +269,13 @@ def test_an_odd_number_of_heads_has_no_pairs():
         make_work(jnp.ones(2, jnp.int32), 6, 3, 64, config=TINY)
     for chosen, heads in ((2, 8), (1, 3), (1, 1)):
         assert make_work(jnp.ones(2, jnp.int32), 2 * heads, heads, 64).config.computing == chosen
+
+
+def test_by_warps_the_last_item_of_a_row_may_lack_heads():
+    lengths = jnp.ones(2, jnp.int32)
+    for heads, computing, items in ((32, 2, 4), (8, 2, 1), (12, 1, 3), (3, 1, 1), (9, 1, 3), (7, 2, 1), (14, 2, 2)):
+        work = make_work(lengths, 2 * heads, heads, 64, narrow=True)
+        assert (work.config.computing, work.heads) == (computing, items)
 
 
 def shapes(case: Case):

@@ -146,7 +146,11 @@ INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how 
     (r"cvt\.rn\.b?f16x2\.f32", lambda run, name, high, low: _word(np.stack([low, high], axis=1), name), 1),
     (r"shfl\.sync\.idx\.b32", lambda run, name, x, lane, *_: x[np.arange(len(x)) // 32 * 32 + lane % 32], 1),
     (r"setp\.lt\.u32", lambda run, name, x, y: x < y, 1),
-    (r"st\.global\.v2\.b32", lambda run, name, at, *xs: run.store(at, as_bytes(np.stack(xs, axis=1)), 8), 0),
+    (
+        r"st\.global\.v[24]\.b32",
+        lambda run, name, at, *xs: run.store(at, as_bytes(np.stack(xs, axis=1)), 4 * len(xs)),
+        0,
+    ),
     (r"ld\.global\.nc\.(L1::no_allocate\.L2::128B\.)?v4\.\w+", _load_global, 4),
     (r"ld\.global\.nc\.\w+", _load_global, 1),
     (r"bar\.sync", lambda run, name, *_: None, 0),  # of a warpgroup
