@@ -46,7 +46,7 @@ SKIPPED = 3  # steps of an engine's profile
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
     ("cache", r"cache_update|move_tokens"),
-    ("matmul", r"matmul|swiglu|gemm|gemv|cutlass|cublas|nvjet|dot"),
+    ("matmul", r"matmul|swiglu|weight_only|gemm|gemv|cutlass|cublas|nvjet|dot"),
     ("norm, activation", r"norm_quant|silu"),
     ("sampling", r"sample"),
 )

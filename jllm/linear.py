@@ -34,7 +34,7 @@ from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quanti
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, take_rows
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
-from pallas_kernels.weight_only_matmul import weight_only_matmul
+from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_swiglu
 
 Rows = jax.Array | QuantizedRows
 
@@ -89,7 +89,9 @@ def norm_linear(
         options: dict[str, Any] = {"out_dtype": out_dtype, "backend": where_faster(backend)}
         return matmul(x, w, norm=weight, eps=eps, bias=bias, **options)
 
-    def run(x: jax.Array, weight: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+    def run(x: jax.Array, weight: jax.Array, w: QuantizedWeight, bias: jax.Array | None) -> jax.Array:
+        if _takes_numbers(w):
+            return weight_only_matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=backend)
         rows = norm(x, weight, eps, w, backend=backend)
         return _linear(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
 
@@ -101,15 +103,24 @@ def norm_linear(
 
 
 def fuses_swiglu(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
-    """Whether gate and up projection, SiLU and product can be one operation: of plain weights, for a reader of plain
-    rows."""
-    return not isinstance(w, QuantizedWeight) and bias is None and _rows_kind(reader) is None
+    """Whether gate and up projection, SiLU and product can be one operation: of weights that take rows as they are, for
+    a reader of plain rows."""
+    plain = not isinstance(w, QuantizedWeight) or _takes_numbers(w)
+    return plain and bias is None and _rows_kind(reader) is None
 
 
 def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
-    """swiglu of norm of x [T, E] with w [2F, E], which is plain: [T, F]."""
-    assert not isinstance(w, QuantizedWeight), "see fuses_swiglu"
-    return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+    """swiglu of norm of x [T, E] with w [2F, E], which takes rows as they are: [T, F]."""
+    if not isinstance(w, QuantizedWeight):
+        return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+    assert _takes_numbers(w), "see fuses_swiglu"
+
+    def straight(x: jax.Array, weight: jax.Array, w: QuantizedWeight) -> jax.Array:
+        rows = norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
+        return silu_mul_quant(_straight(rows, w, None, None, out_dtype=x.dtype), backend=DIFFERENTIABLE)
+
+    run = lambda x, weight, w: weight_only_swiglu(x, w, norm=weight, eps=eps, backend=backend)  # noqa: E731
+    return _with_gradient(run, straight)(x, weight, w)
 
 
 def silu_linear(
@@ -238,6 +249,11 @@ def _straight(
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _takes_numbers(w: QuantizedWeight) -> bool:
+    """Whether rows meet this weight as they are: neither quantized nor rounded first."""
+    return w.format.activations is None
 
 
 def _rows_kind(reader: Weight) -> str | None:

@@ -59,7 +59,10 @@ PRODUCTS = {
         MANY: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},
         MIXED: {"gemm_tall": 3, "gemm_skinny": 1, "silu_mul_quant": 1},
     },
-    "w4a16-g128": dict.fromkeys((ONE, SOME, MANY, MIXED), {"weight_only_matmul": 4}),
+    "w4a16-g128": {
+        ONE: {"weight_only_row": 3, "weight_only_row_gated": 1, "norm_quant": -2},
+        **dict.fromkeys((SOME, MANY, MIXED), {"weight_only_matmul": 4}),
+    },
 }
 
 

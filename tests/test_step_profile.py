@@ -52,6 +52,7 @@ def test_rows_add_up_to_the_span():
         ("gemm_skinny_mosaic_gpu_kernel", "matmul"),
         ("swiglu_mosaic_gpu_kernel", "matmul"),
         ("weight_only_matmul_mosaic_gpu_kernel", "matmul"),
+        ("weight_only_row_gated_mosaic_gpu_kernel", "matmul"),
         ("silu_mul_quant_mosaic_gpu_kernel", "norm, activation"),
         ("prefill_attention_mosaic_gpu_kernel", "attention"),
         ("sample_mosaic_gpu_kernel", "sampling"),

@@ -80,24 +80,53 @@ class Config:
         return 64 * self.warpgroups * self.row_tiles // self.fold
 
 
-def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config:
+@dataclass(frozen=True)
+class RowConfig:
+    """Of the kernel for one row of x (row_sm90.py). rows: of the weight, that a CTA of four warps has at a time; of a
+    gated product half of them are gate's. stages: chunks of these rows that a warp has room for. ctas: persistent ones
+    of a multiprocessor; None: each has one tile. None of these changes bits."""
+
+    rows: int = 16
+    stages: int = 1
+    ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows not in (8, 16, 32):
+            raise ValueError(f"rows is {self.rows}, expected 8, 16 or 32")
+        if self.stages < 1 or (self.ctas or 1) < 1:
+            raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected at least 1 of both")
+
+
+ONE_ROW = RowConfig()
+
+
+def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowConfig = ONE_ROW) -> bool:
+    """Whether the kernel for one row of x takes a weight of so many rows as stored, or of two such halves in all."""
+    halves = 2 if gated else 1
+    known = fmt.codes in GROUPS and (fmt.group or ROW) in GROUPS[fmt.codes]
+    return known and config.rows >= 8 * halves and n % config.rows == 0
+
+
+def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config | RowConfig:
     """The configuration for x [M, K] and a weight [N, K] of a format."""
     return candidates(m, n, k, fmt)[0]
 
 
-def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
+def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowConfig, ...]:
     """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
-    Up to 8 rows of x stream: an H200 was fastest with CTAs as small as can be, at every size and format of the
-    benchmark. More rows of x are cut as evenly as tiles of at most 128 allow, and K into parts as far as SMs would have
-    no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of 192, or with up to 16 rows of
-    x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any. Above 1024
-    rows of x tiles of 256 rows of the weight read x less often.
+    One row has a kernel of its own. Up to 8 rows of x stream: an H200 was fastest with CTAs as small as can be, at
+    every size and format of the benchmark. More rows of x are cut as evenly as tiles of at most 128 allow, and K into
+    parts as far as SMs would have no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of
+    192, or with up to 16 rows of x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave
+    SMs without any. Above 1024 rows of x tiles of 256 rows of the weight read x less often.
     """
     wide = n >= 8192
     if m <= 8:
         stream = Config(fold=4, warpgroups=1, stream=True)
         tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
+        if m == 1 and takes_one_row(n, fmt):
+            return ONE_ROW, RowConfig(stages=2), RowConfig(rows=8), RowConfig(stages=2, ctas=2), stream
         return stream, Config(tokens=tokens, fold=4, stages=12)
     base = Config(tokens=even_tokens(m, 128))
     if m <= 16:

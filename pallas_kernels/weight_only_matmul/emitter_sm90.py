@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 
 class Emitter:
@@ -41,6 +41,26 @@ class Emitter:
         """(a & mask) ^ b in one instruction."""
         return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), self.c(b))
 
+    def equal(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+    def both_true(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.andi(a, b)
+
+    def remainder(self, a: ir.Value, b: int) -> ir.Value:
+        return arith.remui(a, self.c(b))
+
+    def select(self, condition: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.select(condition, a, b)
+
+    def low_half(self, word: ir.Value, half: int) -> ir.Value:
+        """16 bits of a word."""
+        return arith.trunci(self.i16, self.shift_right(word, 16 * half))
+
+    def signed_byte(self, word: ir.Value, byte: int) -> ir.Value:
+        """A byte of a word, sign-extended."""
+        return arith.extsi(self.i32, arith.trunci(self.i8, self.shift_right(word, 8 * byte)))
+
     def shift_right(self, a: ir.Value, b: int) -> ir.Value:
         return arith.shrui(a, self.c(b)) if b else a
 
@@ -66,8 +86,7 @@ class Emitter:
 
     def from_fp8(self, word: ir.Value, half: int = 0) -> ir.Value:
         """The two e4m3 values in a half of a word as a pair."""
-        narrow = arith.trunci(self.i16, self.shift_right(word, 16 * half))
-        halves = llvm.inline_asm(self.i32, [narrow], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        halves = llvm.inline_asm(self.i32, [self.low_half(word, half)], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
         if self.half == self.f16:
             return halves
         wide = arith.extf(ir.VectorType.get((2,), self.f32), llvm.bitcast(ir.VectorType.get((2,), self.f16), halves))
@@ -106,13 +125,38 @@ class StreamEmitter(Emitter):
         """Four words that are read once."""
         return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4)
 
+    def begin_copy(self, target: str, to: ir.Value, source: str, offset: ir.Value, more: int, size: int) -> None:
+        """Of 4, 8 or 16 bytes from global to shared memory, from `offset` + `more` bytes on."""
+        place = mgpu.utils.getelementptr(self.pointers[target], [to], self.i8)
+        place = llvm.ptrtoint(self.i32, place)
+        pointer = mgpu.utils.getelementptr(self.pointers[source], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        kind = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
+        text = f"cp.async.{kind} [$0], [$1], {size};"
+        llvm.inline_asm(None, [place, pointer], text, "r,l,~{memory}", has_side_effects=True)
+
+    def commit_copies(self) -> None:
+        """Those begun since the last time are a group."""
+        llvm.inline_asm(None, [], "cp.async.commit_group;", "~{memory}", has_side_effects=True)
+
+    def wait_for_copies(self, groups: int) -> None:
+        """Until the thread has at most so many groups in flight."""
+        llvm.inline_asm(None, [], f"cp.async.wait_group {groups};", "~{memory}", has_side_effects=True)
+
+    def vector(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
+        """Four words of either memory."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        found = llvm.load(ir.VectorType.get((4,), self.i32), pointer, alignment=16)
+        return [vector.extract(found, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
+
     def fetch(self, name: str, offset: ir.Value, more: int, words: int) -> list[ir.Value]:
         """Words that others read too."""
         return self._global(name, offset, more, "ld.global.nc", "u32", words)
 
     def load_vector(self, name: str, offset: ir.Value, more: int) -> ir.Value:
         """A zero, or a float16 as it is stored."""
-        if name == "zeros":
+        if name.startswith("zeros"):
             return self._global(name, offset, more, "ld.global.nc", "s8", 1)[0]
         return self._global(name, offset, more, "ld.global.nc", "u16", 1)[0]
 
@@ -134,7 +178,13 @@ class StreamEmitter(Emitter):
         return arith.extf(self.f32, arith.bitcast(self.f16, scale))
 
     def zero(self) -> ir.Value:
-        return mgpu.c(0.0, self.f32)
+        return self.number(0.0)
+
+    def number(self, x: float) -> ir.Value:
+        return mgpu.c(x, self.f32)
+
+    def minus(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.subf(a, b)
 
     def plus(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return arith.addf(a, b)
@@ -158,12 +208,19 @@ class StreamEmitter(Emitter):
         )
         return [llvm.extractvalue(self.f32, found, [i]) for i in range(4)]
 
-    def either(self, condition: ir.Value, values: Callable[[], list[ir.Value]], others: list[ir.Value]) -> list[Any]:
-        """values() where the condition holds, which is the same for a whole warp."""
+    def either(
+        self,
+        condition: ir.Value,
+        values: Callable[[], list[ir.Value]],
+        others: list[ir.Value],
+        otherwise: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """values() where the condition holds, the same for a whole warp; elsewhere others, after otherwise()."""
         branch = scf.IfOp(condition, [x.type for x in others], has_else=True)  # type: ignore[call-arg, arg-type]
         with ir.InsertionPoint(branch.then_block):
             scf.yield_(values())
         with ir.InsertionPoint(branch.else_block):
+            otherwise()
             scf.yield_(others)
         return list(branch.results)
 

@@ -17,10 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.norm_quant import xla as norm_xla
 from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
-from pallas_kernels.weight_only_matmul import stream_sm90, xla
-from pallas_kernels.weight_only_matmul.config import Config, check_supported, choose_config
+from pallas_kernels.silu_mul_quant import xla as silu_xla
+from pallas_kernels.weight_only_matmul import row_sm90, stream_sm90, xla
+from pallas_kernels.weight_only_matmul.config import Config, RowConfig, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
@@ -76,7 +78,7 @@ def product(
     return kernel(*arrays.values())[:, :m, :n]
 
 
-@partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))
+@partial(jax.jit, static_argnames=("out_dtype", "eps", "gated", "config", "interpret"))
 def weight_only_matmul(
     x: jax.Array,
     w: QuantizedWeight,
@@ -84,41 +86,60 @@ def weight_only_matmul(
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
     *,
-    config: Config | None = None,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    config: Config | RowConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. Gradients are xla's."""
+    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. norm [K'], and SiLU of one
+    half of the product times the other (gated: [M, N / 2]), are for a RowConfig. Gradients are xla's."""
     n, k = w.values.shape[0], x.shape[1]
     check_supported(x.dtype, x.shape[0], n, k, w.format)
     config = config or choose_config(x.shape[0], n, k, w.format)
-    return _weight_only_matmul(x, w, bias, residual, out_dtype, config, interpret)
+    return _product(x, w, norm, bias, residual, out_dtype, eps, gated, config, interpret)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _weight_only_matmul(
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
+def _product(
     x: jax.Array,
     w: QuantizedWeight,
+    norm: jax.Array | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
-    config: Config,
+    eps: float,
+    gated: bool,
+    config: Config | RowConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
+    if isinstance(config, RowConfig):
+        return row_sm90.product(
+            x, w, norm, bias, residual, out_dtype, eps=eps, gated=gated, config=config, interpret=interpret
+        )
+    assert norm is None, "a norm goes with one row"
+    assert not gated, "so does SiLU"
     whole = config.split == 1 and bias is None and residual is None and out_dtype != jnp.float64
     parts = product(x, w, out_dtype=out_dtype if whole else jnp.float32, config=config, interpret=interpret)
     y = parts[0] if config.split == 1 else functools.reduce(jnp.add, list(parts))  # in order
     return xla.finish(y[:, : w.shape[0]], bias, residual, out_dtype)
 
 
-def _forward(x, w, bias, residual, out_dtype, config, interpret):
-    return _weight_only_matmul(x, w, bias, residual, out_dtype, config, interpret), (x, w, bias, residual)
+def _forward(x, w, norm, bias, residual, *options):
+    return _product(x, w, norm, bias, residual, *options), (x, w, norm, bias, residual)
 
 
-def _backward(out_dtype, config, interpret, saved, gradient):
-    return jax.vjp(partial(xla.weight_only_matmul, out_dtype=out_dtype), *saved)[1](gradient)
+def _backward(out_dtype, eps, gated, config, interpret, saved, gradient):
+    def plain(x, w, norm, bias, residual):
+        rows = x if norm is None else norm_xla.norm_quant(x, norm, eps=eps)[0]
+        if not gated:
+            return xla.weight_only_matmul(rows, w, bias, residual, out_dtype)
+        return silu_xla.silu_mul_quant(xla.weight_only_matmul(rows, w, None, None, x.dtype)).astype(out_dtype)
+
+    return jax.vjp(plain, *saved)[1](gradient)
 
 
-_weight_only_matmul.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:

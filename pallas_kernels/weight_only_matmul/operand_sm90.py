@@ -122,6 +122,33 @@ class Codes:
         low = emit.masked_xor(spread, _twice(0x7F), magic)
         return emit.subtract(low, emit.masked_xor(spread, _twice(0x80), magic))
 
+    def packed_pairs(self, words: list[Any]) -> list[Any]:
+        decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_bytes
+        by_word = [decode(word) for word in words]
+        return [pairs[p] for p in range(4) for pairs in by_word]
+
+    def by_bytes(self, x: list[Any]) -> list[Any]:
+        """Pairs of x as the codes of a byte are: 8 columns apart."""
+        return [
+            self.emit.permute(x[p + w], x[p + 4 + w], selector)
+            for selector in (0x5410, 0x7632)
+            for p in (0, 8)
+            for w in range(4)
+        ]
+
+    def byte_pairs(self, words: list[Any]) -> list[Any]:
+        decode = self.int8_pair if self.format.codes == "int8" else self.emit.from_fp8
+        return [decode(word, half) for word in words for half in range(2)]
+
+    def fill_table(self) -> None:
+        """The pairs of all bytes, 32 times each, by the CTA's first 128 threads: a warp has 64 of them, 4 at a time."""
+        emit = self.emit
+        byte = emit.add(emit.times(emit.shift_right(emit.thread(), 5), 64), emit.shift_right(self.lane, 3))
+        place = emit.add(emit.times(byte, 128), emit.times(emit.bits_and(self.lane, 7), 16))
+        for i in range(16):
+            (pair,) = emit.fetch("bytes", emit.times(byte, 4), 16 * i, 1)
+            emit.store("table", place, 512 * i, [pair] * 4)
+
 
 class Converter(Codes):
     """One thread's share of an operand in a stage of the ring."""

@@ -27,8 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import lanes_sm90
 from tests.kernels.inlined.function import WARPGROUP, Array, Function, Reference
+from tests.kernels.inlined.memory import Copies, Run, view
 from tests.kernels.inlined.memory import Memory as Bytes
-from tests.kernels.inlined.memory import Run, view
 
 INTERPRET = plgpu.InterpretGPUParams()
 FIND_RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -51,6 +51,7 @@ class Memory(shared_memory.GPUSharedMemory):
     def __init__(self, **options: Any) -> None:
         self.products: dict[Any, list[Product]] = defaultdict(list)  # of each thread, in their order
         self.copies: dict[Any, list[Any]] = defaultdict(list)  # by its lanes: what their ends say
+        self.own: dict[Any, Copies] = defaultdict(Copies)  # by its lanes, of which each waits for its own
         super().__init__(**options | {"num_tma_threads_per_device": ASYNCHRONOUS})
 
     def multiply(self, thread: Any, accumulator: Any, a: np.ndarray, b: np.ndarray, clock: Any) -> None:
@@ -78,6 +79,8 @@ class Memory(shared_memory.GPUSharedMemory):
     def kernel_thread_finished(self, thread: Any) -> None:
         if self.products[thread]:
             raise ValueError(f"{thread} ended without waiting for its products")
+        if self.own.pop(thread, Copies()).unfinished():
+            raise ValueError(f"{thread} ended without waiting for its lanes' copies")
         super().kernel_thread_finished(thread)
 
 
@@ -266,7 +269,8 @@ def run_inlined(
     first, count = WARPGROUP * thread.warpgroup_id, WARPGROUP
     if isinstance(thread, shared_memory.Warp):
         first, count = first + 32 * thread.warp_id, 32
-    out = function(Run(np.arange(first, first + count, dtype=np.uint32), synchronize), arguments)
+    threads = np.arange(first, first + count, dtype=np.uint32)
+    out = function(Run(threads, synchronize, memory.own[thread]), arguments)
     tell()
     return (token, *out) if out else token
 

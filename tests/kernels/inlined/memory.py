@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,6 +43,32 @@ class Memory:
             element = self.order[element]
         self.touched[kind].append(np.unique(element))
         return element * self.itemsize + place % self.itemsize
+
+
+class Copies:
+    """Those that lanes have begun (cp.async), in groups of each warp: what they bring is there once it is waited for;
+    until then its place holds what nobody wrote."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]]] = defaultdict(lambda: [[]])
+
+    def begin(self, content: np.ndarray, places: np.ndarray, data: np.ndarray, warps: np.ndarray) -> None:
+        content[places] = 0xFF
+        for warp in np.unique(warps):
+            self.groups[int(warp)][-1].append((content, places[warps == warp], data[warps == warp]))
+
+    def commit(self, warps: np.ndarray) -> None:
+        for warp in np.unique(warps):
+            self.groups[int(warp)].append([])
+
+    def wait(self, in_flight: int, warps: np.ndarray) -> None:
+        for groups in (self.groups[int(warp)] for warp in np.unique(warps)):
+            while len(groups) - 1 > in_flight:
+                for content, places, data in groups.pop(0):
+                    content[places] = data
+
+    def unfinished(self) -> bool:
+        return any(any(groups) for groups in self.groups.values())
 
 
 class Pointer(NamedTuple):
@@ -85,6 +112,7 @@ class Run:
 
     threads: np.ndarray
     synchronize: Callable[[], None] = lambda: None  # with all threads of the CTA
+    copies: Copies = field(default_factory=Copies)
     seen: np.ndarray = field(init=False)
     values: dict[int, Any] = field(default_factory=dict)  # of the code, by number
 
@@ -105,6 +133,18 @@ class Run:
         at = np.broadcast_to(pointer.at, len(self.threads))[self.seen]
         assert (at % alignment == 0).all(), "not aligned"
         pointer.memory.bytes[pointer.memory.places(at, data.shape[1], kind)] = data[self.seen]
+
+    @property
+    def warps(self) -> np.ndarray:
+        """Of the threads that take part."""
+        return self.threads[self.seen] // 32
+
+    def copy(self, target: Pointer, source: Pointer, size: int) -> None:
+        """Begins to, for each thread by itself."""
+        data = self.load(source, size, size)[self.seen]
+        at = np.broadcast_to(target.at, len(self.threads))[self.seen]
+        assert (at % size == 0).all(), "not aligned"
+        self.copies.begin(target.memory.bytes, target.memory.places(at, size, "write"), data, self.warps)
 
     @contextlib.contextmanager
     def only(self, condition: np.ndarray) -> Iterator[None]:

@@ -142,5 +142,12 @@ INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how 
     (r"st\.global\.v2\.b32", lambda run, name, at, *xs: run.store(at, as_bytes(np.stack(xs, axis=1)), 8), 0),
     (r"ld\.global\.nc\.(L1::no_allocate\.L2::128B\.)?v4\.\w+", _load_global, 4),
     (r"ld\.global\.nc\.\w+", _load_global, 1),
+    (
+        r"cp\.async\.c[ag]\.shared\.global(\.L2::128B)?",
+        lambda run, name, target, source, size: run.copy(target, source, int(size[0])),
+        0,
+    ),
+    (r"cp\.async\.commit_group", lambda run, name: run.copies.commit(run.warps), 0),
+    (r"cp\.async\.wait_group", lambda run, name, in_flight: run.copies.wait(int(in_flight[0]), run.warps), 0),
     (r"bar\.sync", lambda run, name, *_: None, 0),  # of a warpgroup
 ]
