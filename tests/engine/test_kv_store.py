@@ -12,10 +12,15 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from tests.tiny import serve, tiny_model
 
-jax.config.update("jax_enable_x64", True)
 PROMPT = [int(x) for x in np.random.default_rng(0).integers(3, 97, 21)]
 PROMPTS = [PROMPT, [*PROMPT[:9], 50, 51], PROMPT[:8], [7, 8]]
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_new_tokens=6, ignore_eos=True) for i in range(4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles():
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(scope="module")
