@@ -176,13 +176,13 @@ class AsyncEngine:
             async with asyncio.timeout(grace):
                 while self._open and not self._finished.is_set():
                     await asyncio.sleep(min(0.02, grace))
-        left = self.unfinished
         with self._changed:
             self._stop = True
             self._changed.notify()
         await self._finished.wait()
         self._thread.join()
-        return left
+        ends = (event.completion for event in self._engine.last_events)  # a step that still ran may have ended others
+        return sum(end is not None and end.finish_reason == "abort" for end in ends)
 
     # Called by streams, in the event loop's thread
 
