@@ -3,6 +3,7 @@
     how long a step takes       decode_step, throughput (PPL.LLM's table), quant_steps (by weight scheme),
                                 step_profile (by kernel)
     requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
+    other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
     what quantization costs     quant_accuracy, outliers, ptq_methods
     starts and memory           first_command, start_up, load_memory
     what others claimed         claims C1 ... C27

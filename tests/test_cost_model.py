@@ -113,7 +113,8 @@ def test_every_data_sheet_is_whole():
     for sheet in sheets.values():
         assert sheet.source
         assert 9 < sheet.bandwidth_gb_s / sheet.host_gb_s < 200 or sheet.host_link == "NVLink-C2C"
-        assert 50e12 < sheet.peak16 < 2e15
+        assert 15e12 < sheet.peak16 < 2e15
+        assert sheet.price is None or 0.1 < sheet.price.usd_hour < 10
     assert sheets["v100-sxm-32gb"].peak16 == 125e12
     assert (sheets["h200-sxm"].bandwidth, sheets["h200-sxm"].memory) == (4.8e12, 141e9)
 
@@ -122,7 +123,8 @@ def test_a_wrong_sheet_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"called 'h20'; near: .*h200-sxm"):
         device_sheet("h20")
     good = json.loads((SHEETS / "l4.json").read_text())
-    for change in ({"memory_gb": 0}, {"dense_tflops": {"fp3": 1}}, {"dense_tflops": {}}, {"price": 1}):
+    prices = [{"price": good["price"] | change} for change in ({"usd_hour": 0}, {"usd_hour": "1"}, {"read": "May"})]
+    for change in ({"memory_gb": 0}, {"dense_tflops": {"fp3": 1}}, {"dense_tflops": {}}, {"price": 1}, *prices):
         path = tmp_path / "x.json"
         path.write_text(json.dumps(good | change))
         with pytest.raises(ConfigError, match="x.json: not a device's data sheet"):

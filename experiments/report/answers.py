@@ -56,3 +56,10 @@ def starts(document: Row) -> str:
     kinds = dict.fromkeys(row["start"] for row in document["rows"])
     slowest = {kind: max(row["start_s"] for row in document["rows"] if row["start"] == kind) for kind in kinds}
     return ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in slowest.items())
+
+
+def estimated_within(document: Row) -> str:
+    """How far estimates are from measured steps, by device and backend."""
+    rows = [row for row in document["rows"] if row.get("part") == "error"]
+    found = [f"{row['largest']:.0%} ({row['device'].removeprefix('NVIDIA ')}, {row['backend']})" for row in rows]
+    return "measured steps are within " + ", ".join(found) + " of the estimate" if found else ""

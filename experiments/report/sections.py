@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.report.answers import last_values, nothing, of_bars, starts, times_of_bar, verdict
+from experiments.report.answers import estimated_within, last_values, nothing, of_bars, starts, times_of_bar, verdict
 
 Row = dict[str, Any]
 
@@ -151,6 +151,32 @@ STEPS = (
         ),
     ),
     Section("simulate.*|.*simulation.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
+    Section(
+        "hardware.*",
+        "Devices from their data sheets: the rules of PPL.LLM's slides, and our estimate",
+        "LLaMA-2-7B in bf16, 512 tokens a request. `slides_` columns are by PPL.LLM's rules; `same_ms` is our estimate "
+        "of their batch, and `requests`, `step_ms` and `tokens_s` are those of the largest batch that fits. "
+        "`mtokens_usd`: a million tokens for a dollar of rent. The last two tables hold the estimate against measured "
+        "steps. `python -m experiments.hardware --help` has the rules.",
+        (
+            Table(
+                (
+                    "device", "memory_gb", "bandwidth_gb_s", "tflops", "usd_hour", "slides_requests", "slides_ms",
+                    "slides_tokens_s", "slides_compute_ms", "slides_mtokens_usd", "backend", "same_ms", "requests",
+                    "step_ms", "tokens_s", "mtokens_usd", "offer",
+                ),
+                "by device, the fastest memory first",
+                _is(part="table"),
+            ),
+            Table(("device", "backend", "steps", "least", "most", "largest"), "the largest errors", _is(part="error")),
+            Table(
+                ("device", "backend", "batch", "context", "measured_ms", "estimated_ms", "error", "file"),
+                "measured steps, and what would have been estimated",
+                _is(part="check"),
+            ),
+        ),
+        estimated_within,
+    ),
     Section("kv_choices.*", "KV policy, slots and page size by simulation"),
     Section(
         "speculation-acceptance.*",

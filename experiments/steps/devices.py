@@ -1,19 +1,39 @@
 """Data sheets of devices: configs/devices/*.json, one file a device, decimal units as their makers give them.
 
 Arithmetic is that of dense matrices, accumulated as serving does (float32, int32); a kind that a device has no matrix
-instructions for is left out. The host's link counts in one direction.
+instructions for is left out. The host's link counts in one direction. A price is the lowest rent of one device, on
+demand, in the lists that were read (their commits tell the day); a device that none of them names has no price.
 """
 
 import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from jllm.errors import ConfigError
 
 SHEETS = Path(__file__).parents[2] / "configs" / "devices"
 KINDS = ("bf16", "f16", "fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What somebody asks for a device. Raises ConfigError for what is no price, or has no date."""
+
+    usd_hour: float
+    offer: str  # whose, and what they call it
+    source: str  # where it is published
+    read: str  # the day, YYYY-MM-DD
+
+    def __post_init__(self) -> None:
+        if isinstance(self.usd_hour, bool) or not isinstance(self.usd_hour, int | float) or not self.usd_hour > 0:
+            raise ConfigError(f"usd_hour must be a number > 0, not {self.usd_hour!r}")
+        try:
+            date.fromisoformat(self.read)
+        except (TypeError, ValueError):
+            raise ConfigError(f"read must be a day, YYYY-MM-DD, not {self.read!r}") from None
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,7 @@ class DeviceSheet:
     host_link: str  # what it is
     host_gb_s: float
     source: str  # where the figures are published
+    price: Price | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "bandwidth_gb_s", "host_gb_s"):
@@ -61,7 +82,9 @@ class DeviceSheet:
 def read_sheet(path: Path) -> DeviceSheet:
     """Raises ConfigError where the file is no data sheet."""
     try:
-        return DeviceSheet(**json.loads(path.read_text(encoding="utf-8")))
+        given = json.loads(path.read_text(encoding="utf-8"))
+        price = Price(**given.pop("price")) if "price" in given else None
+        return DeviceSheet(**given, price=price)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a device's data sheet: {error}") from None
 

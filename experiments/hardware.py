@@ -1,0 +1,221 @@
+"""The table of hardware of PPL.LLM's slides, LLaMA-7B in 16 bits, and beside it what our estimator says.
+
+    python -m experiments.hardware                                  # every device of configs/devices
+    python -m experiments.hardware --devices a10 l4 h100-sxm
+    python -m experiments.hardware --draw hardware-20261125-cpu.json
+
+The slides' rules (`slides_`) need a device's memory in GB, bandwidth and dense arithmetic on 16 bits: weights take
+12 GB and a request a quarter of one, so 4 (GB - 12) requests; a step reads all of the memory at 0.8 of the bandwidth,
+1250 GB / (GB/s) ms; tokens a second are requests over that time; arithmetic takes 22.8 GFLOP a request, as if nothing
+else ran. Value for money is a million tokens for a dollar of rent (configs/devices); a device without a price has none.
+
+Our estimate: a request is CONTEXT tokens of bf16 K and V, a quarter of a GiB. `same_ms` is a step of the slides' batch,
+whether it fits or not. `requests` is the largest batch that fits nine tenths of the memory beside the weights, and
+`step_ms` and `tokens_s` are its. Steps are costed as on an H200, whose shares of its own limits are carried over to the
+sheet's (other_devices.py), with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and
+plain XLA on older devices and AMD's. Of all these only H200 and H100 were measured: `check` rows hold the estimate
+against their steps, none of which it was fitted to; `error` is estimated over measured, less one.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.claims.claim import text_table
+from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
+from experiments.report.documents import read_result
+from experiments.result_file import ResultFile, rounded
+from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
+from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
+from experiments.steps.floors import Work, make_floor
+from jllm.errors import InputFileError, JllmError
+from jllm.fit import tree_bytes
+from jllm.pretrained import Model
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+MODEL, CONTEXT = "llama-2-7b", 512
+HOPPER = re.compile(r"NVIDIA G?H\d+")
+GFLOP, WEIGHTS_GB, REQUESTS_GB, READ = (
+    22.8,
+    12,
+    4,
+    0.8,
+)  # the slides': of a token; of weights; of a request; of bandwidth
+CHECKS = (  # files of measured steps on one device: (name, device in the name, its sheet, the backend that ran)
+    ("decode_step-two", "h100-80gb-hbm3", "h100-sxm", "mosaic"),
+    ("throughput_llama-2-7b_bf16_kv-bf16", "h200", "h200-sxm", "mosaic"),
+    ("throughput_llama-2-7b_bf16_kv-bf16-three-default", "h200", "h200-sxm", "mosaic"),
+    ("throughput_llama-2-7b_bf16_kv-bf16-three-triton", "h200", "h200-sxm", "triton"),
+    ("throughput_llama-2-7b_bf16_kv-bf16-three-xla", "h200", "h200-sxm", "xla"),
+)
+
+
+def backend_of(sheet: DeviceSheet) -> str:
+    """Whose kernels a device runs: Triton's need bfloat16, which NVIDIA has from 8.0 on."""
+    if HOPPER.match(sheet.name):
+        return "mosaic"
+    return "triton" if sheet.name.startswith("NVIDIA") and "bf16" in sheet.dense_tflops else "xla"
+
+
+def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
+    """What each backend's steps reached on an H200. Raises InputFileError where no file says."""
+    found = newest(results, "decode_step")
+    if found is None:
+        raise InputFileError(f"{results}: no decode_step-DATE-h200.json to take shares of the floor from")
+    name, document = found
+    model = model_shapes(MODEL)
+    rows = [{key: v for key, v in r.items() if key != "backend"} for r in document["rows"] if r["backend"] == "xla"]
+    steps, floor = recorded_steps({"rows": rows}), make_floor(model.params, model.config)
+    plain = fit(steps, floor, kv_token_bytes(model.config), f"{name}, xla")
+    return {"mosaic": calibrated(None, results), "triton": triton_shares(results), "xla": plain}
+
+
+def slides_row(sheet: DeviceSheet) -> Row:
+    """What the slides' rules say of a device."""
+    requests = REQUESTS_GB * (sheet.memory_gb - WEIGHTS_GB)
+    memory_ms = 1e3 / READ * sheet.memory_gb / sheet.bandwidth_gb_s
+    tokens_s = 1e3 * requests / memory_ms
+    row = {"slides_requests": requests, "slides_ms": memory_ms, "slides_tokens_s": tokens_s}
+    row["slides_compute_ms"] = requests * GFLOP / (sheet.peak16 / 1e12)
+    return row | {"slides_mtokens_usd": value(tokens_s, sheet)}
+
+
+def value(tokens_s: float, sheet: DeviceSheet) -> float | None:
+    """Million tokens for a dollar of rent."""
+    return None if sheet.price is None else 3600 * tokens_s / sheet.price.usd_hour / 1e6
+
+
+def estimate_row(sheet: DeviceSheet, model: Model, shares: Shares, same: int) -> Row:
+    """What our estimator says of a device, of a step of `same` requests too."""
+    cost = cost_on(sheet, model, shares)
+
+    def seconds(batch: int) -> float:
+        return cost.seconds(Work(batch, 0, batch, batch * CONTEXT, 0.0))
+
+    requests = int((MEMORY_SHARE * sheet.memory - tree_bytes(model.params)) // (CONTEXT * cost.token_bytes))
+    row: Row = {"same_ms": 1e3 * seconds(same), "requests": max(0, requests)}
+    if requests < 1:
+        return row | {"step_ms": None, "tokens_s": None, "mtokens_usd": None}
+    tokens_s = requests / seconds(requests)
+    return row | {"step_ms": 1e3 * seconds(requests), "tokens_s": tokens_s, "mtokens_usd": value(tokens_s, sheet)}
+
+
+def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares]) -> Iterator[Row]:
+    model = model_shapes(MODEL)
+    for sheet in sheets:
+        row: Row = {"part": "table", "device": sheet.name, "memory_gb": sheet.memory_gb}
+        row |= {"bandwidth_gb_s": sheet.bandwidth_gb_s, "tflops": sheet.peak16 / 1e12}
+        price = sheet.price
+        row |= {"usd_hour": price and price.usd_hour, "offer": price and f"{price.offer}, read {price.read}"}
+        slides, backend = slides_row(sheet), backend_of(sheet)
+        row |= slides | {"backend": backend, "kind": "estimated"}
+        yield rounded(row | estimate_row(sheet, model, shares[backend], round(slides["slides_requests"])))
+
+
+def checks(shares: dict[str, Shares], results: Path = RESULTS) -> Iterator[Row]:
+    """The estimate beside every step of CHECKS that one device made alone."""
+    model = model_shapes(MODEL)
+    for name, device, sheet, backend in CHECKS:
+        for path in sorted(results.glob(f"{name}-{'[0-9]' * 8}-{device}.json"))[-1:]:
+            cost = cost_on(device_sheet(sheet), model, shares[backend])
+            for row in read_result(path)["rows"]:
+                if "decode_ms" not in row or row.get("devices", 1) != 1 or row["model"] != MODEL:
+                    continue
+                batch, context = row["batch"], row.get("context") or row["input"] + row["output"] // 2
+                ms = 1e3 * cost.seconds(Work(batch, 0, batch, batch * context, 0.0))
+                yield rounded({
+                    "part": "check", "device": device_sheet(sheet).name, "backend": backend, "batch": batch,
+                    "context": context, "measured_ms": row["decode_ms"], "estimated_ms": ms,
+                    "error": ms / row["decode_ms"] - 1, "file": path.name,
+                })  # fmt: skip
+
+
+def errors(rows: Iterable[Row]) -> Iterator[Row]:
+    """The largest error of each device and backend."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["part"] == "check":
+            found.setdefault((row["device"], row["backend"]), []).append(row["error"])
+    for (device, backend), some in found.items():
+        about = {"part": "error", "device": device, "backend": backend, "steps": len(some)}
+        yield about | {"least": min(some), "most": max(some), "largest": max(map(abs, some))}
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    """Tokens a second and for a dollar, the slides' and ours, of devices that have room for a request."""
+    found = [row for row in rows if row["part"] == "table" and row["tokens_s"]]
+    found.sort(key=lambda row: row["tokens_s"])
+    for axes, key, label in zip(
+        figure.subplots(1, 2, sharey=True), ("tokens_s", "mtokens_usd"), ("tokens a second", "million tokens a dollar")
+    ):
+        for shift, prefix, name, color in (
+            (0.2, "slides_", "the slides' rules", "#999999"),
+            (-0.2, "", "estimated", "#0b62c4"),
+        ):
+            some = [(i + shift, row[prefix + key]) for i, row in enumerate(found) if row[prefix + key] is not None]
+            axes.barh([y for y, _ in some], [x for _, x in some], 0.38, color=color, label=name)
+        axes.set_xlabel(label)
+        axes.tick_params(axis="y", length=0)
+        axes.set_yticks(range(len(found)), [row["device"].removeprefix("NVIDIA ") for row in found], fontsize=7)
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
+
+
+def write_picture(document: Row, path: Path) -> None:
+    """The same bytes for the same rows. Says so where matplotlib is missing."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: matplotlib is missing (the extra `notebooks`); later: --draw", file=sys.stderr)
+        return
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "hardware", "font.size": 9}
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=(9, 4.6), layout="constrained")
+        draw(figure, document["rows"])
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"of {SHEETS.name}/ (default: all)")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result again, estimate nothing")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    if args.draw and args.devices:
+        parser.error("--draw estimates nothing, so it goes without --devices")
+    return args
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "experiments.hardware", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        if args.draw:
+            write_picture(read_result(args.draw), args.draw.with_suffix(".svg"))
+            return 0
+        shares = shares_by_backend()
+        sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())
+        rows = [*table(sheets, shares), *checks(shares)]
+        rows += errors(rows)
+        sources = {backend: f"{found.source}, fitted within {found.error:.1%}" for backend, found in shares.items()}
+        with ResultFile(args.results, "hardware", command, args.label, model=MODEL, shares_of=sources) as result:
+            for row in rows:
+                result.add(row)
+            result.finish(bars=[], complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text_table([{k: v for k, v in row.items() if k not in ("part", "kind", "offer", "file")} for row in rows]))
+    write_picture(result.document, result.path.with_suffix(".svg"))
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
