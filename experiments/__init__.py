@@ -6,7 +6,7 @@
     other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
     what quantization costs     quant_accuracy, outliers, ptq_methods
     starts and memory           first_command, start_up, load_memory
-    what others claimed         claims C1 ... C27
+    what others claimed         claims C1 ... C32
     training                    train_small, train_card (the bundled model), train_length_predictor
     all that wants a GPU        measure_all, sanitizer
     what came out               results_page writes RESULTS.md and results/*.md

@@ -22,11 +22,12 @@ from dataclasses import replace
 from itertools import product
 
 from experiments.arguments import positive
+from experiments.other_devices import MEMORY_SHARE, floor_on
 from experiments.qps import token_bytes
 from experiments.result_file import record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
 from experiments.steps.devices import device_sheet
-from experiments.steps.floors import Work, make_floor
+from experiments.steps.floors import Work
 from experiments.steps.links import Link, read_link
 from jllm.config import LlamaConfig, load_config
 from jllm.fit import tree_bytes
@@ -34,7 +35,6 @@ from jllm.parallel.mesh import fitting
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
-MEMORY_SHARE = 0.9
 HOST = 8  # GPUs that exchange by NVLink
 BATCHES = (1, *range(8, 1025, 8))  # that --gpus tries
 
@@ -56,15 +56,23 @@ def exchanges(config: LlamaConfig, ranks: int) -> int:
 
 
 class Mesh:
-    """The costs of a model on so many GPUs of one host."""
+    """The costs of a model on so many GPUs of one host, H200s or others whose limits are by their data sheet."""
 
-    def __init__(self, name: str, ranks: int, scheme: str | None, kv_cache: str | None, link: Link, backend: str):
-        self.config = load_config(CONFIGS / f"{name}.json")
-        self.ranks, self.table = ranks, link.all_reduce[backend]
-        share = shapes_of(rank_of(self.config, ranks), scheme)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        ranks: int,
+        scheme: str | None,
+        kv_cache: str | None,
+        link: Link,
+        backend: str,
+        device: str = DEVICE,
+    ):
+        self.config, self.ranks, self.table = config, ranks, link.all_reduce[backend]
+        self.sheet = device_sheet(device)
+        share = shapes_of(rank_of(config, ranks), scheme)
         self.kv_bytes = token_bytes(share, kv_cache)
-        shares = calibrated(kv_cache)
-        self.cost = CostModel(make_floor(share.params, share.config), self.kv_bytes, shares)
+        self.cost = CostModel(floor_on(self.sheet, share), self.kv_bytes, calibrated(kv_cache))
         self.weights = tree_bytes(share.params)
 
     def exchange(self, batch: int) -> float:
@@ -77,8 +85,7 @@ class Mesh:
         return self.cost.seconds(Work(batch, 0, batch, batch * (context + 1), 0.0)) + self.exchange(batch)
 
     def fits(self, batch: int, context: int) -> bool:
-        memory = device_sheet(DEVICE).memory
-        return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * memory
+        return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * self.sheet.memory
 
 
 def meshes(args: argparse.Namespace) -> Iterator[tuple[Row, Mesh]]:
@@ -92,7 +99,7 @@ def meshes(args: argparse.Namespace) -> Iterator[tuple[Row, Mesh]]:
             plain = None if scheme == "bf16" else scheme
             about: Row = {"model": name, "scheme": scheme, "kv": args.kv_cache or "bf16", "ranks": ranks}
             about |= {"exchange": None if ranks == 1 else backend, "context": args.context, "kind": "estimated"}
-            yield about, Mesh(name, ranks, plain, args.kv_cache, link, backend)
+            yield about, Mesh(config, ranks, plain, args.kv_cache, link, backend)
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:

@@ -29,10 +29,10 @@ from experiments import quant_accuracy
 from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
+from experiments.other_devices import MEASURED, floor_on
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import calibrated
 from experiments.steps.devices import DeviceSheet, device_sheet
-from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, make_floor
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint import init_params
 from jllm.checkpoint_files import find_model
@@ -48,7 +48,6 @@ SCHEMES = ("w8a8-all", "fp8", "w8a16", "w4a16-g32-zp", "w4a16-g64", "nf4")
 KV = ("fp8", "int8-g8", "int4-g32")
 DIVERGENCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # nats a token
 SHARES = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3)  # of the bytes without quantization
-MEASURED = "h200-sxm"
 CSS = """:root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;border-bottom:1px solid #8886;text-align:right}
@@ -79,17 +78,9 @@ def plain_shapes(config: LlamaConfig, scheme: str | Scheme | None = None) -> Mod
 def decode_ms(model: Model, kv: str | None, sheet: DeviceSheet, sequences: int, context: int) -> float | None:
     """Milliseconds of a step that decodes a token of each sequence, estimated; None for arithmetic that the device's
     sheet does not have."""
-    own, shares = device_sheet(MEASURED), calibrated(kv)
-    kinds = {None: sheet.peak16 / own.peak16} | {
-        kind: sheet.dense_tflops[kind] / own.dense_tflops[kind]
-        for kind in ("int8", "fp8")
-        if kind in sheet.dense_tflops
-    }
-    peaks = {kind: PEAKS[kind] * share for kind, share in kinds.items()}
+    shares = calibrated(kv)
     try:
-        floor = make_floor(
-            model.params, model.config, HBM / own.bandwidth * sheet.bandwidth, peaks, ATTENTION_PEAK * kinds[None]
-        )
+        floor = floor_on(sheet, model)
     except KeyError:
         return None
     products, attention = floor.parts(sequences, sequences, sequences * context * token_bytes(model, kv))

@@ -20,9 +20,10 @@ from experiments.arguments import positive
 from experiments.result_file import record, rounded
 from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, Shares, fit, model_shapes, recorded_steps
 from experiments.steps.devices import DeviceSheet, device_sheet
-from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Work, make_floor
+from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Floor, Work, make_floor
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
+from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 MEASURED = "h200-sxm"  # the device of the figures in floors.py
@@ -46,13 +47,24 @@ def kv_token_bytes(config: Any) -> int:
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def cost_on(sheet: DeviceSheet, model: Any, shares: Shares) -> CostModel:
-    """The cost of steps on a device of which the data sheet alone is known."""
+def floor_on(sheet: DeviceSheet, model: Model) -> Floor:
+    """The floor of steps on a device that reaches as much of its sheet as an H200 does of its own. Raises KeyError for
+    weights whose arithmetic the device does not have."""
     own = device_sheet(MEASURED)
+    kinds = {
+        kind: sheet.dense_tflops[kind] / own.dense_tflops[kind]
+        for kind in ("int8", "fp8")
+        if kind in sheet.dense_tflops
+    }
+    of_peak = {None: sheet.peak16 / own.peak16} | kinds
+    peaks = {kind: PEAKS[kind] * share for kind, share in of_peak.items()}
     bandwidth = HBM / own.bandwidth * sheet.bandwidth
-    of_peak = sheet.peak16 / own.peak16
-    floor = make_floor(model.params, model.config, bandwidth, {None: PEAKS[None] * of_peak}, ATTENTION_PEAK * of_peak)
-    return CostModel(floor, kv_token_bytes(model.config), shares)
+    return make_floor(model.params, model.config, bandwidth, peaks, ATTENTION_PEAK * of_peak[None])
+
+
+def cost_on(sheet: DeviceSheet, model: Model, shares: Shares) -> CostModel:
+    """The cost of steps of a model in 16 bits on a device of which the data sheet alone is known."""
+    return CostModel(floor_on(sheet, model), kv_token_bytes(model.config), shares)
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.baselines import BASELINES
 from experiments.claims import __main__ as command
-from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, c27, serving, shapes, unfused
+from experiments.claims import c1, c3, c4, c11, c13, c14, c18, c19, c20, c23, c27, c32, serving, shapes, unfused
 from experiments.claims.unfused import NAMES, Fusions
 from experiments.qps import Request
 from jllm.cache import make_cache, parse_kv_cache
@@ -322,6 +322,43 @@ def test_c27_counts_what_follows_a_requests_end():
     assert c27.judge([row for row in rows if row["batch"] <= 4]).verdict == "no"
 
 
+def test_c32_adds_what_measured_steps_took_more():
+    def judged(check: float, *ms: tuple[str, float, float, float]):
+        rows = [{"part": "check", "measured_ms": check, "estimated_ms": 1.0}]
+        for part, size, one, full in ms:
+            about = {"part": part, "device": "NVIDIA X", "model": f"{size}B", "billions": size, "ranks": 1}
+            rows.append(about | {"one_ms": one, "full_ms": full, "full_batch": 8})
+        return c32.judge(rows)
+
+    assert judged(1.0, ("mesh", 70, 10, 49)).verdict == "yes"
+    assert judged(1.1, ("mesh", 70, 10, 49)).verdict == "no", "53.9 ms, as one step took a tenth more than estimated"
+    assert judged(1.1, ("mesh", 70, 10, 49), ("mesh", 7, 1, 2)).verdict == "partly"
+    assert judged(1.0, ("mesh", 70, 10, 49), ("mesh", 405, 60, 90)).verdict == "yes", "it is not about more than 100"
+    slow = judged(1.0, ("mesh", 70, 10, 49), ("alone", 7, 20, 60))
+    assert slow.verdict == "partly"
+    assert "not always with a full memory on one X; with one sequence on one of all others" in slow.measured
+    assert slow.measured.startswith("meshes: at most 10 ms for one sequence, and with a full memory under 50 in 1 of 1")
+
+
+def test_c32_estimates_what_fits_and_holds_it_against_measured_steps():
+    rows = list(c32.measure(True))
+    checks = [row for row in rows if row["part"] == "check"]
+    assert {(row["model"], row["layers"], row["ranks"]) for row in checks} == {
+        ("llama-2-7b", 32, 1), ("llama-2-7b", 32, 2), ("llama-2-70b", 20, 2),
+    }  # fmt: skip
+    assert all(abs(row["error"]) < 0.2 for row in checks)
+    found = {(row["part"], row["device"], row["ranks"], row["context"]): row for row in rows if row["part"] != "check"}
+    assert ("alone", "NVIDIA V100 PCIe 16 GB", 1, 1024) not in found, "it runs no kernels of ours"
+    assert ("alone", "NVIDIA A2", 1, 8192) not in found, "nor does that fit"
+    for row in found.values():
+        assert row["one_ms"] <= row["full_ms"]
+        assert (row["batch_50ms"] == row["full_batch"]) == (row["full_ms"] < 50)
+    one, eight = (found["mesh", "NVIDIA H200 SXM", ranks, 1024] for ranks in (1, 8))
+    assert 3 * eight["one_ms"] > one["one_ms"] > 2 * eight["one_ms"], "exchanges take the rest of what eight gain"
+    weights, token = 13.48e9, 2 * 32 * 2 * 4096
+    assert weights + one["full_batch"] * 1025 * token <= 0.9 * 141e9 < weights + (one["full_batch"] + 8) * 1025 * token
+
+
 def test_each_draws_its_rows(tmp_path):
     served = {"qps": 2.0, "goodput": 1.0, "qps_ci": None}
     two = [{"policy": name} | served for name in ("ours", "theirs")]
@@ -340,6 +377,9 @@ def test_each_draws_its_rows(tmp_path):
         "C20": [{"model": "176B", "kv": "bf16", "devices": 8, "share": 0.4}],
         "C23": [{"load": 0.5, "rate": 4.0, "good_share": 1.0, "ttft_ms_p99": 9.0, "itl_ms_p99": 8.0}],
         "C27": [row for row in c27.measure(True) if row["batch"] < 8],
+        "C32": [
+            {"part": "mesh", "device": "NVIDIA X", "billions": size, "one_ms": 1, "full_ms": 60} for size in (7, 405)
+        ],
     }
     for name, found in rows.items():
         path = tmp_path / f"claims-{name}.json"

@@ -49,14 +49,19 @@ def test_a_rank_has_its_share_and_pays_for_exchanges():
     assert (share.num_heads, share.num_kv_heads, share.head_dim) == (8, 1, 128)
     assert (share.hidden_size, share.intermediate_size, share.vocab_size) == (8192, 3584, 4000)
     assert (exchanges(config, 1), exchanges(config, 2)) == (0, 162)
-    link = read_link("h200-nvlink")
-    one, two = (Mesh("llama-2-7b", n, None, None, link, "peer") for n in (1, 2))
+    link, small = read_link("h200-nvlink"), load_config(CONFIGS / "llama-2-7b.json")
+    one, two = (Mesh(small, n, None, None, link, "peer") for n in (1, 2))
     assert one.exchange(16) == 0.0
     assert two.weights == pytest.approx(one.weights / 2, rel=1e-3)
     assert two.kv_bytes == one.kv_bytes / 2
     assert two.seconds(16, 256) < one.seconds(16, 256) < 2 * two.seconds(16, 256)
     assert one.fits(1, 256)
     assert not one.fits(2048, 1024)
+    slower = Mesh(small, 2, None, None, link, "peer", "h100-sxm")
+    assert slower.exchange(16) == two.exchange(16)
+    assert two.seconds(16, 256) < slower.seconds(16, 256) < 4.8 / 3.35 * two.seconds(16, 256)
+    assert two.fits(512, 256)
+    assert not slower.fits(1024, 256)
 
 
 def test_rows_are_labelled_and_the_best_mesh_is_marked(tmp_path, capsys):

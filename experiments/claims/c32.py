@@ -1,0 +1,178 @@
+"""C32: below about 100 billion parameters a decode step stays under 50 ms.
+
+Estimated: meshes of 1 to 8 H200s or H100s by experiments.meshes (`mesh`: their exchange is extrapolated beyond two),
+and one device alone of every other kind that runs kernels of ours, by experiments.hardware (`alone`). Weights, K and V
+are in bf16. Of each model and device that has room, `one_ms` is a step of one sequence, `full_ms` one of the largest
+batch that nine tenths of the memory hold, up to 1,024, and `batch_50ms` the largest batch whose step is under 50 ms.
+LLaMA-3.1-405B is there for what is beyond 100 billion parameters.
+
+`check` rows are steps that were measured: those of two H100s, 20 layers of LLaMA-2-70B among them, and what would have
+been estimated. The largest of their errors is the margin: a step is under 50 ms if it is so with that much more.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.hardware import backend_of, shares_by_backend
+from experiments.meshes import BATCHES, Mesh
+from experiments.other_devices import MEMORY_SHARE, cost_on
+from experiments.report.documents import short
+from experiments.result_file import rounded
+from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, shapes_of
+from experiments.steps.devices import device_sheets
+from experiments.steps.floors import Work
+from experiments.steps.links import read_link
+from jllm.config import load_config
+from jllm.fit import tree_bytes
+from jllm.parallel.mesh import fitting
+
+MODELS = (
+    "llama-2-7b",
+    "llama-2-13b",
+    "qwen3-32b",
+    "llama-33b",
+    "llama-65b",
+    "llama-2-70b",
+    "qwen2-72b",
+    "llama-3.1-405b",
+)
+MESHES = ("h200-sxm", "h100-sxm")
+CONTEXTS = (1024, 8192)
+LINK, EXCHANGE = "h200-nvlink", "peer"
+STATED_MS, STATED_BILLIONS = 50.0, 100.0
+CHECKS = (("decode_step-two", None), ("decode_step-two-layers20", 20))  # files, and how many layers they have
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    yield from checks()
+    link, shares = read_link(LINK), shares_by_backend()
+    alone = [(sheet, backend_of(sheet)) for stem, sheet in device_sheets().items() if stem not in MESHES]
+    for name in MODELS[:1] if toy else MODELS:
+        config = load_config(CONFIGS / f"{name}.json")
+        model = shapes_of(config)
+        weights = tree_bytes(model.params)
+        about: Row = {"model": name, "billions": round(weights / 2e9, 1)}  # parameters of two bytes
+        for device in MESHES:
+            for ranks in [n for n in (1, 2, 4, 8) if n in fitting(config)]:
+                mesh = Mesh(config, ranks, None, None, link, EXCHANGE, device)
+                of = {"part": "mesh", "device": mesh.sheet.name, "ranks": ranks} | about
+                yield from steps(of, mesh.seconds, mesh.fits)
+        for sheet, backend in alone:
+            if backend != "xla":
+                device_cost = Alone(cost_on(sheet, model, shares[backend]), weights, MEMORY_SHARE * sheet.memory)
+                of = {"part": "alone", "device": sheet.name, "ranks": 1} | about
+                yield from steps(of, device_cost.seconds, device_cost.fits)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The costs of a model on one device, as Mesh has them."""
+
+    cost: CostModel
+    weights: int  # bytes
+    memory: float  # bytes that may be used
+
+    def seconds(self, batch: int, context: int) -> float:
+        return self.cost.seconds(Work(batch, 0, batch, batch * (context + 1), 0.0))
+
+    def fits(self, batch: int, context: int) -> bool:
+        return self.weights + batch * (context + 1) * self.cost.token_bytes <= self.memory
+
+
+def steps(about: Row, seconds: Callable[[int, int], float], fits: Callable[[int, int], bool]) -> Iterator[Row]:
+    """A row a length, with seconds(batch, context) of one sequence and of the largest batch that fits; none where none
+    does."""
+    for context in CONTEXTS:
+        held = [batch for batch in BATCHES if fits(batch, context)]
+        if held:
+            ms = {batch: 1e3 * seconds(batch, context) for batch in held}
+            in_time = max((batch for batch in held if ms[batch] < STATED_MS), default=0)
+            row = {"source": "estimated", "context": context, "one_ms": ms[1], "batch_50ms": in_time}
+            yield rounded(about | row | {"full_batch": held[-1], "full_ms": ms[held[-1]]})
+
+
+def checks() -> Iterator[Row]:
+    """Measured steps on two devices, and the estimate of each."""
+    link = read_link(LINK)
+    for name, layers in CHECKS:
+        for path in sorted(RESULTS.glob(f"{name}-{'[0-9]' * 8}-h100-80gb-hbm3.json"))[-1:]:
+            for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+                config = load_config(CONFIGS / f"{row['model']}.json")
+                config = config if layers is None else replace(config, num_layers=layers)
+                mesh = Mesh(config, row["devices"], None, None, link, EXCHANGE, "h100-sxm")
+                ms = 1e3 * mesh.seconds(row["batch"], row["context"])
+                yield rounded({
+                    "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
+                    "model": row["model"], "layers": config.num_layers, "batch": row["batch"],
+                    "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
+                    "error": ms / row["decode_ms"] - 1, "file": path.name,
+                })  # fmt: skip
+
+
+def judge(rows: list[Row]) -> Verdict:
+    checks = [row["measured_ms"] / row["estimated_ms"] for row in rows if row["part"] == "check"]
+    found = [row for row in rows if row["part"] != "check"]
+    meshes, alone = (
+        [row for row in found if row["part"] == part and row["billions"] < STATED_BILLIONS]
+        for part in ("mesh", "alone")
+    )
+    margin = max(checks)
+    parts = [of_meshes("meshes", meshes, margin)]
+    for device in dict.fromkeys(row["device"] for row in meshes):
+        parts.append(of_meshes(short(device), [row for row in meshes if row["device"] == device], margin))
+    large = [row for row in found if row["part"] == "mesh" and row["billions"] >= STATED_BILLIONS]
+    for name in dict.fromkeys(row["model"] for row in large):
+        parts.append(of_meshes(name, [row for row in large if row["model"] == name], margin))
+    for key, what in (("full_ms", "a full memory"), ("one_ms", "one sequence")):
+        slow = sorted({short(row["device"]) for row in alone if row[key] * margin >= STATED_MS})
+        parts.append(
+            f"not always with {what} on one {', '.join(slow)}" if slow else f"with {what} on one of all others"
+        )
+    parts.append(
+        f"all with {margin - 1:.0%} added, the most that one of {len(checks)} measured steps took over its estimate"
+    )
+    over = [row["full_ms"] * margin >= STATED_MS for row in meshes + alone]
+    return Verdict("no" if all(over) else "partly" if any(over) else "yes", "; ".join(parts))
+
+
+def of_meshes(name: str, rows: list[Row], margin: float) -> str:
+    worst = max(rows, key=lambda row: row["full_ms"])
+    under, one = sum(row["full_ms"] * margin < STATED_MS for row in rows), max(row["one_ms"] for row in rows)
+    return (
+        f"{name}: at most {one * margin:.0f} ms for one sequence, and with a full memory "
+        f"under {STATED_MS:.0f} in {under} of {len(rows)} cases, at most {worst['full_ms'] * margin:.0f} "
+        f"({worst['model']} on {worst['ranks']}, batch {worst['full_batch']})"
+    )
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    found = [row for row in rows if row["part"] != "check"]
+    devices = list(dict.fromkeys(row["device"] for row in found))
+    for i, device in enumerate(devices):
+        some = [row for row in found if row["device"] == device]
+        for key, marker in (("one_ms", "|"), ("full_ms", ".")):
+            for large, color in ((False, "#0b62c4"), (True, "#d1495b")):
+                ms = [row[key] for row in some if (row["billions"] >= STATED_BILLIONS) == large]
+                axes.plot(ms, [i] * len(ms), marker, color=color, markersize=7)
+    axes.plot([], [], "|", color="#0b62c4", label="one sequence")
+    axes.plot([], [], ".", color="#0b62c4", label="a full memory")
+    axes.plot([], [], ".", color="#d1495b", label="405 billion parameters")
+    axes.axvline(STATED_MS, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(devices)), [short(device) for device in devices], fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a decode step, estimated: every model, mesh and length")
+    axes.legend(fontsize=7)
+
+
+CLAIM = Claim(
+    id="C32",
+    stated="below about 100 billion parameters a decode step stays under 50 ms",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)
