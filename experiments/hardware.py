@@ -14,7 +14,7 @@ whether it fits or not. `requests` is the largest batch that fits nine tenths of
 `step_ms` and `tokens_s` are its. Steps are costed as on an H200, whose shares of its own limits are carried over to the
 sheet's (other_devices.py), with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and
 plain XLA on older devices and AMD's. Of all these only H200 and H100 were measured: `check` rows hold the estimate
-against their steps, none of which it was fitted to; `error` is estimated over measured, less one.
+against their steps, none of which it was fitted to; `off_by` is estimated over measured, less one.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def checks(shares: dict[str, Shares], results: Path = RESULTS) -> Iterator[Row]:
                 yield rounded({
                     "part": "check", "device": device_sheet(sheet).name, "backend": backend, "batch": batch,
                     "context": context, "measured_ms": row["decode_ms"], "estimated_ms": ms,
-                    "error": ms / row["decode_ms"] - 1, "file": path.name,
+                    "off_by": ms / row["decode_ms"] - 1, "file": path.name,
                 })  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def errors(rows: Iterable[Row]) -> Iterator[Row]:
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["part"] == "check":
-            found.setdefault((row["device"], row["backend"]), []).append(row["error"])
+            found.setdefault((row["device"], row["backend"]), []).append(row["off_by"])
     for (device, backend), some in found.items():
         about = {"part": "error", "device": device, "backend": backend, "steps": len(some)}
         yield about | {"least": min(some), "most": max(some), "largest": max(map(abs, some))}

@@ -108,7 +108,7 @@ def checks() -> Iterator[Row]:
                     "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
                     "model": row["model"], "layers": config.num_layers, "batch": row["batch"],
                     "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
-                    "error": ms / row["decode_ms"] - 1, "file": path.name,
+                    "off_by": ms / row["decode_ms"] - 1, "file": path.name,
                 })  # fmt: skip
 
 

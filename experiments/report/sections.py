@@ -170,7 +170,7 @@ STEPS = (
             ),
             Table(("device", "backend", "steps", "least", "most", "largest"), "the largest errors", _is(part="error")),
             Table(
-                ("device", "backend", "batch", "context", "measured_ms", "estimated_ms", "error", "file"),
+                ("device", "backend", "batch", "context", "measured_ms", "estimated_ms", "off_by", "file"),
                 "measured steps, and what would have been estimated",
                 _is(part="check"),
             ),
