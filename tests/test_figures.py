@@ -153,6 +153,27 @@ def attention_beside_mosaic(narrow: bool) -> tuple[float, float]:
     return spread([us["triton", *cell] / took for (peer, *cell), took in us.items() if peer == "mosaic"])
 
 
+def estimates_off_by(*wanted: tuple[str, str]) -> list[float]:
+    """Per cent, the largest by device and backend."""
+    found = {(row["device"], row["backend"]): row["largest"] for row in rows("hardware", "cpu", part="error")}
+    return [100 * found[f"NVIDIA {device} SXM", backend] for device, backend in wanted]
+
+
+def promised_by_slides() -> tuple[float, float]:
+    found = [row for row in rows("hardware", "cpu", part="table") if row["backend"] != "xla" and row["memory_gb"] >= 24]
+    assert all(row["slides_compute_ms"] < row["slides_ms"] for row in rows("hardware", "cpu", part="table"))
+    return spread([row["slides_tokens_s"] / row["tokens_s"] for row in found])
+
+
+def below_a_hundred_billion() -> list[float]:
+    """Of C32: per cent added, milliseconds of one sequence, and cases of a full memory under 50 ms and in all."""
+    checks = [row["measured_ms"] / row["estimated_ms"] for row in rows("claims-C32", "cpu", part="check")]
+    found = [row for row in rows("claims-C32", "cpu", part="mesh") if row["billions"] < 100]
+    under = sum(row["full_ms"] * max(checks) < 50 for row in found)
+    assert len(checks) == 10
+    return [100 * (max(checks) - 1), max(checks) * max(row["one_ms"] for row in found), under, len(found)]
+
+
 def with_the_head() -> list[float]:
     found = rows("quant_accuracy-head", "cpu", part="scheme", kv="model")
     return [row["kl"] for scheme in ("w8a8-all", "w8a8-head") for row in found if row["scheme"] == scheme]
@@ -218,6 +239,14 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (
         estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
     ),
+    "It is within {:.0f} % of an H100's steps, of which it has seen none, and within {:.0f} % of an H200's, {:.0f} % "
+    "with Triton's kernels and {:.0f} % with plain XLA": lambda: estimates_off_by(
+        ("H100", "mosaic"), *(("H200", backend) for backend in ("mosaic", "triton", "xla"))
+    ),
+    "24 GB are there, the slides promise {:.2f} to {:.2f} times as many tokens a second": promised_by_slides,
+    "With {:.0f} % added, the most that one of ten measured steps took over its estimate, models below 100 billion "
+    "parameters decode one sequence in at most {:.0f} ms on whatever H200s or H100s hold them, and a batch that fills "
+    "the memory in under 50 ms in {} of {} cases": below_a_hundred_billion,
     "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
         spread([-100 * row["sim_error"] for row in rows("kv_measured")])
     ),

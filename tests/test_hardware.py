@@ -66,6 +66,7 @@ def test_a_table_a_file_and_a_picture(tmp_path, capsys):
     assert hardware.main(["--devices", "a10", "mi300x", "--results", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("hardware-*.json")
     document = json.loads(file.read_text())
+    assert not any("error" in row for row in document["rows"]), "that is what counts as not measured"
     priced, free = [row for row in document["rows"] if row["part"] == "table"]
     assert priced["usd_hour"] == device_sheet("a10").price.usd_hour  # type: ignore[union-attr]
     assert (free["usd_hour"], free["offer"], free["slides_mtokens_usd"], free["mtokens_usd"]) == (None,) * 4
