@@ -58,13 +58,13 @@ def measure(toy: bool) -> Iterator[Row]:
         for device in MESHES:
             for ranks in [n for n in (1, 2, 4, 8) if n in fitting(config)]:
                 mesh = Mesh(config, ranks, None, None, link, EXCHANGE, device)
-                of = {"part": "mesh", "device": mesh.sheet.name, "ranks": ranks} | about
-                yield from steps(of, mesh.seconds, mesh.fits)
+                at: Row = {"part": "mesh", "device": mesh.sheet.name, "ranks": ranks}
+                yield from steps(at | about, mesh.seconds, mesh.fits)
         for sheet, backend in alone:
             if backend != "xla":
                 device_cost = Alone(cost_on(sheet, model, shares[backend]), weights, MEMORY_SHARE * sheet.memory)
-                of = {"part": "alone", "device": sheet.name, "ranks": 1} | about
-                yield from steps(of, device_cost.seconds, device_cost.fits)
+                at = {"part": "alone", "device": sheet.name, "ranks": 1}
+                yield from steps(at | about, device_cost.seconds, device_cost.fits)
 
 
 @dataclass(frozen=True)
