@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import throughput
+from experiments.result_file import ResultFile
 from experiments.steps import peers
 from tests.test_throughput import TINY
 
@@ -76,6 +77,15 @@ def test_what_fails_later_says_why_too(tmp_path):
     done, failed = peers.compiled_steps(tmp_path, 60)
     assert done["decode_ms"] == 5.0
     assert failed["error"] == "exit status 1: out of memory"
+
+
+def test_a_file_that_says_why_names_no_folder(tmp_path):
+    (row,) = peers.compiled_steps(tmp_path, 60)
+    assert str(tmp_path) in row["error"], "python's own words, as they are printed"
+    with ResultFile(tmp_path / "results", "x", ["python"]) as result:
+        result.add(row)
+    assert "peer_torch.py" in result.document["rows"][0]["error"]
+    assert str(tmp_path) not in result.path.read_text()
 
 
 def test_a_missing_script_or_another_model_is_said(tmp_path, capsys):

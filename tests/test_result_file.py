@@ -13,7 +13,7 @@ from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
 from jllm.errors import OutputError
 from pallas_kernels.bench.command import interruptible, make_parser
-from pallas_kernels.bench.result_file import ResultFile, commit_of, portable
+from pallas_kernels.bench.result_file import FOLDERS, QUOTED, ResultFile, commit_of, portable
 from pallas_kernels.one_writer import open_alone
 
 
@@ -30,6 +30,26 @@ from pallas_kernels.one_writer import open_alone
 )
 def test_commands_hold_no_paths_of_a_machine(command, kept):
     assert portable(command.split()) == kept.split()
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (
+            "exit status 2: /opt/me/bin/python3: can't open file '/home/me/peer.py': [Errno 2] No such file",
+            "exit status 2: python3: can't open file 'peer.py': [Errno 2] No such file",
+        ),
+        ('File "/home/me/a-b/c.py", line 3; cache=/tmp/x/y', 'File "c.py", line 3; cache=y'),
+        ("wrong by 3/4 at 512 / 8 rows; see https://a.org/b/c and docs/x.md", None),
+    ],
+)
+def test_what_a_row_quotes_holds_no_folders_of_a_machine(said, kept, tmp_path):
+    with ResultFile(tmp_path, "x", ["python"]) as result:
+        for row in ({"error": said, "us": 1.0}, {"report": said}, {"error": None}, {"stated": said}):
+            result.add(row)
+    kept = said if kept is None else kept
+    found = json.loads(result.path.read_text())["rows"]
+    assert found == [{"error": kept, "us": 1.0}, {"report": kept}, {"error": None}, {"stated": said}]
 
 
 def test_begun_incomplete_and_finished(tmp_path):
@@ -179,8 +199,11 @@ def test_committed_results_hold_no_paths_of_a_machine():
     results = list((Path(experiments.result_file.__file__).parent / "results").glob("*.json"))
     assert results
     for file in results:
-        command = json.loads(file.read_text())["command"].split()
+        document = json.loads(file.read_text())
+        command = document["command"].split()
         assert portable(command) == command
+        quoted = [str(row[key]) for row in document["rows"] for key in QUOTED if key in row]
+        assert not [text for text in quoted if FOLDERS.search(text)]
 
 
 def test_a_result_names_the_commit_of_its_sources(tmp_path):

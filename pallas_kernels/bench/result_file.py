@@ -16,6 +16,8 @@ from pallas_kernels.one_writer import only_writer
 
 OUTPUTS = ("--results", "--out")  # flags that say where their files go
 RECORD = "--record"  # that they go where results are committed
+QUOTED = ("error", "report")  # values of rows that quote what other programs said
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":]+/)+")  # of an absolute path, not of an address
 
 
 class ResultFile(contextlib.AbstractContextManager):
@@ -71,8 +73,9 @@ class ResultFile(contextlib.AbstractContextManager):
         self._open.close()
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more table row, a flat dict."""
-        self.document["rows"].append(row)
+        """One more table row, a flat dict. What it quotes names files without the folders of this machine."""
+        quoted = {key: FOLDERS.sub("", row[key]) for key in QUOTED if isinstance(row.get(key), str)}
+        self.document["rows"].append(row | quoted if quoted else row)
         self._write()
 
     def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
