@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ OVER_HTTP = (  # options of a run against a server
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
-DEVICE_BYTES = 139 << 30  # of an H200, for --host-only
+DEVICE_BYTES = 139 << 30  # of an H200, where there is none
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,16 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cut: int) -> Row:
     """The figures of one run of the workload."""
+    between = {p: metrics["inter_token_s"][f"p{p}"] for p in PERCENTILES}
+    names = (
+        "slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
+        "running_mean", "running_peak", "wasted_share", "fragmentation_mean",
+    )  # fmt: skip
+    return served_row(served, seconds, between, cut) | {name: metrics[name] for name in names}
+
+
+def served_row(served: Sequence[Served], seconds: float, between: Mapping[int, float | None], cut: int) -> Row:
+    """What a run's requests say; `between` are percentiles of the seconds between tokens, by their number."""
     everything = [s.request for s in served]
     counted = sorted(served, key=lambda s: s.request.arrival)[cut:]
     row: Row = {
@@ -191,17 +201,12 @@ def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cu
     for p in PERCENTILES:
         row[f"ttft_ms_p{p}"] = 1e3 * percentile([s.first_token for s in counted], p)
     for p in PERCENTILES:
-        between = metrics["inter_token_s"][f"p{p}"]
-        row[f"itl_ms_p{p}"] = None if between is None else 1e3 * between
+        at = between[p]
+        row[f"itl_ms_p{p}"] = None if at is None else 1e3 * at
     for p in PERCENTILES:
         row[f"e2e_ms_p{p}"] = 1e3 * percentile([s.total for s in counted], p)
     good = sum(s.good for s in counted)
-    row |= {"good_share": good / len(counted), "goodput": good / len(counted) * row["qps"]}
-    names = (
-        "slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
-        "running_mean", "running_peak", "wasted_share", "fragmentation_mean",
-    )  # fmt: skip
-    return row | {name: metrics[name] for name in names}
+    return row | {"good_share": good / len(counted), "goodput": good / len(counted) * row["qps"]}
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -242,6 +247,12 @@ def token_bytes(model: Model, kv_cache: str | None) -> float:
     return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
+def pages_of_h200(model: Model, page_size: int, kv_cache: str | None, least: int) -> int:
+    """How many pages an H200 has room for beside the weights, but no fewer than `least`."""
+    free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
+    return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
+
+
 def make_engine(model: Model, args: argparse.Namespace) -> Engine | Replicas:
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *BASELINES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
@@ -251,9 +262,7 @@ def make_engine(model: Model, args: argparse.Namespace) -> Engine | Replicas:
         return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, **options)
-    if options["num_pages"] is None:  # those that an H200 has room for
-        free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
-        options["num_pages"] = max(args.slots, int(free / (args.page_size * token_bytes(model, args.kv_cache))))
+    options["num_pages"] = options["num_pages"] or pages_of_h200(model, args.page_size, args.kv_cache, args.slots)
     return engine_with(model, device=HostOnly, **options)
 
 

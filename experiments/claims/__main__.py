@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.arguments import claim_memory
+from experiments.arguments import claim_memory, positive_seconds
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.result_file import ResultFile
@@ -33,12 +33,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="which ones, of those below")
     parser.add_argument("--toy", action="store_true", help="toy size on a GPU too, for a try")
     parser.add_argument(
+        "--seconds", type=positive_seconds, help="that requests arrive for, at each load (default: as the claim says)"
+    )
+    parser.add_argument(
         "--draw", nargs="+", type=Path, default=[], metavar="FILE", help="draw results, measure nothing"
     )
     add_result_options(parser)
     args = parser.parse_args(argv)
     if bool(args.claims) == bool(args.draw):
         parser.error("name claims to test, or results to --draw")
+    if args.seconds is not None and args.toy:
+        parser.error("--seconds is of full size, and --toy has a few requests")
     return args
 
 
@@ -66,7 +71,7 @@ def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
     toy = args.toy or not (claim.computed or on_hopper())
     print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
     with ResultFile(args.results, f"claims-{claim.id}", command, args.label, size="toy" if toy else "full") as result:
-        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True))
+        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds)
     document = result.document
     *rows, verdict = document["rows"]
     print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
@@ -83,6 +88,10 @@ def main(argv: list[str] | None = None) -> int:
         for path in args.draw:
             try_to_draw(json.loads(path.read_text(encoding="utf-8")), path)
         claims = [find(name) for name in dict.fromkeys(args.claims)]
+        if args.seconds is not None and (brief := [claim.id for claim in claims if not claim.lasts]):
+            raise ValueError(
+                f"--seconds has no meaning for {', '.join(brief)}, at whose loads nothing arrives by a clock"
+            )
         if any(claim.serves for claim in claims):
             claim_memory()
         for claim in claims:

@@ -28,23 +28,25 @@ class Verdict:
 class Claim:
     """One claim, and how it is tested.
 
-    measure(toy) yields flat rows; where something could not be measured, a row has "error". judge(rows) sees those
-    without one. draw(figure, rows) draws them on a matplotlib figure.
+    measure(toy), or measure(toy, seconds) of a claim that lasts, yields flat rows; where something could not be
+    measured, a row has "error". judge(rows) sees those without one. draw(figure, rows) draws them on a matplotlib
+    figure.
     """
 
     id: str
     stated: str  # by how much, as its authors put it
-    measure: Callable[[bool], Iterable[Row]]
+    measure: Callable[..., Iterable[Row]]
     judge: Callable[[list[Row]], Verdict]
     draw: Callable[[Any, list[Row]], None]
     hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
     serves: bool = False  # whether it fills a GPU's memory with an engine's pages
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
+    lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
 
 
-def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None]) -> None:
+def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None], seconds: float | None = None) -> None:
     """Measures a claim into the file of its result: its rows, the last of which is the verdict."""
-    for row in claim.measure(toy):
+    for row in claim.measure(toy, seconds) if claim.lasts else claim.measure(toy):
         result.add({"claim": claim.id, **row})
         show("  ".join(f"{key}={value}" for key, value in row.items()))
     rows = result.document["rows"]

@@ -29,7 +29,11 @@ TITLES = {
     "C21": "KV dequantization hides behind memory even at 10x its arithmetic",
     "C22": "KV cache over recomputation, and flash over naive attention",
     "C23": "service quality: requests a second that are served in time",
+    "C24": "the Merge Step over prompts and decodes in steps of their own",
+    "C25": "FP8 about as fast as INT8, both faster than INT4 in serving",
+    "C26": "what an int8 KV cache's larger batch gives at full memory",
     "C27": "half of what static batches compute is not wanted",
+    "C28": "dynamic batching's latency against static batches at the same load",
     "C32": "below about 100 billion parameters a decode step stays under 50 ms",
 }
 

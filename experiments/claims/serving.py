@@ -5,19 +5,24 @@ takes a minute before the first engine, serving half a minute in each. Hence one
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from experiments.claims.claim import Row, Verdict
 from experiments.claims.shapes import config_of, random_params
 from experiments.qps import WORKLOAD, Request, measure, parse_args, read_workload
 from jllm.pretrained import Model
+from jllm.quant.quantize import quantize
 
 KEPT = (
     "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
-    "e2e_ms_p50", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
+    "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 NOISE = 0.02  # gains below are none
@@ -29,11 +34,20 @@ def make_model(toy: bool) -> Model:
     return Model(config, random_params(config, toy), None)
 
 
-def workload(toy: bool, count: int | None = None, rate: float | None = None) -> list[Request]:
+def workload(
+    toy: bool, count: int | None = None, rate: float | None = None, seconds: float | None = None
+) -> list[Request]:
+    """The first `count` requests, or those that arrive in so many seconds at a rate, drawn with replacement."""
     if toy:
         gap = 0.0 if rate is None else 1 / rate
         return [Request(p, o, i * gap) for i, (p, o) in enumerate(TOY_LENGTHS)]
-    return read_workload(WORKLOAD, count, rate, seed=0)
+    if seconds is None:
+        return read_workload(WORKLOAD, count, rate, seed=0)
+    if rate is None:
+        raise ValueError("requests that arrive in some seconds need a rate")
+    known, rng = read_workload(WORKLOAD, None, None, seed=0), np.random.default_rng(0)
+    at = np.cumsum(rng.exponential(1 / rate, math.ceil(2 * seconds * rate) + 100))
+    return [replace(known[rng.integers(len(known))], arrival=float(t)) for t in at[at < seconds]]
 
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
@@ -45,18 +59,21 @@ def settings(toy: bool, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **changes})
 
 
-def served(toy: bool, count: int | None = None, **changes: Any) -> Row:
-    """The mean over the repeats, of the first `count` requests under settings of experiments.qps. What a command has
-    served under the same settings is not served again."""
+def served(toy: bool, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
+    """The mean over the repeats, of the first `count` requests, or of those of some seconds, under settings of
+    experiments.qps. What a command has served under the same settings is not served again."""
     plain = vars(settings(toy))
-    return _served(toy, count, tuple(sorted((k, v) for k, v in changes.items() if plain[k] != v)))
+    return _served(toy, count, seconds, tuple(sorted((k, v) for k, v in changes.items() if plain[k] != v)))
 
 
 @cache
-def _served(toy: bool, count: int | None, changes: tuple[tuple[str, Any], ...]) -> Row:
+def _served(toy: bool, count: int | None, seconds: float | None, changes: tuple[tuple[str, Any], ...]) -> Row:
     args = settings(toy, **dict(changes))
     print(f"serving {dict(changes)}", file=sys.stderr, flush=True)
-    *_, mean = measure(make_model(toy), workload(toy, count, args.rate), args)
+    model = make_model(toy)
+    if args.quantize:  # not kept: the next one needs the memory
+        model = replace(model, params=quantize(model.params, args.quantize))
+    *_, mean = measure(model, workload(toy, count, args.rate, seconds), args)
     return {key: mean[key] for key in KEPT if key in mean}
 
 

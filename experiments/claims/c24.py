@@ -1,0 +1,147 @@
+"""C24: the Merge Step itself, prompts and decodes in one step, over prompts and decodes in steps of their own.
+
+Everything else is the same: requests, engine and device; requests join and leave at every step in both (what static
+batches cost is C1). A step of prompts comes as soon as there is a prompt and a free slot, and who decodes sits it out.
+
+`at once`: requests of the QPS workload, all there from the start, so that slots are refilled all the time. `at a load`:
+those that arrive in some seconds at LOAD of what merged steps served at once; the first third is not counted. `shapes`,
+simulated alone: prompts and outputs of half to three halves of a mean length, four times as many as slots. Each policy
+counts with the step size that is its best; a GPU measures STEPS' middle one at MEASURED slots, and no shapes. `two
+policies`: what a result file of experiments.disaggregation measured of the same two, of which device and layers it
+says.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
+from experiments.qps import Request
+from experiments.simulate import Costs, make_costs
+
+RESULTS = Path(__file__).parents[1] / "results"
+POLICIES = {"merged": "merge", "separate": "separate"}
+SLOTS, MEASURED = (32, 128, 512), 128
+STEPS = (128, 512, 1536)  # prompt tokens that fit a step in which every slot decodes
+COUNT = 512  # requests that a GPU is sent at once
+LOAD = 0.7
+SECONDS = {"measured": 20.0, "simulated": 300.0}
+SHAPES = ((48, 8), (48, 32), (48, 128), (512, 32), (512, 128), (1024, 64))  # mean prompt and output
+STATED = 1.0  # +100 %
+NOISE = 0.02
+
+
+def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
+    costs = make_costs(MODEL, None, None) if simulates(toy) else None
+    serve = server(toy, costs)
+    best: dict[str, Row] = {}
+    for row in at_once(serve, toy, costs is not None):
+        yield row
+        if row["slots"] == MEASURED or toy:
+            best[row["policy"]] = max(best.get(row["policy"], row), row, key=lambda row: row["qps"])
+    rate = round(LOAD * best["merged"]["qps"], 2)
+    for policy, row in best.items():
+        settings = {} if toy else {"slots": row["slots"], "max_step_tokens": row["slots"] + row["step_tokens"]}
+        seconds = seconds or SECONDS["simulated" if costs else "measured"]
+        found = from_settled(serve, toy, rate, seconds, batching=POLICIES[policy], **settings)
+        yield {"part": "at a load", "policy": policy, **{k: row[k] for k in ("slots", "step_tokens")}, **found}
+    if costs is not None:
+        yield from of_shapes(costs)
+    yield from recorded(RESULTS)
+
+
+def at_once(serve: Serve, toy: bool, simulated: bool) -> Iterator[Row]:
+    for slots, tokens in product(SLOTS, STEPS) if simulated else ((MEASURED, STEPS[1]),):
+        for policy, batching in POLICIES.items():
+            settings = {} if toy else {"slots": slots, "max_step_tokens": slots + tokens}
+            count = None if simulated else COUNT
+            about = {"part": "at once", "policy": policy, "slots": slots, "step_tokens": tokens}
+            yield about | serve(count=count, batching=batching, **settings)
+
+
+def of_shapes(costs: Costs) -> Iterator[Row]:
+    for slots, tokens, (prompt, output) in product(SLOTS, STEPS, SHAPES):
+        requests = around(prompt, output, 4 * slots)
+        about = {"slots": slots, "step_tokens": tokens, "prompt": prompt, "output": output}
+        for policy, batching in POLICIES.items():
+            found = simulate(costs, requests, batching=batching, slots=slots, max_step_tokens=slots + tokens)
+            yield {"part": "shapes", "policy": policy, **about, **found}
+
+
+def around(prompt: int, output: int, count: int) -> list[Request]:
+    """Requests of half to three halves of two mean lengths, all at once; the same ones each time."""
+    rng = np.random.default_rng(0)
+    prompts, outputs = (rng.integers(max(1, n // 2), n + n // 2 + 1, count).tolist() for n in (prompt, output))
+    return [Request(p, o, 0.0) for p, o in zip(prompts, outputs)]
+
+
+def recorded(results: Path) -> Iterator[Row]:
+    """Throughputs of the two policies on one GPU in the newest measured file of experiments.disaggregation."""
+    for path in sorted(results.glob(f"disaggregation-{'[0-9]' * 8}-*.json"))[-1:]:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for row in document["rows"]:
+            if row.get("how") in POLICIES and row.get("load", 0) is None:
+                kept = {name: row[name] for name in ("how", "slots", "layers", "prompt", "output", "qps")}
+                about = {"part": "two policies", "policy": kept.pop("how"), "source": "measured"}
+                yield about | kept | {"device": document["device"], "file": path.name}
+
+
+def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
+    """Merged over separate steps in requests a second, each policy at its best step size: by slots, prompt, output."""
+    best: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["part"] == part:
+            of_case = best.setdefault((row["slots"], row.get("prompt"), row.get("output")), {})
+            of_case[row["policy"]] = max(row["qps"], of_case.get(row["policy"], 0.0))
+    return {case: qps["merged"] / qps["separate"] - 1 for case, qps in best.items() if len(qps) == 2}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    workload, shapes, before = (gains(rows, part) for part in ("at once", "shapes", "two policies"))
+    if not workload:
+        return Verdict("no", "the two were not measured")
+    source = next(row["source"] for row in rows if row["part"] == "at once")
+    said = [f"{gain:+.1%} at {slots} slots" for (slots, *_), gain in workload.items()]
+    parts = [f"{source}: requests a second of the QPS workload {', '.join(said)}"]
+    loaded = {row["policy"]: row for row in rows if row["part"] == "at a load"}
+    if len(loaded) == 2:
+        merged, separate = loaded["merged"], loaded["separate"]
+        parts.append(
+            f"at {merged['rate']:g} arrivals a second between tokens p99 {merged['itl_ms_p99']:.3g} ms for "
+            f"{separate['itl_ms_p99']:.3g}, first token p50 {merged['ttft_ms_p50']:.3g} for "
+            f"{separate['ttft_ms_p50']:.3g}"
+        )
+    if shapes:
+        slots, prompt, output = max(shapes, key=shapes.__getitem__)
+        parts.append(
+            f"other lengths {min(shapes.values()):+.0%} to {max(shapes.values()):+.0%}, most at {prompt} -> {output} "
+            f"and {slots} slots"
+        )
+    for (_, prompt, output), gain in before.items():
+        row = next(row for row in rows if row["part"] == "two policies")
+        parts.append(f"measured on {row['device']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
+    every = [*workload.values(), *shapes.values(), *before.values()]
+    verdict = "yes" if min(every) >= STATED else "partly" if max(every) > NOISE else "no"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    bars = {f"QPS workload, {slots}": gain for (slots, *_), gain in gains(rows, "at once").items()}
+    for (slots, prompt, output), gain in gains(rows, "shapes").items():
+        bars[f"{prompt} -> {output}, {slots}"] = gain
+    axes.barh(range(len(bars)), [100 * gain for gain in bars.values()])
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=6)
+    axes.invert_yaxis()
+    axes.axvline(100 * STATED, color="black", linestyle="--", linewidth=1)
+    axes.set_xlabel("requests a second over separate steps, % (stated: dashed)")
+
+
+CLAIM = Claim(
+    id="C24", stated="+100 %", measure=measure, judge=judge, draw=draw, serves=True, computed=True, lasts=True
+)

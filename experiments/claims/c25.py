@@ -1,0 +1,135 @@
+"""C25: FP8 weights and activations serve about as fast as INT8 ones, and both faster than INT4 weights.
+
+Steps of LLaMA-2-7B, measured: those of the newest file of experiments.quant_steps, all schemes in one run. Requests a
+second on the QPS workload, all at once: measured on a Hopper GPU, elsewhere simulated with a cost model for each scheme
+that is fitted to these same steps (`fit_error`: the largest of its errors on them). Serving means the steps from
+SERVING rows on; below that INT4 reads the fewest bytes, and what it gains there is C8's.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.accuracy.measured_speed import STEPS, documents
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.loads import MODEL, server, simulates
+from experiments.quant_steps import Case, parse_args
+from experiments.simulate import Costs
+from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes
+
+RESULTS = Path(__file__).parents[1] / "results"
+SCHEMES = {"fp8": "fp8", "int8": "w8a8-all", "int4": "w4a16-g128"}  # all linear layers quantized
+TOY_INT4 = "w4a16-g32"  # a toy's rows are shorter than a group of 128
+SERVING = 64
+SLOTS, COUNT = 128, 512  # served at once on a GPU; simulated, too, and the whole workload in 512 slots
+ABOUT = 0.05  # how far apart two that are about equal may be
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    file, found = recorded(RESULTS)
+    for name, scheme in SCHEMES.items():
+        for row in found:
+            if row["scheme"] == scheme:
+                kept = {key: row[key] for key in ("kind", "batch", "ms")}
+                yield {"part": "step", "format": name, "source": "measured", **kept, "file": file}
+    for slots, count in ((SLOTS, COUNT), (512, None)) if simulates(toy) else ((SLOTS, COUNT),):
+        for name, scheme in SCHEMES.items():
+            costs = fitted(scheme, found, file) if simulates(toy) else None
+            settings = {"quantize": TOY_INT4 if toy and name == "int4" else scheme} | ({} if toy else {"slots": slots})
+            row = server(toy, costs)(count=count, **settings)
+            more = {} if costs is None else {"fit_error": round(costs.cost.shares.error or 0.0, 3)}
+            yield {"part": "requests", "format": name, "slots": slots, **row, **more}
+
+
+def recorded(results: Path) -> tuple[str, list[Row]]:
+    """The newest file of quant_steps, and of its steps over 16-bit pages {scheme, kind, batch, context, ms}."""
+    for document, file in [*documents(results, STEPS)][-1:]:
+        rows = [row for row in document["rows"] if row.get("kv") == "bf16"]
+        found = [(row, kind) for row in rows for kind in ("decode", "prefill") if f"{kind}_ms" in row]
+        names = ("scheme", "batch", "kv")
+        return file, [
+            {name: row[name] for name in names}
+            | {"kind": kind, "context": row.get("context", 0), "ms": row[f"{kind}_ms"]}
+            for row, kind in found
+        ]
+    return "", []
+
+
+def fitted(scheme: str, rows: list[Row], file: str) -> Costs:
+    """What steps cost with a scheme's weights, by those that were measured."""
+    model, options = model_shapes(MODEL, scheme), parse_args([])
+    plain = make_cost_model(model, None, Shares())
+    steps = []
+    for row in rows:
+        if row["scheme"] == scheme:
+            case = Case(scheme, row["kind"], row["batch"], row["kv"])
+            steps.append((case.work(row["context"], options.input), row["ms"] / 1e3))
+    return Costs(model, make_cost_model(model, None, fit(steps, plain.floor, plain.token_bytes, file)))
+
+
+def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float]:
+    """How many times as fast a format is as another: of steps by kind and batch, of requests by slots."""
+    speed = {}
+    for row in rows:
+        case = (row["kind"], row["batch"]) if row["part"] == "step" else ("requests", row["slots"])
+        speed[row["format"], case] = 1 / row["ms"] if row["part"] == "step" else row["qps"]
+    both = [case for of, case in speed if of == name and (over, case) in speed]
+    return {case: speed[name, case] / speed[over, case] for case in both}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    parts, equal, above = [], [], []
+    source = next((row["source"] for row in rows if row["part"] == "requests"), None)
+    errors = [row["fit_error"] for row in rows if "fit_error" in row]
+    how = f"{source} by steps within {max(errors):.0%}" if errors else source
+    said = {"decode": f"decode steps from batch {SERVING} on", "prefill": f"prefill from batch {SERVING} on"}
+    for kind, where in (*said.items(), ("requests", f"requests a second, {how}")):
+        pairs = {}
+        for name, over in (("fp8", "int8"), ("fp8", "int4"), ("int8", "int4")):
+            found = ratios(rows, name, over)
+            pairs[name, over] = [v for (k, n), v in found.items() if k == kind and (k == "requests" or n >= SERVING)]
+        if not all(pairs.values()):
+            continue
+        equal += pairs["fp8", "int8"]
+        above += pairs["fp8", "int4"] + pairs["int8", "int4"]
+        texts = [f"{name} {between(found)} times {over}'s speed" for (name, over), found in pairs.items()]
+        parts.append(f"{where}: {', '.join(texts)}")
+    few = [
+        f"{v:.2f} at batch {n}" for (k, n), v in ratios(rows, "fp8", "int4").items() if k == "decode" and n < SERVING
+    ]
+    if few:
+        parts.append(f"below that int4 is the fastest: fp8 {', '.join(few)} times its decode steps' speed")
+    if not equal:
+        return Verdict("no", "nothing was measured of all three")
+    level, faster = [abs(v - 1) <= ABOUT for v in equal], [v > 1 for v in above]
+    verdict = "yes" if all(level) and all(faster) else "partly" if any(level) or any(faster) else "no"
+    return Verdict(verdict, "; ".join(parts))
+
+
+def between(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    left, right = figure.subplots(1, 2)
+    for name in SCHEMES:
+        steps = [row for row in rows if row["part"] == "step" and row["kind"] == "decode" and row["format"] == name]
+        left.loglog([row["batch"] for row in steps], [row["ms"] for row in steps], "o-", base=2, label=name)
+    left.set_xlabel("batch")
+    left.set_ylabel("ms a decode step, measured")
+    left.legend()
+    served = [row for row in rows if row["part"] == "requests"]
+    right.bar(range(len(served)), [row["qps"] for row in served])
+    right.set_xticks(range(len(served)), [f"{row['format']}\n{row['slots']} slots" for row in served], fontsize=7)
+    right.set_ylabel(f"requests a second, {served[0]['source']}" if served else "requests a second")
+
+
+CLAIM = Claim(
+    id="C25",
+    stated="FP8 about INT8, both above INT4",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
+    computed=True,
+)

@@ -1,0 +1,175 @@
+"""C26: at full memory the larger batch of an int8 KV cache gives about half as many tokens a second again as bf16's.
+
+LLaMA-2-7B with bf16 weights; K and V in bf16, or in int8 with a scale for every 8 values (62.5 % of the bytes).
+
+`full`: whole batches of one prompt and output length, as many as an H200's memory holds in each format, prefill and
+decode (experiments.throughput): measured on a Hopper GPU, elsewhere by a cost model for each format. `recorded`: whole
+batches that experiments.throughput measured, which the cost models are fitted to, and what these say of them; each of
+bf16 is held against the best of int8 that takes no more memory. `requests`: the QPS workload, COUNT requests at once,
+with the number of slots that is each format's best, simulated alone.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import throughput
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.loads import MODEL, simulate, simulates
+from experiments.claims.serving import workload
+from experiments.qps import pages_of_h200
+from experiments.result_file import rounded
+from experiments.simulate import Costs
+from experiments.steps.batches import WholeBatch
+from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes
+
+RESULTS = Path(__file__).parents[1] / "results"
+CONFIG = Path(__file__).parents[2] / "configs" / f"{MODEL}.json"
+WIDE, SMALL = "bf16", "int8-g8"
+PAGE, STEP_TOKENS = 16, 4096
+SHAPES = ((128, 256), (1024, 1024), (2048, 2048))  # tokens of each prompt and output
+COUNT, SLOTS = 4096, (512, 1024, 1536)
+STATED, LEAST = 0.5, 0.4  # +50 %; what is about that
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    found = recorded(RESULTS)
+    formats = {kv: fitted(kv, found) for kv in (WIDE, SMALL)}
+    for kv, costs in formats.items():
+        cases = full_batches(costs, kv, SHAPES[:1] if toy else SHAPES)
+        full = (costed(case, costs) for case in cases) if toy or simulates(toy) else timed(CONFIG, kv, cases)
+        yield from ({"part": "full", "kv": kv, **row} for row in full)
+    for row in found:
+        yield {**row, "simulated_tokens_s": costed(whole(row), formats[row["kv"]])["tokens_s"]}
+    for kv, costs in formats.items() if simulates(toy) else ():
+        yield max((requests(costs, kv, slots) for slots in SLOTS), key=lambda row: row["qps"])
+
+
+def fitted(kv: str, rows: list[Row]) -> Costs:
+    """What steps cost with K and V in a format, by decode steps and prefills of recorded batches."""
+    model, kv_cache = model_shapes(MODEL), None if kv == WIDE else kv
+    plain = make_cost_model(model, kv_cache, Shares())
+    of_kv = [row for row in rows if row["kv"] == kv]
+    steps = [(whole(row).decode_work, row["decode_ms"] / 1e3) for row in of_kv]
+    for row in of_kv:
+        work = whole(row).prefill(STEP_TOKENS).work(whole(row))
+        steps.append((work[0], row["prefill_ms"] / 1e3 / len(work)))
+    file = of_kv[0]["file"] if of_kv else "no file"
+    return Costs(model, make_cost_model(model, kv_cache, fit(steps, plain.floor, plain.token_bytes, file)))
+
+
+def whole(row: Row) -> WholeBatch:
+    return WholeBatch(row["batch"], row["input"], row["output"])
+
+
+def full_batches(costs: Costs, kv: str, shapes: Sequence[tuple[int, int]]) -> list[WholeBatch]:
+    """As many sequences of each shape as an H200 has pages for."""
+    pages = pages_of_h200(costs.model, PAGE, None if kv == WIDE else kv, 1)
+    return [WholeBatch(pages // -(-(prompt + output) // PAGE), prompt, output) for prompt, output in shapes]
+
+
+def costed(case: WholeBatch, costs: Costs) -> Row:
+    """A whole batch by the cost model."""
+    prefill = sum(costs.cost.seconds(work) for work in case.prefill(STEP_TOKENS).work(case))
+    decode = costs.cost.seconds(case.decode_work)
+    row = {"prefill_ms": 1e3 * prefill, "decode_ms": 1e3 * decode}
+    row["tokens_s"] = case.batch * case.output / (prefill + case.output * decode)
+    return {"source": "simulated", **vars(case), **rounded(row)}
+
+
+def timed(config: Path, kv: str, cases: Sequence[WholeBatch], *more: str) -> Iterator[Row]:
+    """Whole batches on this device; a row has "error" where one found no room."""
+    shapes = [f"{case.batch}x{case.input}x{case.output}" for case in cases]
+    flags = ["--config", str(config), "--scheme", "bf16", "--step-tokens", str(STEP_TOKENS), *more]
+    args = throughput.parse_args([*flags, "--kv-cache", kv, "--rows", *shapes])
+    kept = ("batch", "input", "output", "prefill_ms", "decode_ms", "tokens_s", "memory_gib", "error")
+    for row in throughput.rows(args):
+        yield {"source": "measured"} | {name: row[name] for name in kept if name in row}
+
+
+def recorded(results: Path) -> list[Row]:
+    """Whole batches of both formats from the files of the day of bf16's newest; labelled ones fill what others lack."""
+    names = [f"throughput_{MODEL}_bf16_kv-{kv}" for kv in (WIDE, SMALL)]
+    day = max((path.name.split("-")[-2] for path in results.glob(f"{names[0]}-{'[0-9]' * 8}-h200.json")), default="")
+    found: dict[tuple[Any, ...], Row] = {}
+    for kv, name in zip((WIDE, SMALL), names):
+        for path in sorted(results.glob(f"{name}-*{day}-h200.json")):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            for row in document["rows"]:
+                if "tokens_s" not in row or "peer" in row:
+                    continue
+                kept = ("batch", "input", "output", "prefill_ms", "decode_ms", "tokens_s", "memory_gib")
+                about = {"part": "recorded", "kv": kv, "source": "measured"} | {key: row[key] for key in kept}
+                found.setdefault((kv, *(row[key] for key in kept[:3])), about | {"file": path.name})
+    return list(found.values())
+
+
+def requests(costs: Costs, kv: str, slots: int) -> Row:
+    known = workload(False)
+    settings = {"slots": slots, "max_step_tokens": slots + 1536, "kv_cache": None if kv == WIDE else kv}
+    row = simulate(costs, [known[i % len(known)] for i in range(COUNT)], **settings)
+    return {"part": "requests", "kv": kv, "slots": slots, **row}
+
+
+def gains(rows: list[Row], part: str) -> dict[tuple[Any, ...], float]:
+    """What int8 gives over bf16 in tokens a second at full memory, by prompt and output; None, None: the workload."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["part"] == part:
+            speed = row["output_tokens_s"] if part == "requests" else row["tokens_s"]
+            found.setdefault((row.get("input"), row.get("output")), {})[row["kv"]] = speed
+    return {case: both[SMALL] / both[WIDE] - 1 for case, both in found.items() if len(both) == 2}
+
+
+def no_more_memory(rows: list[Row]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Of recorded batches by prompt and output: memory of the largest of bf16 that has a counterpart of int8 in no more
+    memory and a larger batch, and what the best such counterpart gives."""
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    of = {kv: [row for row in rows if row["part"] == "recorded" and row["kv"] == kv] for kv in (WIDE, SMALL)}
+    for row in sorted(of[WIDE], key=lambda row: row["memory_gib"]):
+        shape = row["input"], row["output"]
+        fit = [o for o in of[SMALL] if (o["input"], o["output"]) == shape and o["memory_gib"] <= row["memory_gib"]]
+        if fit and max(o["batch"] for o in fit) >= row["batch"]:
+            found[shape] = row["memory_gib"], max(o["tokens_s"] for o in fit) / row["tokens_s"] - 1
+    return found
+
+
+def judge(rows: list[Row]) -> Verdict:
+    full, served = gains(rows, "full"), gains(rows, "requests")
+    if not full:
+        return Verdict("no", "no batch at full memory was measured in both formats")
+    source = next(row["source"] for row in rows if row["part"] == "full")
+    texts = [f"{gain:+.0%} at {prompt} -> {output}" for (prompt, output), gain in full.items()]
+    parts = [f"{source}: tokens a second at full memory {', '.join(texts)}"]
+    parts += [f"simulated: {gain:+.0%} on the QPS workload" for gain in served.values()]
+    for (prompt, output), (memory, gain) in no_more_memory(rows).items():
+        parts.append(f"measured in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}")
+    errors = [row["simulated_tokens_s"] / row["tokens_s"] - 1 for row in rows if row["part"] == "recorded"]
+    if errors:
+        parts.append(f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches")
+    decided = [*full.values(), *served.values()]
+    enough = [gain >= LEAST for gain in decided]
+    return Verdict("yes" if all(enough) else "partly" if any(gain > 0 for gain in decided) else "no", "; ".join(parts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    full = [row for row in rows if row["part"] == "full"]
+    shapes = list(dict.fromkeys((row["input"], row["output"]) for row in full))
+    for i, kv in enumerate((WIDE, SMALL)):
+        found = {(row["input"], row["output"]): row for row in full if row["kv"] == kv}
+        at = [x + 0.4 * i - 0.2 for x, shape in enumerate(shapes) if shape in found]
+        held = [found[shape] for shape in shapes if shape in found]
+        axes.bar(at, [row["tokens_s"] for row in held], 0.38, label=f"K and V in {kv}")
+        for x, row in zip(at, held):
+            axes.annotate(f"batch {row['batch']}", (x, row["tokens_s"]), ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(shapes)), [f"{prompt} -> {output}" for prompt, output in shapes])
+    axes.set_xlabel("tokens of each prompt and output")
+    axes.set_ylabel(f"tokens a second at full memory, {full[0]['source'] if full else ''}")
+    axes.legend()
+
+
+CLAIM = Claim(
+    id="C26", stated="about +50 % throughput", measure=measure, judge=judge, draw=draw, serves=True, computed=True
+)

@@ -1,0 +1,75 @@
+"""C28: dynamic batching lowers latency against static batches at the same load.
+
+The same requests of the QPS workload arrive at the same rates (Poisson), to the same engine under its two policies.
+Static: whoever waits when a batch has ended makes the next one, so that a batch is never waited for, and it decodes
+until its longest member has ended. The first third of the seconds is not counted. What becomes of latency where there
+is more to do than either can serve is C1's.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.loads import from_settled, server, simulates
+
+POLICIES = {"dynamic": "merge", "static": "static"}
+RATES = {"measured": (8.0, 16.0), "simulated": (2.0, 4.0, 8.0, 12.0, 16.0, 20.0)}  # requests a second
+TOY_RATES = (20.0,)
+SECONDS = {"measured": 15.0, "simulated": 300.0}
+LATENCIES = {
+    "e2e_ms_p50": "whole request p50", "e2e_ms_p99": "whole request p99", "ttft_ms_p50": "first token p50",
+    "itl_ms_p50": "between tokens p50", "itl_ms_p99": "between tokens p99",
+}  # fmt: skip
+WAITED = ("e2e_ms_p50", "e2e_ms_p99", "ttft_ms_p50")  # one of these must be lower for a part of a yes
+
+
+def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
+    serve, source = server(toy), "simulated" if simulates(toy) else "measured"
+    for rate in TOY_RATES if toy else RATES[source]:
+        for policy, batching in POLICIES.items():
+            found = from_settled(serve, toy, rate, seconds or SECONDS[source], batching=batching)
+            yield {"policy": policy, **found}
+
+
+def ratios(rows: list[Row], name: str) -> dict[float, float]:
+    """A latency under static batches over that of dynamic ones, by rate."""
+    of = {(row["policy"], row["rate"]): row[name] for row in rows}
+    both = [rate for policy, rate in of if policy == "dynamic" and ("static", rate) in of]
+    return {rate: of["static", rate] / of["dynamic", rate] for rate in both}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    found = {name: list(ratios(rows, name).values()) for name in LATENCIES}
+    rates = list(ratios(rows, "e2e_ms_p50"))
+    if not rates:
+        return Verdict("no", "no rate was measured under both")
+    parts = [f"{said} {min(found[name]):.2f} to {max(found[name]):.2f}" for name, said in LATENCIES.items()]
+    measured = (
+        f"{rows[0]['source']}: at {min(rates):g} to {max(rates):g} arrivals a second static batches take so many times "
+        f"as long as dynamic ones: {', '.join(parts)}"
+    )
+    lower = {name: min(values) > 1 for name, values in found.items()}
+    longer = [LATENCIES[name] for name, is_lower in lower.items() if not is_lower]
+    if longer:
+        measured += f"; not at every rate lower with dynamic ones: {', '.join(longer)}"
+    verdict = "yes" if not longer else "partly" if any(lower[name] for name in WAITED) else "no"
+    return Verdict(verdict, measured)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    for axes, name, label in zip(
+        figure.subplots(1, 3),
+        ("e2e_ms_p50", "ttft_ms_p50", "itl_ms_p99"),
+        ("whole request, p50", "first token, p50", "between tokens, p99"),
+    ):
+        for policy in POLICIES:
+            found = [row for row in rows if row["policy"] == policy]
+            axes.semilogy([row["rate"] for row in found], [row[name] for row in found], "o-", label=policy)
+        axes.set_xlabel("arrivals a second")
+        axes.set_title(f"{label}, ms", fontsize=8)
+    axes.legend()
+
+
+CLAIM = Claim(
+    id="C28", stated="latency is lower", measure=measure, judge=judge, draw=draw, serves=True, computed=True, lasts=True
+)
