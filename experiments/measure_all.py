@@ -91,7 +91,11 @@ COMMANDS = (
     ),
     Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     # One process: a minute of compiling, and the run of the usual policies, are shared.
-    Command("serving", "-m experiments.claims C3 C1 C11 C23 C4 --results {results}", 480),
+    Command("serving", "-m experiments.claims C3 C1 C11 C4 --results {results}", 400),
+    Command("C24", "-m experiments.claims C24 --results {results}", 240),
+    Command("C26", "-m experiments.claims C26 --results {results}", 240),
+    Command("C25", "-m experiments.claims C25 --results {results}", 300),
+    Command("loads", "-m experiments.claims C28 C23 --results {results}", 560),  # compiling is shared
     Command(
         "decode_by_warpgroups",
         "-m pallas_kernels.decode_attention.bench --parts formats --heads 32/32 --by-warpgroups --label by-warpgroups"

@@ -82,7 +82,8 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
             ["C5", "--results", str(tmp_path)],
             "error: C5 needs a Hopper GPU, whose kernel it is about, and this machine",
         ),
-        (["C22", "c25"], "error: unknown claim 'c25'; near: C"),
+        (["C22", "c35"], "error: unknown claim 'c35'; near: C"),
+        (["C23", "c27", "--seconds", "60"], "error: --seconds has no meaning for C27, at whose loads"),
         (["--draw", str(tmp_path / "none.json")], "error: "),
     ):
         assert command.main(arguments) == 2
@@ -90,7 +91,8 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"experiment": "decode_step", "rows": []}')
     assert command.main(["--draw", str(tmp_path / "other.json")]) == 2
     assert "other.json is not the result of a claim" in capsys.readouterr().err
-    for arguments in ([], ["C5", "--draw", "x.json"]):
+    seconds = ["--seconds", "60"]
+    for arguments in ([], ["C5", "--draw", "x.json"], ["C23", "--toy", *seconds], ["--draw", "x.json", *seconds]):
         with pytest.raises(SystemExit):
             command.main(arguments)
     capsys.readouterr()

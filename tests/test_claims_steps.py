@@ -81,9 +81,7 @@ def test_what_was_served_is_not_served_again(monkeypatch):
     monkeypatch.setattr(serving, "make_model", lambda toy: None)
     qps = [row["qps"] for claim in (c1, c3) for row in claim.measure(False)]
     assert qps == [1.0, 2.0, 1.0, 3.0]  # dynamic is pipelined
-    assert [row["qps"] for row in c23.measure(False)] == [1.0, 4.0, 5.0, 6.0]
-    assert runs[:3] == [(1024, "merge", None), (1024, "static", None), (1024, "merge", None)]
-    assert {(count, rate) for count, _, rate in runs[3:]} == {(c23.REQUESTS, load) for load in c23.LOADS}
+    assert runs == [(1024, "merge", None), (1024, "static", None), (1024, "merge", None)]
 
 
 def count(jaxpr, primitive: str) -> int:
@@ -307,6 +305,15 @@ def test_c23_wants_almost_all_in_time():
     assert c23.judge(rows(x5=1.0, x7=0.995, completed=0.7)).verdict == "partly"  # 19.6 a second came out of the burst
     assert c23.judge(rows(x3=1.0, x5=0.9)).verdict == "partly"
     assert c23.judge(rows(x5=0.9)).verdict == "no"
+    assert "; at 36 arrivals 60.0% are" in found.measured
+    steady = [row | {"arrivals_s": 300.0, "source": "simulated"} for row in rows(x5=1.0, x7=1.0)]
+    assert (
+        "simulated: 99% of requests are in time in a steady state of 300 s of up to 28 arr"
+        in c23.judge(steady).measured
+    )
+    assert "no rate failed" in c23.judge(steady).measured
+    brief = [row | {"arrivals_s": 299.0} for row in steady]
+    assert "in a burst of 299 s of up to 28 arrivals a second, no steady state: " in c23.judge(brief).measured
 
 
 def test_c27_counts_what_follows_a_requests_end():

@@ -42,8 +42,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.claims) == bool(args.draw):
         parser.error("name claims to test, or results to --draw")
-    if args.seconds is not None and args.toy:
-        parser.error("--seconds is of full size, and --toy has a few requests")
+    if args.seconds is not None and (args.toy or args.draw):
+        parser.error("--seconds is for claims at full size: --toy has a few requests, and --draw measures nothing")
     return args
 
 

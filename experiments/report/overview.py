@@ -28,6 +28,7 @@ SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
 SHORT = {  # which parts of a claim's figures are shown, where the first alone says too little
     "C6": (0, 4, 5), "C7": (1, 2), "C10": (0, 8), "C11": (1, 3), "C14": (0,), "C22": (0, 2), "C9": (0, 1),
+    "C25": (0, 2),
 }  # fmt: skip
 LONGEST = 150  # characters of a claim's figures
 MOST_MISSED = 18  # results with a row of their own among those that miss bars

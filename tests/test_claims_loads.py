@@ -1,0 +1,295 @@
+"""Claims about policies and formats at a load: what is simulated in place of a GPU, what they ask for, and judge."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving
+from experiments.claims.claim import draw
+from experiments.qps import WORKLOAD, Request, read_workload
+from experiments.simulate import make_costs
+from experiments.steps.batches import WholeBatch
+from experiments.steps.floors import Work
+from jllm.batch import choose_bucket, make_buckets
+from pallas_kernels.quantized_weights import QuantizedWeight
+from tests.test_throughput import TINY
+
+MEAN = dict.fromkeys(serving.KEPT, 1.0) | {"repeat": "mean"}
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return make_costs(loads.MODEL, None, None)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A GPU is pretended, on which runs take no time: what was asked of each, as (model, requests, settings)."""
+    seen, kept = [], (serving.make_model, serving._served)
+
+    def measure(model, requests, args):
+        seen.append((model, requests, args))
+        yield {"repeat": 0}
+        yield MEAN | {"qps": 10.0 - len(seen), "good_share": 1.0 if len(seen) < 4 else 0.5}
+
+    monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(loads, "on_hopper", lambda: True)
+    yield seen
+    for cached in kept:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    monkeypatch.setattr(serving, "make_model", lambda toy: None)
+
+
+def test_a_request_alone_takes_its_steps(costs):
+    """One prompt's step and two decode steps, in the compiled sizes that hold them, and nothing else."""
+    row = loads.simulate(costs, [Request(5, 3, 0.0)], slots=4, max_step_tokens=40)
+    buckets = make_buckets(4, 40)
+    prompt, one = (choose_bucket(buckets, *size).size for size in ((0, 5, 1), (1, 0, 0)))
+    first = costs.cost.seconds(Work(0, 5, 1, 5, 15.0), prompt)
+    then = [costs.cost.seconds(Work(1, 0, 1, keys, 0.0), one) for keys in (6, 7)]
+    assert row["source"] == "simulated"
+    assert row["ttft_ms_p50"] == pytest.approx(1e3 * first, rel=1e-3)
+    assert row["e2e_ms_p50"] == pytest.approx(1e3 * (first + sum(then)), rel=1e-3)
+    assert row["qps"] == pytest.approx(1 / (first + sum(then)), rel=1e-3)
+    assert row["steps"] == 3
+
+
+def test_policies_differ_in_what_is_simulated(costs):
+    requests = [Request(40, 4 + 8 * (i % 2), 0.0) for i in range(16)]
+    rows = {
+        policy: loads.simulate(costs, requests, slots=4, max_step_tokens=68, batching=policy)
+        for policy in ("merge", "separate", "static")
+    }
+    assert {row["requests"] for row in rows.values()} == {16}
+    assert rows["merge"]["steps"] < rows["separate"]["steps"]
+    assert rows["merge"]["itl_ms_p99"] < rows["separate"]["itl_ms_p99"]
+    assert rows["merge"]["qps"] > rows["static"]["qps"]
+    with pytest.raises(ValueError, match="sampling sort is not simulated, but threshold alone"):
+        loads.simulate(costs, requests, sampling="sort")
+
+
+def test_requests_arrive_for_so_many_seconds():
+    known = {(r.prompt, r.output) for r in read_workload(WORKLOAD, None, None, 0)}
+    requests = serving.workload(False, None, 20.0, 30.0)
+    assert requests == serving.workload(False, None, 20.0, 30.0)
+    assert len(requests) == pytest.approx(600, abs=100)
+    assert 29 < requests[-1].arrival < 30
+    assert {(r.prompt, r.output) for r in requests} <= known
+    with pytest.raises(ValueError, match="need a rate"):
+        serving.workload(False, None, None, 30.0)
+
+
+def test_the_first_third_of_the_seconds_is_not_counted(served, no_model):
+    row = loads.from_settled(loads.server(False), False, 20.0, 30.0, batching="static")
+    ((_, requests, args),) = served
+    assert (args.rate, args.batching) == (20.0, "static")
+    assert requests[args.cut - 1].arrival < 10 <= requests[args.cut].arrival
+    assert (row["rate"], row["arrivals_s"], row["source"]) == (20.0, 30.0, "measured")
+
+
+def test_c23_raises_the_load_until_it_fails(served, no_model):
+    rows = list(c23.measure(False))
+    assert [row["load"] for row in rows] == [None, 0.8, 0.9, 1.0]
+    assert [args.rate for *_, args in served] == [None, 7.2, 8.1, 9.0]
+    assert {row["arrivals_s"] for row in rows[1:]} == {c23.SECONDS["measured"]}
+    assert list(c23.measure(False, 60.0))[1]["arrivals_s"] == 60.0
+
+
+def test_c24_compares_the_two_at_once_and_at_a_load(served, no_model):
+    rows = [row for row in c24.measure(False) if row["part"] != "two policies"]
+    asked = [(args.batching, args.slots, args.max_step_tokens, args.rate) for *_, args in served]
+    assert asked[:2] == [(policy, 128, 640, None) for policy in ("merge", "separate")]
+    assert asked[2:] == [(policy, 128, 640, 6.3) for policy in ("merge", "separate")]
+    assert [len(requests) for _, requests, _ in served[:2]] == [512, 512]
+    assert [(row["part"], row["policy"]) for row in rows] == [
+        (part, policy) for part in ("at once", "at a load") for policy in ("merged", "separate")
+    ]
+
+
+def c24_rows(*qps: tuple[float, float], part: str = "at once", **more) -> list[dict]:
+    return [
+        {"part": part, "policy": policy, "slots": 128, "step_tokens": i, "qps": speed, "source": "simulated"} | more
+        for i, pair in enumerate(qps)
+        for policy, speed in zip(("merged", "separate"), pair)
+    ]
+
+
+def test_c24_holds_each_policys_best_against_the_others():
+    assert c24.gains(c24_rows((12.0, 5.0), (6.0, 10.0)), "at once") == {(128, None, None): pytest.approx(0.2)}
+    for merged, verdict in ((20.0, "yes"), (19.0, "partly"), (10.1, "no")):
+        assert c24.judge(c24_rows((merged, 10.0))).verdict == verdict
+    shapes = c24_rows((20.0, 10.0), part="shapes", prompt=48, output=8)
+    found = c24.judge([*c24_rows((10.1, 10.0)), *shapes])
+    assert found.verdict == "partly"
+    assert "other lengths +100% to +100%, most at 48 -> 8 and 128 slots" in found.measured
+    latencies = [{"rate": 7.0, "itl_ms_p99": ms, "ttft_ms_p50": 9.0} for ms in (8.0, 30.0)]
+    loaded = [a | b for a, b in zip(c24_rows((1.0, 1.0), part="at a load"), latencies)]
+    assert (
+        "at 7 arrivals a second between tokens p99 8 ms for 30"
+        in c24.judge([*shapes, *loaded, *c24_rows((1, 1))]).measured
+    )
+
+
+def test_c24_reads_what_was_measured_before(tmp_path):
+    rows = [{"how": how, "load": load, "slots": 4, "layers": 8, "prompt": 9, "output": 5, "qps": 2.0}
+            for how in ("merged", "replicas", "separate") for load in (None, 0.5)]  # fmt: skip
+    for name in ("disaggregation-20260101-h100.json", "disaggregation_simulated-20270101-cpu.json"):
+        (tmp_path / name).write_text(json.dumps({"device": "H100", "rows": rows}))
+    found = list(c24.recorded(tmp_path))
+    assert [row["policy"] for row in found] == ["merged", "separate"]
+    assert {(row["file"], row["source"]) for row in found} == {("disaggregation-20260101-h100.json", "measured")}
+
+
+def test_c25_serves_each_scheme(served, monkeypatch):
+    rows = [row for row in c25.measure(True) if row["part"] == "requests"]
+    assert [args.quantize for *_, args in served] == ["fp8", "w8a8-all", c25.TOY_INT4]
+    kinds = [model.params.layers[0].attention.qkv for model, *_ in served]
+    assert all(isinstance(weight, QuantizedWeight) for weight in kinds)
+    assert len({weight.format for weight in kinds}) == 3
+    assert [row["format"] for row in rows] == list(c25.SCHEMES)
+    assert isinstance(serving.make_model(True).params.layers[0].attention.qkv, jnp.ndarray)  # is not itself changed
+
+
+def c25_rows(fp8: float, int4: float, few: float = 0.5) -> list[dict]:
+    """Steps whose int8 ones take 1 ms, and requests."""
+    ms = {"fp8": fp8, "int8": 1.0, "int4": int4}
+    steps = [
+        {"part": "step", "format": name, "kind": kind, "batch": batch}
+        | {"ms": few if batch < 64 and name == "int4" else each}
+        for name, each in ms.items()
+        for kind in ("decode", "prefill")
+        for batch in (1, 64)
+    ]
+    return steps + [
+        {"part": "requests", "format": name, "slots": 8, "qps": 1 / each, "source": "measured"}
+        for name, each in ms.items()
+    ]
+
+
+def test_c25_wants_fp8_level_and_int4_behind():
+    assert c25.judge(c25_rows(1.04, 1.3)).verdict == "yes"
+    found = c25.judge(c25_rows(1.08, 1.3))
+    assert found.verdict == "partly"
+    assert (
+        "decode steps from batch 64 on: fp8 0.93 to 0.93 times int8's speed, fp8 1.20 to 1.20 times" in found.measured
+    )
+    assert "fp8 0.46 at batch 1 times its decode steps' speed" in found.measured
+    assert c25.judge(c25_rows(1.2, 0.9)).verdict == "no"
+    assert c25.judge([row for row in c25_rows(1, 2) if row["format"] != "int4"]).verdict == "no"
+
+
+def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
+    """Steps that a cost model makes up give that cost model."""
+    made = c25.make_cost_model(c25.model_shapes(c25.MODEL, "fp8"), None, c25.Shares(2e-3, 2.0, 3.0))
+    rows = []
+    for kind in ("decode", "prefill"):
+        for batch in (1, 64, 512):
+            case = c25.Case("fp8", kind, batch, "bf16")
+            context = 136 if kind == "decode" else 0
+            ms = 1e3 * made.seconds(case.work(context, 8))
+            rows.append({**vars(case), "context": context, "ms": ms})
+    found = c25.fitted("fp8", rows, "x.json").cost.shares
+    assert (found.fixed, found.products, found.attention) == pytest.approx((2e-3, 2.0, 3.0), rel=1e-3)
+    assert found.error == pytest.approx(0, abs=1e-6)
+
+
+def test_c26_fills_an_h200(costs):
+    wide, small = (c26.full_batches(costs, kv, ((1024, 1024),))[0].batch for kv in (c26.WIDE, c26.SMALL))
+    assert small / wide == pytest.approx(1.6, abs=0.01)
+    assert 90 * 2**30 < wide * 2048 * costs.cost.token_bytes < 110 * 2**30
+
+
+def test_c26_times_whole_batches_of_a_format(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    cases = [WholeBatch(2, 8, 4)]
+    more = ("--dtype", "float32", "--steps", "2", "--repeats", "1", "--seconds", "0.001")
+    (row,) = c26.timed(path, "int8-g8", cases, *more)
+    assert (row["source"], row["batch"], row["input"], row["output"]) == ("measured", 2, 8, 4)
+    assert row["tokens_s"] == pytest.approx(1e3 * 8 / (row["prefill_ms"] + 4 * row["decode_ms"]), rel=1e-3)
+
+
+def c26_rows(long: float, short: float) -> list[dict]:
+    """What int8 gives at full memory, and a recorded batch of each format."""
+    found = []
+    for kv, times in (("bf16", (1.0, 1.0)), ("int8-g8", (long, short))):
+        for (prompt, output), speed in zip(((1024, 1024), (128, 256)), times):
+            about = {"kv": kv, "source": "simulated", "batch": 8, "input": prompt, "output": output}
+            found.append({"part": "full", "tokens_s": speed, **about})
+    return found
+
+
+def recorded_row(kv: str, batch: int, memory: float, tokens_s: float) -> dict:
+    about = {"part": "recorded", "kv": kv, "batch": batch, "input": 8, "output": 256, "memory_gib": memory}
+    return about | {"tokens_s": tokens_s, "simulated_tokens_s": 1.1 * tokens_s, "source": "measured"}
+
+
+def test_c26_judges_by_the_batches_at_full_memory():
+    assert c26.judge(c26_rows(1.5, 1.41)).verdict == "yes"
+    assert c26.judge(c26_rows(1.5, 1.2)).verdict == "partly"
+    assert c26.judge(c26_rows(1.0, 0.9)).verdict == "no"
+    rows = [recorded_row("bf16", 4, 20.0, 100.0), recorded_row("int8-g8", 4, 15.0, 110.0),
+            recorded_row("int8-g8", 6, 20.0, 130.0), recorded_row("int8-g8", 8, 25.0, 180.0)]  # fmt: skip
+    assert c26.no_more_memory(rows) == {(8, 256): (20.0, pytest.approx(0.3))}
+    said = c26.judge([*c26_rows(1.5, 1.5), *rows]).measured
+    assert "measured in no more memory than bf16's 20 GiB: +30% at 8 -> 256" in said
+    assert "the cost model is off by +10% to +10% on 4 batches" in said
+
+
+def test_c26_takes_the_files_of_one_day(tmp_path):
+    def write(name: str, *batches: int) -> None:
+        kept = {"input": 8, "output": 9, "prefill_ms": 1.0, "decode_ms": 1.0, "memory_gib": 1.0}
+        rows = [{"batch": batch, "tokens_s": 7.0, **kept} for batch in batches]
+        rows.append(rows[0] | {"batch": 99, "peer": "torch"})
+        (tmp_path / f"throughput_llama-2-7b_bf16_kv-{name}-h200.json").write_text(json.dumps({"rows": rows}))
+
+    write("bf16-20260101", 1)
+    write("bf16-20260202", 1, 2)
+    write("int8-g8-20260202", 1)
+    write("int8-g8-last-20260202", 1, 2)
+    write("int8-g8-last-20260303", 4)
+    found = c26.recorded(tmp_path)
+    assert [(row["kv"], row["batch"]) for row in found] == [("bf16", 1), ("bf16", 2), ("int8-g8", 1), ("int8-g8", 2)]
+    assert found[2]["file"].endswith("int8-g8-20260202-h200.json")
+
+
+def c28_rows(**static: float) -> list[dict]:
+    dynamic = dict.fromkeys(c28.LATENCIES, 10.0) | {"source": "simulated", "rate": 4.0}
+    return [
+        dynamic | {"policy": "dynamic"},
+        dynamic | dict.fromkeys(c28.LATENCIES, 20.0) | static | {"policy": "static"},
+    ]
+
+
+def test_c28_says_which_latency_is_lower(served, no_model):
+    assert c28.judge(c28_rows()).verdict == "yes"
+    found = c28.judge(c28_rows(itl_ms_p99=5.0))
+    assert found.verdict == "partly"
+    assert "whole request p50 2.00 to 2.00" in found.measured
+    assert found.measured.endswith("not at every rate lower with dynamic ones: between tokens p99")
+    assert c28.judge(c28_rows(**dict.fromkeys(c28.LATENCIES, 5.0))).verdict == "no"
+    assert c28.judge(c28_rows()[:1]).verdict == "no"
+    rows = list(c28.measure(False, 9.0))
+    assert [(args.rate, args.batching) for *_, args in served] == [
+        (rate, batching) for rate in c28.RATES["measured"] for batching in ("merge", "static")
+    ]
+    assert {row["arrivals_s"] for row in rows} == {9.0}
+
+
+def test_each_draws_its_rows(tmp_path):
+    shapes = c24_rows((2.0, 1.0), part="shapes", prompt=48, output=8)
+    rows = {
+        "C24": [*c24_rows((2.0, 1.0)), *shapes],
+        "C25": c25_rows(1.0, 2.0),
+        "C26": c26_rows(1.5, 1.2),
+        "C28": c28_rows(),
+    }
+    for name, found in rows.items():
+        document = {"device": "cpu", "rows": [*found, {"verdict": "yes"}]}
+        draw(registry.find(name), registry.TITLES[name], document, tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
