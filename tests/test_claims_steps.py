@@ -331,7 +331,7 @@ def test_c27_counts_what_follows_a_requests_end():
 
 def test_c32_adds_what_measured_steps_took_more():
     def judged(check: float, *ms: tuple[str, float, float, float]):
-        rows = [{"part": "check", "measured_ms": check, "estimated_ms": 1.0}]
+        rows = [{"part": "check", "measured_ms": ms, "estimated_ms": 1.0} for ms in (0.8, check)]
         for part, size, one, full in ms:
             about = {"part": part, "device": "NVIDIA X", "model": f"{size}B", "billions": size, "ranks": 1}
             rows.append(about | {"one_ms": one, "full_ms": full, "full_batch": 8})
