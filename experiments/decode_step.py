@@ -56,17 +56,14 @@ class Case:
 
 
 def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a decode step, and the bytes that it cannot avoid reading."""
+    """Milliseconds a decode step, and what the bytes that it cannot avoid reading take."""
     params, config, batch = timer.params, timer.config, case.batch
     timer.renew()
     timer.place(args.context)
     ms = 1e3 * timer.one(step, step_of("decode", batch)[1], batch, args.steps, args.repeats)
     timer.state = None
-    unread = [] if params.head is None else jax.tree.leaves(params.embed)  # but for a row a slot
-    weights = tree_bytes(params) - sum(leaf.nbytes for leaf in unread)
-    mean_length = args.context + (args.steps + 1) / 2
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
-    floor = (weights + batch * mean_length * token_bytes) / case.devices / args.bandwidth
+    floor = least_seconds(params, batch * mean_length(args), token_bytes, args.bandwidth) / case.devices
     return {
         **({} if args.devices == [1] else {"devices": case.devices}),
         **({} if args.scheme == "bf16" else {"scheme": args.scheme}),
@@ -79,6 +76,17 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
         "floor_ms": round(1e3 * floor, 3),
         "floor_fraction": round(1e3 * floor / ms, 3),
     }
+
+
+def mean_length(args: argparse.Namespace) -> float:
+    """KV tokens of a slot, on average over the timed steps."""
+    return args.context + (args.steps + 1) / 2
+
+
+def least_seconds(params: Params, keys: float, token_bytes: float, bandwidth: float) -> float:
+    """Of a step, by the bytes that it cannot avoid reading: weights, and K and V of so many keys."""
+    unread = 0 if params.head is None else tree_bytes(params.embed)  # but for a row a slot
+    return (tree_bytes(params) - unread + keys * token_bytes) / bandwidth
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

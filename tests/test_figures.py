@@ -7,7 +7,7 @@ what it should say. A measured figure of these pages that is in none of the sent
 import json
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,15 +15,17 @@ import pytest
 from experiments import train_card
 from experiments.accuracy import report as accuracy_report
 from experiments.report.documents import RESULTS, read_result
+from experiments.report.judged import judged
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 
 ROOT = RESULTS.parents[1]
 Rows = list[dict[str, Any]]
 
 
+@cache
 def result(experiment: str, device: str = "h200") -> dict[str, Any]:
-    """The newest file of that name."""
-    return read_result(sorted(RESULTS.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"))[-1])
+    """The newest file of that name, as it is to be read: shares are of the floors of today."""
+    return judged(read_result(sorted(RESULTS.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"))[-1]))
 
 
 def rows(experiment: str, device: str = "h200", **wanted: Any) -> Rows:

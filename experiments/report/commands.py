@@ -1,5 +1,6 @@
 """What the command of a result says: which module ran, and how it calls what it measured."""
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -25,17 +26,38 @@ def name_of(document: dict[str, Any]) -> str:
     module = module_of(document["command"])
     if module in (None, "experiments.claims"):
         return document["experiment"]
-    found: dict[str, str] = {}
+    options, beside = _options(document["command"])
+    name = _name(module, options)
+    return document["experiment"] if name is None else labelled(name, beside.get("--label"))
+
+
+def arguments_of(command: str) -> argparse.Namespace | None:
+    """The options of a command, as its module reads them today. None where it has no such module or options."""
+    module = module_of(command)
+    loaded = load(module) if module else None
+    return None if loaded is None else _parsed(loaded, _options(command)[0])
+
+
+def _options(command: str) -> tuple[list[str], dict[str, str]]:
+    """The options that a name is made of, and those of BESIDE with their values."""
+    beside: dict[str, str] = {}
     options: list[str] = []
-    words = iter(document["command"].split()[3:])
+    words = iter(command.split()[3:])
     for word in words:
         flag, equals, value = word.partition("=")
         if flag in BESIDE:
-            found[flag] = value if equals else next(words, "")
+            beside[flag] = value if equals else next(words, "")
         else:
             options.append(word)
-    name = _name(module, options)
-    return document["experiment"] if name is None else labelled(name, found.get("--label"))
+    return options, beside
+
+
+def _parsed(module: ModuleType, options: list[str]) -> argparse.Namespace | None:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return module.parse_args(options)
+    except (SystemExit, JllmError):
+        return None
 
 
 def load(module: str) -> ModuleType | None:
@@ -69,8 +91,8 @@ def _name(module: str, options: list[str]) -> str | None:
     loaded = load(module)
     if loaded is None or not hasattr(loaded, "name_of"):
         return name
+    args = _parsed(loaded, options)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return loaded.name_of(loaded.parse_args(options))
-    except (SystemExit, JllmError):
+        return None if args is None else loaded.name_of(args)
+    except JllmError:
         return None

@@ -99,6 +99,7 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
         f"{document['device']}, {document['date']}, {versions}"
         + (f", commit {document['commit']}" if document.get("commit") else "")
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
+        + ("; floors, shares and bars are by the limits of today, not the file's own" * ("floors_again" in document))
         + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}]({path.name})",

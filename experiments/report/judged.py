@@ -1,10 +1,11 @@
-"""What a result's rows say by the rules of today: its bars, and a claim's verdict."""
+"""What a result's rows say by the rules of today: shares of floors, its bars, and a claim's verdict."""
 
 from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import claim_named, find
 from experiments.report.commands import load, module_of
+from experiments.report.floors_today import with_floors
 
 Document = dict[str, Any]
 
@@ -28,8 +29,12 @@ def claim_of(document: Document) -> str | None:
 
 
 def judged(document: Document) -> Document:
-    """A document as it is to be read: the bars of a run that was cut off before it had any are those of its rows, and a
-    claim's verdict is what its rows say by the rule of today."""
+    """A document as it is to be read: floors are those of today's limits, and where they are others than the file's, so
+    are its bars; the bars of a run that was cut off before it had any are those of its rows; and a claim's verdict is
+    what its rows say by the rule of today."""
+    if (rows := with_floors(document)) != document["rows"]:
+        document = document | {"rows": rows, "floors_again": True}
+        document |= {"bars": bars_of(document) if document["bars"] else []}
     if claim := claim_of(document):
         verdict = find(claim).judge(measured_rows(document))
         last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}
