@@ -5,8 +5,8 @@
 experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims, bars missed
 and what is stale. Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md, have each experiment's
 newest file: what was asked, bars, rows, versions and command. Of a run that was cut off bars are those of its rows, and
-verdicts of claims are what their rows say by the rules of today (report/judged.py). Pictures need matplotlib (the extra
-`notebooks`).
+shares of floors and verdicts of claims are what rows say by the limits and rules of today (report/judged.py). Pictures
+need matplotlib (the extra `notebooks`).
 """
 
 import argparse
