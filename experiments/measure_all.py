@@ -3,6 +3,7 @@
     python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one on each at a time
+    python -m experiments.measure_all --peers DIR                   # others' side of the same work in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
 What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
@@ -20,11 +21,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from pallas_kernels.bench.command import add_results_folder, interruptible
+from pallas_kernels.bench.peers import asked
 
 BATCHES = "1,16,64,128,256,512"
 QUANT_STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
@@ -40,6 +42,14 @@ class Command:
     line: str
     seconds: int
     timed: bool = True  # alone on the device; tests run side by side
+    peer_seconds: int = 0  # more, where others are measured beside it; 0: it has none
+
+    def beside(self, peers: Path | None) -> "Command":
+        """The command with others' scripts beside it, where it has any."""
+        if peers is None or not self.peer_seconds:
+            return self
+        line = f"{self.line} --peers {shlex.quote(str(peers))}"
+        return replace(self, line=line, seconds=self.seconds + self.peer_seconds)
 
 
 COMMANDS = (
@@ -70,11 +80,16 @@ COMMANDS = (
         "-m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16 --results {results}",
         150,
     ),
-    Command("throughput", "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}", 260),
+    Command(
+        "throughput",
+        "-m experiments.throughput --scheme bf16 --kv-cache bf16 --results {results}",
+        260,
+        peer_seconds=300,
+    ),
     Command("start_up", "-m experiments.start_up --results {results}", 240),
-    Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200),
-    Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170),
-    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130),
+    Command("qps", "-m experiments.qps --repeats 3 --results {results}", 200, peer_seconds=400),
+    Command("decode_attention", "-m pallas_kernels.decode_attention.bench --results {results}", 170, peer_seconds=60),
+    Command("prefill_attention", "-m pallas_kernels.prefill_attention.bench --results {results}", 130, peer_seconds=40),
     Command(
         "quant_steps",
         "-m experiments.quant_steps --backend mosaic --steps 20 --repeats 2 --threads 14"
@@ -83,13 +98,23 @@ COMMANDS = (
     ),
     Command("C16", "-m experiments.claims C16 --results {results}", 60),
     Command("throughput_kv", "-m experiments.throughput --scheme bf16 --kv-cache int8-g8 --results {results}", 250),
-    Command("throughput_w8a8", "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}", 250),
+    Command(
+        "throughput_w8a8",
+        "-m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --results {results}",
+        250,
+        peer_seconds=300,
+    ),
     Command(
         "throughput_8b",
         "-m experiments.throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16 --results {results}",
         250,
     ),
-    Command("qps_w8a8", "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 2 --results {results}", 200),
+    Command(
+        "qps_w8a8",
+        "-m experiments.qps --quantize w8a8 --kv-cache int8-g8 --repeats 3 --results {results}",
+        220,
+        peer_seconds=260,
+    ),
     # One process: a minute of compiling, and the run of the usual policies, are shared.
     Command("serving", "-m experiments.claims C3 C1 C11 C4 --results {results}", 400),
     Command("C24", "-m experiments.claims C24 --results {results}", 240),
@@ -116,11 +141,13 @@ COMMANDS = (
         "fp8_matmul",
         "-m pallas_kernels.fp8_matmul.bench --peer-rows 1 64 512 --seconds 40 --results {results}",
         60,
+        peer_seconds=60,
     ),
     Command(
         "int8_matmul",
         "-m pallas_kernels.int8_matmul.bench --peer-rows 1 16 64 512 --seconds 40 --results {results}",
         60,
+        peer_seconds=60,
     ),
     Command("C5", "-m experiments.claims C5 --results {results}", 100),
     Command("C21", "-m experiments.claims C21 --results {results}", 90),
@@ -186,12 +213,12 @@ def run(command: Command, results: Path, deadline: float, gpu: str | None = None
     return f"{'ok' if status == 0 else f'exit status {status}'} after {time.monotonic() - start:.0f} s"
 
 
-def chosen(only: list[str] | None) -> list[Command]:
+def chosen(only: list[str] | None, peers: Path | None = None) -> list[Command]:
     """The commands of these names, in the order of the list. Raises ValueError for a name that no command has."""
     names = {command.name for command in COMMANDS}
     if unknown := [name for name in only or () if name not in names]:
         raise ValueError(f"no command is called {', '.join(unknown)}; commands: {', '.join(sorted(names))}")
-    return [command for command in COMMANDS if only is None or command.name in only]
+    return [command.beside(peers) for command in COMMANDS if only is None or command.name in only]
 
 
 def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
@@ -211,12 +238,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=8, help="commands that run side by side on a GPU, where they are not timed"
     )
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="others' side beside those that have one")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
     add_results_folder(parser)
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args(argv)
+    asked(parser, args)
     try:
-        commands = chosen(args.only)
+        commands = chosen(args.only, args.peers)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -415,7 +415,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, in place of a model"
     )
     parser.add_argument("--stream", action="store_true", help="with --url: every request streams")
-    peers.add_options(parser, 110)
+    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", 110)
     add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
@@ -435,6 +435,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.pool_gib is not None and (args.num_pages or not args.pool_gib > 0):
         parser.error("--pool-gib must be > 0, and --pages left out beside it")
     return args
+
+
+def serve_peers(requests: list[Request], args: argparse.Namespace) -> list[dict[str, Any]]:
+    lengths = [(r.prompt, r.output, r.arrival) for r in requests]
+    return peers.serving(args.peers, lengths, args.quantize is not None, args.repeats, args.peer_seconds)
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -461,8 +466,7 @@ def main(argv: list[str] | None = None) -> int:
         requests = read_workload(args.workload, args.requests, args.rate, args.seed)
         if not 0 <= args.cut < len(requests):
             raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
-        arrivals = [(r.prompt, r.output, r.arrival) for r in requests]
-        beside = peers.serving(args.peers, arrivals, args.peer_seconds) if args.peers else []
+        beside = serve_peers(requests, args) if args.peers else []
         rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
         with ResultFile(args.results, name_of(args), command, args.label) as result:
             for row in rows:

@@ -199,6 +199,17 @@ def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace
     )
 
 
+def peers_rows(args: argparse.Namespace) -> list[Table]:
+    """Others' steps of the same rows, those that their scripts can run."""
+    cases = [(c["batch"], c["input"], c["output"]) for c in (map(vars, args.rows) if args.rows else read_table())]
+    quantized = not scheme_name(args.scheme).startswith("bf16")
+    return [
+        row
+        for run in (peers.compiled_steps, peers.vllm_steps)
+        for row in run(args.peers, cases, quantized, args.peer_seconds)
+    ]
+
+
 def bars(found: list[Table]) -> Iterator[Table]:
     """Bars of decoding for the schemes that have one, and of prefill in 16 bits."""
     for row in found:
@@ -235,7 +246,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"
     )
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
-    peers.add_options(parser, 120)
+    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", 120)
     add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
@@ -252,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.throughput", *(sys.argv[1:] if argv is None else argv)]
     source = json.loads(H800.read_text(encoding="utf-8"))["source"]
-    beside = peers.compiled_steps(args.peers, args.peer_seconds) if args.peers else []
+    beside = peers_rows(args) if args.peers else []
     claim_memory()
 
     def decided(found: list[Table]) -> Iterator[Table]:

@@ -4,7 +4,6 @@
 what it should say. A measured figure of these pages that is in none of the sentences fails too.
 """
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -85,10 +84,9 @@ def beside_torch() -> list[float]:
 
 
 def beside_peers(batch: int) -> list[float]:
-    """Milliseconds of a decode step: ours and PyTorch's of one run, vLLM's of another."""
+    """Milliseconds of a decode step: ours and PyTorch's of one job, vLLM's of another."""
     found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8, batch=batch)
-    others = json.loads((ROOT / "experiments" / "workloads" / "peers_h200.json").read_text(encoding="utf-8"))["rows"]
-    (vllm,) = [row for row in others if (row["weights"], row.get("batch")) == ("bf16", batch)]
+    vllm = only("qps_llama-2-7b_bfloat16-vllm", peer="vLLM", batch=batch)
     return [row["decode_ms"] for row in sorted(found, key=lambda row: "peer" in row)] + [vllm["decode_ms"]]
 
 

@@ -136,9 +136,9 @@ def test_a_person_finds_flashinfer_by_the_first_table(tmp_path):
     (tmp_path / "decode_attention-20261120-h200.svg").write_text("<svg/>")
     text = page(tmp_path, "kernels")
     title = "Decode attention against FlashInfer and cuDNN"
-    short = "1 of 2 cells at FlashInfer's time in another run or under it: 0.90 to 1.20 times it"
+    short = "1 of 2 cells at FlashInfer's time or under it: 0.90 to 1.20 times it"
     assert f"| [{title}](#{slug(title)}) | {short} | 3 of 5 | H200 | 2026-11-20 |" in text
-    assert "FlashInfer 0.7.2 on an H200 (a constant from another run, noted on 2026-11-20, of which" in text
+    assert "the time of FlashInfer's fastest variant, where it ran in the same job" in text
     assert "| R | length | H | K | kv | mosaic | cudnn, contiguous |" in text
     assert "| 1 | 1024 | 32 | 32 | bf16 | 9 | 8 |" in text
     assert "2 not measured: out of memory" in text
@@ -259,24 +259,54 @@ def test_steps_stand_beside_their_floor_and_peers_of_as_many_bits(tmp_path):
     row |= {"model": "m", "scheme": "s", "kv": "k", "floor_fraction": 0.8, "prefill_floor_fraction": 0.7}
     for name in ("bf16_kv-bf16", "bf16_kv-int8-g8", "w8a8_kv-int8-g8"):
         rows = [row, row | {"input": 1024, "decode_ms": 9.0, "floor_fraction": 0.9}]
-        rows += [{"peer": "torch", "batch": 32, "decode_ms": 5.0}] if name == "bf16_kv-bf16" else []
+        if name == "bf16_kv-bf16":  # two variants, of which the faster counts
+            peer = {"peer": "torch.compile and CUDA graphs", "batch": 32}
+            rows += [peer | {"decode_ms": ms} for ms in (5.5, 5.0, 6.0)]
         write(tmp_path, f"throughput_llama-2-7b_{name}-20261120-h200", experiment=name, rows=rows)
     text = short(tmp_path)
     assert "**jllm bf16**: 1.25 to 1.25 times its floor; PyTorch takes 1.25 to 1.25 times as long; vLLM*" in text
     assert text.count(" | 80% to 80% | 90% to 90% | 70% to 70% |") == 3
     scaled = 7.0 * 3350 / 4800
     assert f"| 32 | 3.20 | 4.00 | 5.00 | 5.76 | 3.20 | 4.00 | {scaled:.2f} | 3.20 | 4.00 | 5.09 |" in text
+    assert "vLLM*: [peers_h200](workloads/peers_h200.json)" in text
+    vllm = {"peer": "vLLM", "weights": "bf16", "batch": 32, "input": 8}
+    write(tmp_path, "qps_llama-2-7b_x-20261120-h200", experiment="x", rows=[vllm | {"decode_ms": 7.0}])
+    assert "| 32 | 3.20 | 4.00 | 5.00 | 7.00 |" in (text := short(tmp_path))
+    assert "vLLM*: [qps_llama-2-7b_x-20261120-h200](" in text  # of a job that timed no steps of ours
+    write(tmp_path, "throughput_llama-2-7b_y-20261119-h200", experiment="y", rows=[vllm | {"decode_ms": 6.5}])
+    assert "| 32 | 3.20 | 4.00 | 5.00 | 6.50 |" in (text := short(tmp_path))
+    assert "; vLLM: [throughput_llama-2-7b_y-20261119-h200](" in text
 
 
 def test_requests_a_second_have_their_interval_and_peers_say_that_they_ran_elsewhere(tmp_path):
     row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
     rows = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((30.0, 32.0))]
     mean = row | {"repeat": "mean", "qps": 31.0, "qps_ci": 2.5, "floor_fraction": 0.8}
-    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h200", rows=[*rows, mean, {"peer": "other", "qps": 99.0}])
+    cut = {"peer": "transformers' continuous batching", "qps": 99.0, "cut_off": True}
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h200", rows=[*rows, mean, cut])
     text = short(tmp_path)
     assert "| jllm bf16, KV bf16 | 31.0 | ± 2.5 | 80% | [2 runs](results/qps_llama-2-7b_bfloat16" in text
     assert re.search(r"\| vLLM\* bf16, KV bf16 \| 30\.1 \|  \|  \| \[another run\]", text)
     assert "99.0" not in text
+    served = [{"peer": "vLLM", "weights": "bf16", "kv": "bf16", "requests": 1024, "qps": qps} for qps in (28.0, 29.0)]
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261121-h200", rows=[*rows, *served], date="2026-11-21")
+    text = short(tmp_path)
+    assert "| vLLM bf16, KV bf16 | 29.0 |  |  | [2 runs](results/qps_llama-2-7b_bfloat16-20261121-h200.json) |" in text
+    assert "vLLM* bf16" not in text
+    assert "vLLM* fp8" in text
+
+
+def test_a_peer_of_the_same_file_stands_in_place_of_pasted_figures(tmp_path):
+    ours = {"kernel": "decode_attention", "peer": "mosaic", "R": 16, "length": 1024, "H": 32, "K": 8, "kv": "bf16"}
+    rows = [ours | {"us": 20.0}, ours | {"us": 25.0, "Q": 4}]
+    write(tmp_path, "decode_attention-20261120-h200", rows=rows)
+    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    assert (strip.kernel, strip.cells, strip.elsewhere) == ("decode attention, 32/8", {"16 x 1024": [22.6 / 20]}, True)
+    theirs = [ours | {"peer": "FlashInfer", "variant": v, "us": us, "Q": 1} for v, us in (("tc", 24.0), ("cuda", 30.0))]
+    write(tmp_path, "decode_attention-20261120-h200", rows=[*rows, *theirs])
+    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    assert (strip.cells, strip.elsewhere) == ({"16 x 1024": [1.2]}, False)
+    assert "FlashInfer, tc | FlashInfer, cuda |" in page(tmp_path, "kernels")
 
 
 def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):

@@ -135,15 +135,20 @@ def rows_tables(section: Section, rows: list[Row]) -> list[str]:
     return parts
 
 
+def head(row: Row, across: str) -> str:
+    """A pivot's column: each variant of a peer has its own."""
+    return ", ".join(str(row[key]) for key in (across, "variant") if key in row)
+
+
 def rows_table(table: Table, keys: Sequence[str], rows: list[Row]) -> str:
     columns = [key for key in keys if any(key in row for row in rows)]
     if table.pivot is None:
         cells = [[show(row.get(key)) if key in row else "" for key in columns] for row in rows]
         return folded(markdown(columns, cells), table.caption, len(cells))
     across, value = table.pivot
-    heads = list(dict.fromkeys(str(row[across]) for row in rows))
+    heads = list(dict.fromkeys(head(row, across) for row in rows))
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        found.setdefault(tuple(show(row.get(key)) for key in columns), {})[str(row[across])] = show(row.get(value))
+        found.setdefault(tuple(show(row.get(key)) for key in columns), {})[head(row, across)] = show(row.get(value))
     cells = [[*key, *(by.get(head, "") for head in heads)] for key, by in found.items()]
     return folded(markdown([*columns, *heads], cells), table.caption, len(cells))

@@ -13,7 +13,7 @@ from experiments.report.commands import load, module_of, parses
 from experiments.report.documents import Entry, Row
 from experiments.steps.devices import device_sheet
 
-PEERS = Path(__file__).parents[1] / "workloads" / "peers_h200.json"  # of runs of which there is no file
+PASTED = Path(__file__).parents[1] / "workloads" / "peers_h200.json"  # peers' figures, noted by hand in another run
 DEVICE = "NVIDIA H200"
 REQUESTS = 1024  # of the QPS workload
 
@@ -32,8 +32,9 @@ class Results:
         return [] if entry is None else [row for row in entry.rows if wanted.items() <= row.items()]
 
 
-def read_peers(**wanted: Any) -> list[Row]:
-    rows = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
+def pasted(**wanted: Any) -> list[Row]:
+    """Rows that stand in for a peer's where no file of a job has any."""
+    rows = json.loads(PASTED.read_text(encoding="utf-8"))["rows"]
     return [row for row in rows if wanted.items() <= row.items()]
 
 
@@ -57,8 +58,8 @@ def decode_series(results: Results) -> dict[str, list[Series]]:
     return {
         "16 bits": [
             *_ours(results, "16 bits", "bf16"),
-            _series("PyTorch", "peer", _torch(results)),
-            _series("vLLM*", "peer", read_peers(weights="bf16")),
+            *_peer_steps(results, "PyTorch", "torch.compile and CUDA graphs", "bf16"),
+            *_peer_steps(results, "vLLM", "vLLM", "bf16"),
         ],
         "int8-g8 KV": [
             *_ours(results, "int8-g8 KV", "bf16, int8-g8 KV"),
@@ -66,7 +67,8 @@ def decode_series(results: Results) -> dict[str, list[Series]]:
         ],
         "8 bits": [
             *_ours(results, "8 bits", "w8a8, int8-g8 KV"),
-            _series("vLLM* fp8", "peer", read_peers(weights="fp8")),
+            *_peer_steps(results, "PyTorch w8a8", "torch.compile and CUDA graphs", "w8a8"),
+            *_peer_steps(results, "vLLM fp8", "vLLM", "fp8"),
         ],
     }
 
@@ -96,11 +98,37 @@ def _series(name: str, kind: str, rows: Iterable[Row], key: str = "decode_ms") -
     return Series(name, kind, {row["batch"]: row[key] for row in rows if key in row})
 
 
-def _torch(results: Results) -> list[Row]:
-    """PyTorch's compiled steps of the newest run that had them beside its own."""
-    found = [e for e in results.entries if e.label.startswith("throughput_llama-2-7b") and e.device == DEVICE]
-    peers = [[row for row in entry.rows if "peer" in row] for entry in sorted(found, key=lambda e: e.document["date"])]
-    return next((rows for rows in reversed(peers) if rows), [])
+@dataclass(frozen=True)
+class PeerSteps(Series):
+    """A peer's, each batch's of its fastest variant, and the file that has them."""
+
+    source: Path
+
+
+def _peer_steps(results: Results, name: str, peer: str, weights: str) -> Iterator[PeerSteps]:
+    """From the newest job that had them beside our own decode steps, else beside our requests, else pasted; marked, but
+    for the first."""
+    entries = sorted(results.entries, key=lambda entry: entry.document["date"], reverse=True)
+    for work, mark in (("throughput", ""), ("qps", "*")):
+        for entry in entries:
+            rows = [row for row in entry.rows if _is_step(row, peer, weights)]
+            if rows and entry.label.startswith(f"{work}_llama-2-7b") and entry.device == DEVICE:
+                yield PeerSteps(name + mark, "peer", _fastest(rows), entry.path)
+                return
+    if rows := [row for row in pasted(weights=weights) if _is_step(row, peer, weights)]:
+        yield PeerSteps(f"{name}*", "peer", _fastest(rows), PASTED)
+
+
+def _is_step(row: Row, peer: str, weights: str) -> bool:
+    step = (row.get("peer"), row.get("weights", "bf16"), row.get("input", 8))
+    return step == (peer, weights, 8) and "decode_ms" in row
+
+
+def _fastest(rows: Iterable[Row]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for row in sorted(rows, key=lambda row: row["batch"]):
+        found[row["batch"]] = min(row["decode_ms"], found.get(row["batch"], row["decode_ms"]))
+    return found
 
 
 def _scaled(results: Results) -> dict[int, float]:
@@ -127,17 +155,34 @@ def requests_rows(results: Results) -> Iterator[Row]:
             name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
             yield {"name": name, **figures, "repeats": len(repeats), "file": entry.path.name}
-    for row in read_peers():
+    yield from _peer_requests(results)
+
+
+def _peer_requests(results: Results) -> Iterator[Row]:
+    """Each peer's, the best run of the newest job that had it beside our own and that ended; else pasted."""
+    found: dict[tuple[str, str], Row] = {}
+    for entry in sorted(results.entries, key=lambda entry: entry.document["date"]):
+        if re.fullmatch(r"qps_llama-2-7b_(.*)", entry.label) and entry.device == DEVICE:
+            ended = [row for row in entry.rows if "peer" in row and "qps" in row and not row.get("cut_off")]
+            for bits in {(row["peer"].split("'")[0], row.get("weights", "bf16")) for row in ended}:
+                of = [row for row in ended if (row["peer"].split("'")[0], row.get("weights", "bf16")) == bits]
+                best = max(of, key=lambda row: row["qps"])
+                found[bits] = best | {"kv": best.get("kv", "bf16"), "repeats": len(of), "file": entry.path.name}
+    for row in pasted():
         if "qps" in row:
-            part = "" if row["requests"] == REQUESTS else f" ({row['requests']} requests)"
-            yield {"name": f"{row['peer']}* {row['weights']}, KV {row['kv']}{part}", "qps": row["qps"]}
+            found.setdefault((row["peer"], row["weights"]), row)
+    for (peer, weights), row in found.items():
+        some = "" if row.get("requests", REQUESTS) == REQUESTS else f" ({row['requests']} requests)"
+        name = f"{peer}{'' if 'file' in row else '*'} {weights}, KV {row['kv']}{some}"
+        yield {"name": name} | {key: row[key] for key in ("qps", "repeats", "file") if key in row}
 
 
 # Kernels
 
 
 Cells = dict[str, list[float]]  # case -> how many times as fast as the peer, shape by shape
-TORCH_FP8 = r"\((\d+), .* torch's fp8 \+ 10 %$"
+Name = str | Callable[[Row], str]  # of a row's case: what its values are put into, or what makes it
+WHO = ("peer", "variant", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")  # says nothing of the case
 
 
 @dataclass(frozen=True)
@@ -147,21 +192,23 @@ class Strip:
     kernel: str
     peer: str
     cells: Cells
-    elsewhere: bool = False  # whether the peer's times are a constant of another run
+    elsewhere: bool = False  # whether the peer's times are of another run, of which there is no file
 
 
 def strips(results: Results) -> list[Strip]:
     """Every kernel's newest benchmark."""
     found = [
-        Strip("decode attention, 32/32", "FlashInfer", _attention_bars(results, "32/32"), elsewhere=True),
-        Strip("decode attention, 32/8", "FlashInfer", _attention_bars(results, "32/8"), elsewhere=True),
+        *(
+            _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
+            for k in (32, 8)
+        ),
         Strip("decode attention", "cuDNN, contiguous", _cudnn(results)),
-        Strip("prefill attention", "FlashInfer", _of_bars(results, "prefill_attention", r"^(\S+) causal$"), True),
+        _beside(results, "prefill attention", "FlashInfer", "prefill_attention", _prefill_case, kv="bf16"),
         Strip("prefill attention", "cuDNN", _pairs(results, "prefill_attention", "cudnn", _prefill_case, kv="bf16")),
         Strip("bf16 product, by rows", "XLA", _by_rows(results, ("matmul-other", "matmul-many"), "xla")),
         Strip("bf16 SwiGLU, by rows", "two kernels", _by_rows(results, ("swiglu", "swiglu-other"), "default")),
-        Strip("int8 product, by rows", "torch's fp8", _of_bars(results, "int8_matmul", TORCH_FP8, slack=1.1), True),
-        Strip("fp8 product, by rows", "torch's fp8", _of_bars(results, "fp8_matmul", TORCH_FP8, slack=1.1), True),
+        _beside(results, "int8 product, by rows", "torch fp8", "int8_matmul", "{M}", ours="int8_matmul"),
+        _beside(results, "fp8 product, by rows", "torch fp8", "fp8_matmul", "{M}", ours="fp8_matmul"),
         Strip("w4a16-g128 product, by rows", "XLA's bf16", _weights(results)),
         Strip("norm to int8, by rows", "XLA", _pairs(results, "norm_quant", "xla", "{T}", kind="int8")),
         Strip("SiLU, product to int8, by rows", "XLA", _pairs(results, "silu_mul_quant", "xla", "{T}", kind="int8")),
@@ -171,35 +218,43 @@ def strips(results: Results) -> list[Strip]:
     return [strip for strip in found if strip.cells]
 
 
-def _of_bars(results: Results, label: str, pattern: str, case: str = "{}", slack: float = 1.0) -> Cells:
-    """Cells of bars that are a peer's times, with some slack."""
-    entry = results.entry(label)
+def _beside(
+    results: Results, kernel: str, peer: str, label: str, case: Name, ours: str = "mosaic", **wanted: Any
+) -> Strip:
+    """Ours against the fastest variant of a peer, by the rows of one file; while that has none of the peer's, pasted
+    ones, whose keys are fewer."""
+    own = [row for row in results.rows(label, peer=ours, **wanted) if row.get("Q", 1) == 1]
+    theirs = results.rows(label, peer=peer)
+    elsewhere = not any("us" in row for row in theirs)
+    if elsewhere:
+        theirs = pasted(peer=peer)
     cells: Cells = {}
-    for bar in entry.document["bars"] if entry else ():
-        if match := re.search(pattern, bar["name"]):
-            cells.setdefault(case.format(*match.groups()), []).append(bar["bar"] / slack / bar["value"])
-    return cells
+    for row in [row for row in own if "us" in row]:
+        alike = [
+            other
+            for other in theirs
+            if all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
+        ]
+        if times := [other["us"] for other in alike if "us" in other]:
+            cells.setdefault(_named(case, row), []).append(min(times) / row["us"])
+    return Strip(kernel, peer, cells, elsewhere)
 
 
-def _attention_bars(results: Results, heads: str) -> Cells:
-    return _of_bars(results, "decode_attention", rf"\((\d+), (\d+)\) H/K={heads} bf16$", "{} x {}")
+def _named(case: Name, row: Row) -> str:
+    return case(row) if callable(case) else case.format(**row)
 
 
-def _pairs(
-    results: Results, label: str, peer: str, case: str | Callable[[Row], str], ours: str = "mosaic", **wanted: Any
-) -> Cells:
+def _pairs(results: Results, label: str, peer: str, case: Name, ours: str = "mosaic", **wanted: Any) -> Cells:
     """Cells of rows that differ in nothing but who computed them."""
-    name = case if callable(case) else lambda row: case.format(**row)
-    figures = ("peer", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")
     times: dict[str, dict[str, Row]] = {}
     for row in results.rows(label, **wanted):
         if "us" in row and row.get("peer") in (ours, peer):
-            key = json.dumps({k: v for k, v in row.items() if k not in figures})
+            key = json.dumps({k: v for k, v in row.items() if k not in WHO})
             times.setdefault(key, {})[row["peer"]] = row
     cells: Cells = {}
     for pair in times.values():
         if len(pair) == 2:
-            cells.setdefault(name(pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
+            cells.setdefault(_named(case, pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
     return cells
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
@@ -9,7 +10,8 @@ from experiments.claims.registry import TITLES
 from experiments.report.details import Places, places_of
 from experiments.report.documents import Entry, short
 from experiments.report.figures import (
-    PEERS,
+    PASTED,
+    PeerSteps,
     Results,
     Series,
     claim_rows,
@@ -71,10 +73,16 @@ def _steps(results: Results) -> Iterator[str]:
     yield "![Decode steps and requests a second against peers](results/summary-steps.svg)"
     cells = [[str(batch), *(_ms(each, batch) for each in columns)] for batch in BATCHES]
     yield markdown(["ms at batch", *(each.name for each in columns)], cells)
+    peers = [each for each in columns if isinstance(each, PeerSteps)]
+    sources = "".join(f"; {each.name}: [{each.source.stem}]({_from_page(each.source)})" for each in peers)
     yield (
-        f"\\* of another run, not side by side: [{PEERS.name}](workloads/{PEERS.name}) says which; PPL.LLM's are its "
-        "published steps on an H800 times the ratio of the two bandwidths. PyTorch's are of a job that timed jllm, too."
+        "\\* of no job that timed jllm's steps. PPL.LLM's are its published steps on an H800 times the ratio of the "
+        f"two bandwidths{sources}. A peer's step is that of its fastest variant."
     )
+
+
+def _from_page(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _shares(results: Results, places: Places) -> Iterator[str]:
@@ -115,7 +123,7 @@ def _requests(results: Results) -> Iterator[str]:
             interval = f"± {row['ci']:.1f}" if row.get("ci") else ""
             share = f"{row['share']:.0%}" if row.get("share") else ""
             runs = f"{row['repeats']} run{'s' * (row['repeats'] > 1)}" if "file" in row else ""
-            source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PEERS.name})"
+            source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PASTED.name})"
             cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
         yield "The QPS workload, 1,024 conversations at once; intervals are Student's t at 95 % over the repeats."
         yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
@@ -125,7 +133,7 @@ def _kernels(results: Results) -> Iterator[str]:
     if strips(results):
         yield (
             "How many times as fast as a peer, case by case: green is faster, red slower; two figures are the range "
-            "over shapes. \\* marks peers whose times are constants of another run."
+            "over shapes. \\* marks peers whose times are of another run, of which there is no file."
         )
         yield "![Kernels against peers](results/summary-kernels.svg)"
 

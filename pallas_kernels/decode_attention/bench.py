@@ -3,11 +3,12 @@
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--triton]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive]
-        [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
+        [--peers DIR] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
-The ceiling is the best rate of the run, cuDNN's included.
+The ceiling is the best rate of the run, cuDNN's included. FlashInfer runs first, all its variants, where --peers names
+the folder of its script (pallas_kernels/bench/peers.py).
 """
 
 import argparse
@@ -16,12 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.cases import random_tables
 from pallas_kernels.bench.command import make_parser, record
@@ -31,13 +34,6 @@ from pallas_kernels.decode_attention.cases import BENCH_CASES, SEGMENT_CASES, SH
 from pallas_kernels.decode_attention.config import choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 
-# Microseconds of FlashInfer 0.7.2 in bf16, pages of 16, on an H200, from another run, noted on 2026-11-20: (H, K, rows,
-# length).
-PEERS = {
-    (32, 32, 1, 1024): 9.3, (32, 32, 1, 16384): 69.1, (32, 32, 16, 1024): 65.6, (32, 32, 64, 1024): 249.8,
-    (32, 32, 128, 2048): 966.0, (32, 32, 256, 512): 488.6, (32, 8, 1, 1024): 8.9, (32, 8, 1, 16384): 26.6,
-    (32, 8, 16, 1024): 22.6, (32, 8, 64, 1024): 73.3, (32, 8, 128, 2048): 256.4, (32, 8, 256, 512): 142.0,
-}  # fmt: skip
 SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
 TRITON = 1 / 0.85  # of mosaic's time, at (64, 1024) and above: the most that backend triton may take
 SLACK = {"fp8": 1.15, "int8": 1.15, "int4": 1.4}  # time over bf16's, at most this times the ratio of bytes
@@ -213,8 +209,9 @@ def table(
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """FlashInfer's time in bf16; for other formats bf16's time by the ratio of bytes and the slack; for skewed lengths
-    uniform ones' time and 15 %; for segments one row's time and 5 %; for backend triton mosaic's."""
+    """In bf16 the time of FlashInfer's fastest variant, where it ran; for other formats bf16's time by the ratio of
+    bytes and the slack; for skewed lengths uniform ones' time and 15 %; for segments one row's time and 5 %; for
+    backend triton mosaic's."""
     found, triton = (
         {
             (row["H"], row["K"], row["R"], row["length"], row["kv"], row.get("Q", 1)): row["us"]
@@ -223,9 +220,10 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
         for who in ("mosaic", "triton")
     )
+    flashinfer = peers.best(rows, peers.FLASHINFER, ("H", "K", "R", "length"))
     own = {(*case,): us for (*case, width), us in found.items() if width == 1}
     for (heads, kv_heads, count, length, kv), us in own.items():
-        limit = PEERS.get((heads, kv_heads, count, length)) if kv == "bf16" else None
+        limit = flashinfer.get((heads, kv_heads, count, length)) if kv == "bf16" else None
         bf16 = own.get((heads, kv_heads, count, length, "bf16"))
         if kv != "bf16" and bf16 is not None:
             stored, plain = (
@@ -283,14 +281,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--per-sm", type=int, help="workers that share a multiprocessor (these three: as configured)")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
+    peers.add_options(parser, "FlashInfer's paged attention", 60)
     args = parser.parse_args(argv)
+    beside = list(peers.decode_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     changes = {
         "by_warps": not args.by_warpgroups, "stages": args.stages, "consecutive": args.consecutive,
     }  # fmt: skip
     tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
     changes |= {name: value for name, value in tuned.items() if value is not None}
     rows = table(args.parts, args.heads, args.formats, args.cells, args.triton, **changes)
-    return record("decode_attention", args, argv, rows, summarize)
+    return record("decode_attention", args, argv, chain(rows, beside), summarize)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long it takes on the device at LLaMA-7B's shapes, next to int8_matmul, XLA's fp8 product and torch's.
 
-python -m pallas_kernels.fp8_matmul.bench [--json] [--rows 1 128 4096] [--seconds 45] [--triton] [--record]
+python -m pallas_kernels.fp8_matmul.bench [--json] [--rows 1 128 4096] [--seconds 45] [--triton] [--peers DIR]
 """
 
 import sys
@@ -12,7 +12,7 @@ bars = partial(bench.bars, "fp8_matmul")
 
 
 def main(argv: list[str] | None = None) -> int:
-    return bench.main("fp8_matmul", __doc__, ("int8_matmul", "torch fp8", "xla fp8"), argv)
+    return bench.main("fp8_matmul", __doc__, ("int8_matmul", "xla fp8"), argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How long it takes on the device at LLaMA-7B's shapes, next to XLA's s8 and bf16 products and torch's `_int_mm`.
+"""How long it takes on the device at LLaMA-7B's shapes, next to XLA's s8 and bf16 products, and torch's.
 
-python -m pallas_kernels.int8_matmul.bench [--json] [--rows 1 128 4096] [--seconds 45] [--triton] [--record]
+python -m pallas_kernels.int8_matmul.bench [--json] [--rows 1 128 4096] [--seconds 45] [--triton] [--peers DIR]
 """
 
 import sys
@@ -12,7 +12,7 @@ bars = partial(bench.bars, "int8_matmul")
 
 
 def main(argv: list[str] | None = None) -> int:
-    return bench.main("int8_matmul", __doc__, ("xla int8", "torch int8", "xla bf16"), argv)
+    return bench.main("int8_matmul", __doc__, ("xla int8", "xla bf16"), argv)
 
 
 if __name__ == "__main__":

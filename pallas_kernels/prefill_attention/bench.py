@@ -1,10 +1,11 @@
 """How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
-    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--record]
+    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--peers DIR] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
 sequences; for a chunk that continues one it attends to all keys without a mask, and its rate is over all of them.
+FlashInfer runs first where --peers names the folder of its script (pallas_kernels/bench/peers.py).
 """
 
 import sys
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import device_us
@@ -25,8 +28,6 @@ from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, choose_config
 
-# Microseconds of FlashInfer 0.7.2 (fa3) over pages, on an H200, from another run, noted on 2026-11-20.
-FLASHINFER = {((2048,), (2048,)): 93.6, ((1024,) * 8, (1024,) * 8): 191.0, ((16384,), (16384,)): 3904.0}
 TRITON_RATE = 0.65  # of mosaic's, that backend triton must have
 CUDNN_RATE = 0.8  # of it, for 2048 tokens after 6144
 XLA_FLOPS = 1e12  # of a case: the xla backend does some 10 TFLOP/s
@@ -119,7 +120,7 @@ def cudnn(case: Case) -> Contender:
     return Contender(make, attend, flops, sets_for(case))
 
 
-def contenders(case: Case, peers: bool, with_triton: bool) -> dict[str, Callable[[Case], Contender]]:
+def contenders(case: Case, others: bool, with_triton: bool) -> dict[str, Callable[[Case], Contender]]:
     """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds; and the
     kernel without packing, where all sequences are short."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
@@ -127,7 +128,7 @@ def contenders(case: Case, peers: bool, with_triton: bool) -> dict[str, Callable
         found["triton"] = triton
     if max(case.kv_lens) <= WARPGROUP_ROWS:
         found["mosaic, unpacked"] = partial(mosaic, pack=False)
-    if peers and case.k_format == "bf16":
+    if others and case.k_format == "bf16":
         if len({*zip(case.q_lens, case.kv_lens)}) == 1:
             found["cudnn"] = cudnn
         if case.flops < XLA_FLOPS:
@@ -169,11 +170,11 @@ def matmul_ceiling(size: int = 8192) -> float:
     return 2 * size**3 / (device_us(lambda: multiply(x, y)) * 1e-6)
 
 
-def table(cases: list[Case], peers: bool, with_triton: bool) -> Iterator[dict[str, Any]]:
+def table(cases: list[Case], others: bool, with_triton: bool) -> Iterator[dict[str, Any]]:
     """One row a case and implementation, the run's ceiling first."""
     ceiling = round(matmul_ceiling() / 1e12)
     yield {"kernel": "matmul", "tflop_s": ceiling}
-    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, peers, with_triton).items()]
+    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, others, with_triton).items()]
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
         jobs = [pool.submit(build, contender) for _, _, contender in runs]
         wait(jobs)  # and is over before anything is timed
@@ -190,15 +191,15 @@ def table(cases: list[Case], peers: bool, with_triton: bool) -> Iterator[dict[st
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The bars of bf16 with 32 heads each: FlashInfer's times, and cuDNN's rate for a continued chunk; and of backend
-    triton mosaic's rate."""
+    """The bars of bf16 with 32 heads each: FlashInfer's times where it ran, and cuDNN's rate for a continued chunk; and
+    of backend triton mosaic's rate."""
     found = {
         (row["peer"], tuple(row["q_lens"]), tuple(row["kv_lens"])): row
         for row in rows
         if "us" in row and row["kernel"] == "prefill_attention" and (row["kv"], row["K"]) == ("bf16", 32)
     }
-    for lengths, limit in FLASHINFER.items():
-        if row := found.get(("mosaic", *lengths)):
+    for (*lengths, kv_heads), limit in peers.best(rows, peers.FLASHINFER, ("q_lens", "kv_lens", "K")).items():
+        if kv_heads == 32 and (row := found.get(("mosaic", *lengths))):
             yield bar(f"{len(lengths[0])}x{lengths[0][0]} causal", row["us"], "us", limit, most=True)
     continued = (2048,), (8192,)
     if (row := found.get(("mosaic", *continued))) and (peer := found.get(("cudnn", *continued))):
@@ -215,9 +216,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}), metavar="FORMAT")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
+    peers.add_options(parser, "FlashInfer's paged attention", 40)
     args = parser.parse_args(argv)
+    beside = list(peers.prefill_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     cases = [case for case in BENCH_CASES if case.k_format in args.kv]
-    return record("prefill_attention", args, argv, table(cases, not args.mosaic_only, args.triton), bars)
+    rows = chain(table(cases, not args.mosaic_only, args.triton), beside)
+    return record("prefill_attention", args, argv, rows, bars)
 
 
 if __name__ == "__main__":

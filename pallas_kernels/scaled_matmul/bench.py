@@ -1,7 +1,8 @@
 """What the benchmarks of int8_matmul and fp8_matmul share: how they are timed, next to what, and their bars.
 
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
-profiler's, of the kernels alone; torch's are a CUDA graph's by CUDA events, which has the gaps between kernels in it.
+profiler's, of the kernels alone. torch runs first, all its variants, where --peers names the folder of its script
+(pallas_kernels/bench/peers.py).
 """
 
 import argparse
@@ -9,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
@@ -22,14 +25,6 @@ from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
 
-# Microseconds of torch's fp8 _scaled_mm with one scale a tensor (cuBLASLt) on an H200, from another run, noted on
-# 2026-11-20, at M of BENCH_ROWS: (K, N).
-TORCH_FP8 = {
-    (4096, 12288): (15.9, 16.3, 15.9, 17.1, 21.5, 38.7, 73.3, 277),
-    (4096, 4096): (7.7, 7.6, 7.7, 8.2, 10.3, 14.5, 25.1, 94.3),
-    (4096, 22016): (25.3, 25.7, 27.5, 29.8, 35.8, 66.6, 138, 531),
-    (11008, 4096): (16.6, 17.1, 15.1, 17.1, 22.5, 33.0, 61.5, 245),
-}
 OVER_TORCH = 1.1  # time
 TOP_S = 1350  # at M of 1024 and above
 FEW_ROWS = 64  # up to which bandwidth counts
@@ -47,7 +42,6 @@ PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operatio
     "triton fp8": (partial(fp8_matmul, backend="triton"), "float8_e4m3fn"),
     "xla bf16": (lambda x, w, *_: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))), "bfloat16"),
 }
-TORCH = {"torch int8": "int8", "torch fp8": "float8_e4m3fn"}  # their operands
 OPERATIONS = ("int8_matmul", "fp8_matmul")
 
 
@@ -102,45 +96,6 @@ def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[
     return [(case, found[case]) for case in cases]
 
 
-def measure_torch(case: Case, dtype: str) -> float:
-    """Microseconds of torch's own product with one scale a tensor (of float8) or none (of int8)."""
-    import torch
-
-    layers, rng = layers_for(case), np.random.default_rng(0)
-
-    def operand(rows: int) -> Any:
-        return torch.from_numpy(codes(rng, (rows, case.k), dtype).view(np.int8)).cuda().view(getattr(torch, dtype))
-
-    x, w = operand(case.m), operand(case.n)
-    ws, one = [w.clone() for _ in range(layers)], torch.ones((), device="cuda")
-    torch.cuda.synchronize()
-
-    def run() -> None:
-        for w in ws:
-            if dtype == "int8":
-                torch._int_mm(x, w.t())
-            else:
-                torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        times = []
-        for _ in range(5):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(stream)
-            graph.replay()
-            stop.record(stream)
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) * 1e3 / layers)
-    del graph
-    return sorted(times)[len(times) // 2]
-
-
 def table(cases: Sequence[Case], names: Sequence[str], peer_rows: Sequence[int], seconds: float) -> Iterator[Row]:
     """One row a case and product, the operation's own first, peers' at some M; one that fails or comes too late says
     so."""
@@ -152,48 +107,38 @@ def table(cases: Sequence[Case], names: Sequence[str], peer_rows: Sequence[int],
             for alike in shapes.values():
                 if name not in OPERATIONS:
                     alike = [case for case in alike if case.m in peer_rows]
-                if name == "torch int8":
-                    alike = [case for case in alike if case.m > 16]  # _int_mm takes no fewer rows
                 if not alike:
                     continue
                 found: list[tuple[Case, float | Exception]]
                 if time.monotonic() > deadline:
                     found = [(case, RuntimeError(f"not measured within {seconds:.0f} s")) for case in alike]
-                elif name in TORCH:
-                    found = [(case, attempt(partial(measure_torch, case, TORCH[name]))) for case in alike]
                 else:
                     found = measure(alike, name, pool)
                 yield from (row_of(case, name, us) for case, us in found)
-
-
-def attempt(run: Callable[[], float]) -> float | Exception:
-    try:
-        return run()
-    except Exception as error:  # a peer that is missing costs its own rows only
-        return error
 
 
 def row_of(case: Case, name: str, us: float | Exception) -> Row:
     row: Row = {"kernel": "scaled_matmul", "peer": name, "M": case.m, "K": case.k, "N": case.n}
     if isinstance(us, Exception):
         return row | {"error": (str(us) or repr(us)).splitlines()[0][:200]}
-    operand = PRODUCTS[name][1] if name in PRODUCTS else TORCH[name]
+    operand = PRODUCTS[name][1]
     tflop_s, gb_s = 2 * case.m * case.k * case.n / us / 1e6, moved_bytes(case, operand) / us / 1e3
     return row | {"dtype": operand, "us": round(us, 2), "tflop_s": round(tflop_s), "gb_s": round(gb_s)}
 
 
 def bars(operation: str, rows: list[Row]) -> Iterator[Row]:
-    """Bars of the operation's own rows: torch's fp8 figures, XLA's time, the rate of many rows, the bandwidth of
+    """Bars of the operation's own rows: torch's fp8 time where it ran, XLA's, the rate of many rows, the bandwidth of
     few."""
     us = {(row["peer"], row["M"], row["K"], row["N"]): row["us"] for row in rows if "us" in row and "peer" in row}
+    torch_fp8 = peers.best(rows, "torch fp8", ("M", "K", "N"))
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
     for row in rows:
         if row.get("peer") != operation or "us" not in row:
             continue
         m, k, n = row["M"], row["K"], row["N"]
         name = f"(M, K, N)=({m}, {k}, {n})"
-        if m in BENCH_ROWS and (k, n) in TORCH_FP8:
-            limit = OVER_TORCH * TORCH_FP8[k, n][BENCH_ROWS.index(m)]
+        if (m, k, n) in torch_fp8:
+            limit = OVER_TORCH * torch_fp8[m, k, n]
             yield bar(f"{name} torch's fp8 + 10 %", row["us"], "us", round(limit, 3), most=True)
         for peer, slack in (("xla int8", 1.0), ("int8_matmul", OVER_INT8)):
             limit = slack * us.get((peer, m, k, n), float("inf"))
@@ -210,24 +155,25 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
     """Adds each row's share of the run's best bandwidth, and yields the bars."""
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
     for row in rows:
-        if "us" in row:
+        if "gb_s" in row and "us" in row:
             row["fraction"] = round(row["gb_s"] / ceiling, 3)
     return bars(operation, rows)
 
 
-def main(operation: str, description: str | None, peers: Sequence[str], argv: list[str] | None) -> int:
-    """The command of one operation: `peers` of PRODUCTS, "torch int8" or "torch fp8" beside it."""
+def main(operation: str, description: str | None, beside: Sequence[str], argv: list[str] | None) -> int:
+    """The command of one operation: others of PRODUCTS beside it."""
     parser: argparse.ArgumentParser = make_parser(description)
     parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
-    parser.add_argument("--own-only", action="store_true", help="leave out the peers")
+    parser.add_argument("--own-only", action="store_true", help="leave out XLA's")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
-    parser.add_argument("--peer-rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M", help="where peers run")
+    parser.add_argument("--peer-rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M", help="where XLA's run")
     parser.add_argument("--seconds", type=float, default=600.0, help="time after which no measurement begins")
+    peers.add_options(parser, "torch's products", 60)
     args = parser.parse_args(argv)
+    by_torch = list(peers.products(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     operand = PRODUCTS[operation][1]
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
     names = [operation] + (["triton " + operation.removesuffix("_matmul")] if args.triton else [])
-    names += [] if args.own_only else peers
-    return record(
-        operation, args, argv, table(cases, names, args.peer_rows, args.seconds), partial(summarize, operation)
-    )
+    names += [] if args.own_only else beside
+    rows = chain(table(cases, names, args.peer_rows, args.seconds), by_torch)
+    return record(operation, args, argv, rows, partial(summarize, operation))

@@ -26,10 +26,12 @@ def test_flops_count_visible_keys():
 def test_bars_are_read_off_the_rows():
     shape = {"kernel": "prefill_attention", "K": 32, "kv": "bf16"}
     rows = [{"kernel": "matmul", "tflop_s": 700}, {"kernel": "prefill_attention", "peer": "xla", "error": "no"}]
-    for lengths in (*bench.FLASHINFER, ((2048,), (8192,))):
+    for lengths, limit in FLASHINFER.items():
         sizes = {"q_lens": list(lengths[0]), "kv_lens": list(lengths[1])}
         rows += [{**shape, **sizes, "peer": peer, "us": 100.0, "tflop_s": rate} for peer, rate in PEERS.items()]
         rows.append({**shape, **sizes, "K": 8, "peer": "mosaic", "us": 1.0, "tflop_s": 1})
+        if limit:  # and a slower variant
+            rows += [{**shape, **sizes, "peer": "FlashInfer", "us": us, "tflop_s": 1} for us in (limit, 2 * limit)]
     found = {bar["name"]: (bar["value"], bar["met"]) for bar in bench.bars(rows)}
     assert found == {
         "1x2048 causal": (100.0, False),
@@ -39,6 +41,9 @@ def test_bars_are_read_off_the_rows():
     }
 
 
+FLASHINFER = {
+    ((2048,), (2048,)): 93.6, ((1024,) * 8, (1024,) * 8): 191.0, ((16384,), (16384,)): 3904.0, ((2048,), (8192,)): None,
+}  # fmt: skip
 PEERS = {"mosaic": 450, "cudnn": 600}
 
 

@@ -16,10 +16,16 @@ def row(peer: str, m: int, k: int, n: int, us: float, **more) -> dict:
     return {"peer": peer, "M": m, "K": k, "N": n, "us": us, "gb_s": 3000, "tflop_s": 1400} | more
 
 
+TORCH_FP8 = (
+    (1, 4096, 12288, 15.9), (1, 4096, 12288, 19.0), (64, 4096, 4096, 7.7), (4096, 11008, 4096, 245.0),
+)  # fmt: skip
+
+
 def test_bars_are_read_off_the_rows():
     rows = [
         {"kernel": "copy", "gb_s": 4000},
-        row("int8_matmul", 1, 4096, 12288, 17.0),  # torch's fp8: 15.9
+        row("int8_matmul", 1, 4096, 12288, 17.0),
+        *(row("torch fp8", *shape, us) for *shape, us in TORCH_FP8),
         row("xla int8", 1, 4096, 12288, 16.0),
         row("int8_matmul", 64, 4096, 4096, 9.0, gb_s=2000),
         row("int8_matmul", 4096, 11008, 4096, 280.0, tflop_s=1300),
