@@ -161,7 +161,7 @@ def test_what_fails_later_says_why_too(tmp_path):
 
 
 def test_a_file_that_says_why_names_no_folder(tmp_path):
-    (row,) = peers.compiled_steps(tmp_path, 60)
+    (row,) = peers.compiled_steps(tmp_path, CASES, False, 60)
     assert str(tmp_path) in row["error"], "python's own words, as they are printed"
     with ResultFile(tmp_path / "results", "x", ["python"]) as result:
         result.add(row)
