@@ -150,6 +150,7 @@ COMMANDS = (
         peer_seconds=60,
     ),
     Command("C5", "-m experiments.claims C5 --results {results}", 100),
+    Command("C31", "-m experiments.claims C31 --results {results}", 90),
     Command("C21", "-m experiments.claims C21 --results {results}", 90),
     Command("C22", "-m experiments.claims C22 --results {results}", 90),
     Command("silu_mul_quant", "-m pallas_kernels.silu_mul_quant.bench --rows 1 8192 128 512 --results {results}", 60),
