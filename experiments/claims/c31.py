@@ -49,7 +49,8 @@ def by_bytes(case: Case) -> Row:
     """Millions of bytes that each has to move of K and V of a layer."""
     fused, plain = moved_bytes(case), moved_bytes(unquantized(case))
     separate = fused if plain <= CACHES else fused + 2 * plain
-    return ratios(*(round(moved / 1e6, 3) for moved in (fused, separate, plain)), "mb")
+    fused_mb, separate_mb, plain_mb = (round(moved / 1e6, 3) for moved in (fused, separate, plain))
+    return ratios(fused_mb, separate_mb, plain_mb, "mb")
 
 
 def ratios(fused: float, separate: float, library: float, unit: str) -> Row:
