@@ -3,7 +3,9 @@ that the first start left in files.
 
     python -m experiments.start_up --config configs/llama-2-7b.json --slots 512
 
-Each start has a process of its own, random weights and an empty compilation cache of JAX's.
+Each start has a process of its own, random weights and an empty compilation cache of JAX's. --processes says how many
+others trace steps beside a cold one (jllm/engine/tracing.py); with several numbers each has its cold start, one after
+the other. The bar of a cold start is that of a start without them.
 """
 
 import argparse
@@ -31,7 +33,7 @@ BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots
 SAMPLING = SamplingParams(max_new_tokens=2, ignore_eos=True)
 
 
-def start(args: argparse.Namespace, folder: Path) -> Row:
+def start(args: argparse.Namespace, folder: Path, processes: int) -> Row:
     """One start, in a process that has not used JAX."""
     claim_memory()
     jax.config.update("jax_enable_compilation_cache", False)
@@ -39,6 +41,7 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
     jax.block_until_ready(model.params)
     begin = time.perf_counter()
     options = {"max_slots": args.slots, "kv_cache": args.kv_cache, "num_pages": args.pages}
+    options |= {"compile_processes": processes}
     engine = Engine(model, executables=folder, **options)
     made = time.perf_counter()
     sizes = engine.compile_ahead([SAMPLING])
@@ -48,9 +51,10 @@ def start(args: argparse.Namespace, folder: Path) -> Row:
         engine.step()
     end = time.perf_counter()
     times = {"start_s": end - begin, "engine_s": made - begin, "ahead_s": ready - made, "first_token_s": end - ready}
-    device = jax.devices()[0]
+    device, m = jax.devices()[0], engine.metrics()
     return {
-        "sizes": sizes, "loaded": engine.metrics()["compile_loaded"], **{k: round(v, 2) for k, v in times.items()},
+        "processes": processes, "sizes": sizes, "loaded": m["compile_loaded"], "elsewhere": m["compile_elsewhere"],
+        **{k: round(v, 2) for k, v in times.items()},
         "device": f"{device.platform}: {device.device_kind}",
     }  # fmt: skip
 
@@ -59,22 +63,24 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     path = Path(args.model or args.config)
     name = path.parent.name if path.stem == "config" else path.stem
     about = {"model": name, "scheme": scheme_name(args.quantize or args.dtype), "slots": args.slots}
-    with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(args.repeats + 1):
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                row = pool.submit(start, args, Path(folder)).result()
-            kind = "warm" if repeat else "cold"
-            print(f"{kind} start: {row['start_s']} s", file=sys.stderr, flush=True)
-            yield {**about, "start": kind, **row}
-        size = sum(path.stat().st_size for path in Path(folder).iterdir())
-        print(f"the files of {row['sizes']} sizes of steps take {size / (1 << 20):.0f} MiB", file=sys.stderr)
+    for processes in args.processes:
+        with tempfile.TemporaryDirectory() as folder:
+            for repeat in range(args.repeats + 1 if processes == args.processes[-1] else 1):
+                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                    row = pool.submit(start, args, Path(folder), processes).result()
+                kind = "warm" if repeat else "cold"
+                print(f"{kind} start: {row['start_s']} s", file=sys.stderr, flush=True)
+                yield {**about, "start": kind, **row}
+            size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    print(f"the files of {row['sizes']} sizes of steps take {size / (1 << 20):.0f} MiB", file=sys.stderr)
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
     """The slowest start of each kind: those of LLaMA-7B with 512 slots on an H200 have a bar."""
     chosen = [row for row in rows if (row["model"], row["slots"]) == ("llama-2-7b", 512) and "H200" in row["device"]]
     for kind, most in BARS.items():
-        slowest = max((row for row in chosen if row["start"] == kind), key=lambda row: row["start_s"], default=None)
+        of_kind = (row for row in chosen if row["start"] == kind and not (kind == "cold" and row.get("processes")))
+        slowest = max(of_kind, key=lambda row: row["start_s"], default=None)
         if slowest is not None:
             name = f"{kind} start, {slowest['model']} {slowest['scheme']}, {slowest['slots']} slots"
             yield bar(name, slowest["start_s"], "s", most, most=True)
@@ -91,7 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=positive, default=512)
     parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
     parser.add_argument("--kv-cache", help="KV format")
-    parser.add_argument("--repeats", type=positive, default=2, help="of the warm start")
+    processes = "that trace steps beside a cold start's own; with several numbers, one cold start with each"
+    parser.add_argument("--processes", type=int, nargs="+", default=[0], metavar="N", help=processes)
+    parser.add_argument("--repeats", type=positive, default=2, help="of the warm start, after the last cold one")
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = ["python", "-m", "experiments.start_up", *(sys.argv[1:] if argv is None else argv)]

@@ -23,6 +23,7 @@ The references (reference.py of each operation) are for tests, and no backends.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
 # Backends of a kind of device, the first choice first; of others: xla.
 DEVICES = {"hopper": ("peer", "mosaic", "triton", "xla"), "ampere": ("peer", "triton", "xla")}
+TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
 
 
 def check_nothing(*_: Any) -> None:
@@ -113,7 +115,10 @@ def on_hopper() -> bool:
 
 
 def capability() -> str:
-    """The compute capability of the GPU that computes; an empty string where none does."""
+    """The compute capability of the GPU that computes; an empty string where none does. A process that traces for
+    another one is told by the variable TARGET."""
+    if (told := os.environ.get(TARGET)) is not None:
+        return told
     if jax.default_backend() != "gpu":
         return ""
     return str(getattr(jax.local_devices()[0], "compute_capability", ""))

@@ -110,6 +110,11 @@ def starts(device: str) -> tuple[float, ...]:
     return max(seconds["cold"]), *spread(seconds["warm"])
 
 
+def tracing(seconds: Callable[[dict[str, Any]], float]) -> tuple[float, float]:
+    """Of the least and the most that one step takes."""
+    return spread([seconds(row) for row in rows("step_tracing", "cpu")])
+
+
 def unharmed(scheme: str, kv: str) -> tuple[str]:
     low, high = accuracy("added_95", scheme, kv)  # type: ignore[misc]
     return ("nothing measurable" if low < 0 < high else "something",)
@@ -229,6 +234,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads on, and is "
     "{:.2f} to {:.2f} times as fast there as FlashAttention-2": attention,
     "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
+    "for Hopper hold its lock for {:.1f} to {:.1f} s, so": lambda: tracing(lambda row: row["trace_s"] + row["lower_s"]),
+    "and a step holds the lock for {:.2f} to {:.2f} s": lambda: tracing(lambda row: row["taken_in_s"]),
     "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
     "takes {:.2f}, {:.2f} and {:.2f} times that of Mosaic's kernels at batch 16, 64 and 128": beside_mosaic,
     "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,

@@ -88,16 +88,25 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path):
     assert still == needs > 0
 
 
-def start(folder):
+def test_steps_that_other_processes_traced_have_the_same_kernels(tmp_path):
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        own, theirs = (pool.submit(start, tmp_path / str(number), number).result() for number in (0, 2))
+    assert theirs[0] == own[0]
+    assert theirs[3] == own[3] > 0
+
+
+def start(folder, processes=0):
     """In a process of its own: tokens, programs that were loaded, bytes that the largest step needs, and its kernels if
     it was compiled."""
     jax.config.update("jax_enable_compilation_cache", False)  # what that has had cannot be serialized
-    engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, buckets=BUCKETS, executables=folder)
+    more = {"compile_processes": processes, "executables": folder}
+    engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, buckets=BUCKETS, **more)
     engine.compile_ahead()
     loaded = engine.metrics()["compile_loaded"]
+    assert engine.metrics()["compile_elsewhere"] == (len(BUCKETS) if processes else 0)
     ids = [engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=20)) for prompt in ([5] * 150, [6, 7])]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
-    (largest,) = [program for (bucket, _), program in engine._device.programs._kept.items() if bucket.tokens]
+    (largest,) = [program for (bucket, *_), program in engine._device.programs._kept.items() if bucket.tokens]
     kernels = 0 if loaded else largest.as_text().count('custom_call_target="mosaic_gpu')
     return [done[i] for i in ids], loaded, largest.memory_analysis().temp_size_in_bytes, kernels
 

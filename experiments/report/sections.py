@@ -446,13 +446,18 @@ LIBRARY = (
         (
             Table(
                 (
-                    "model", "scheme", "slots", "start", "sizes", "loaded", "start_s", "engine_s", "ahead_s",
-                    "first_token_s",
+                    "model", "scheme", "slots", "start", "processes", "sizes", "loaded", "start_s", "engine_s",
+                    "ahead_s", "first_token_s",
                 ),
                 "by start",
             ),
         ),
         starts,
+    ),
+    Section(
+        "step_tracing",
+        "How long tracing and lowering a step hold Python's lock",
+        "Processor time on the machine of the run, without a GPU; taken_in_s: where another process traces the step.",
     ),
     Section("load_memory", "Memory while a checkpoint loads"),
 )  # fmt: skip

@@ -273,7 +273,7 @@ def add_numbers(group: Group) -> None:
 # Engine options by the names of their flags.
 ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
-    *("speculate", "drafts", "acceptance", "deterministic", "progress"),
+    *("speculate", "drafts", "acceptance", "deterministic", "progress", "compile_processes"),
 )
 
 
@@ -316,5 +316,7 @@ def add_engine(group: Group) -> None:
         "--compile-cache", type=Path, metavar="DIR", help="keep compiled code there (default: the user's cache folder)"
     )
     cache.add_argument("--no-compile-cache", action="store_true", help="compile anew, and keep nothing")
+    processes = "trace steps in N more processes: a cold start takes less where there are processors (default: 0)"
+    group.add_argument("--compile-processes", type=int, metavar="N", help=processes)
     progress = "say what is being compiled where standard error is no terminal, too"
     group.add_argument("--progress", action="store_const", const=True, help=progress)

@@ -6,18 +6,21 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import config as jax_config
 from tqdm import tqdm
 
 from jllm.batch import Bucket
+from jllm.engine.tracing import Tracers, TracingFailed
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: on a terminal, and elsewhere
@@ -32,6 +35,7 @@ class Compiled:
     seconds: float = 0.0  # while at least one was made, tracing included
     cache_hits: int = 0  # programs that JAX's persistent cache had
     loaded: int = 0  # programs that files had (executables.py)
+    elsewhere: int = 0  # steps that other processes traced (tracing.py)
 
 
 class Recipe(NamedTuple):
@@ -41,6 +45,7 @@ class Recipe(NamedTuple):
     find: Callable[[], jax.stages.Compiled | None] = lambda: None
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
     name: str = "a program"  # in the progress that people see
+    step: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # packed_step's arguments and static ones, if it is one
 
 
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -69,16 +74,18 @@ class Compiler:
     """Makes programs in threads of its own, in the order in which they are added, and counts them in `compiled`.
 
     Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
+    With `processes`, so many trace steps at a time beside this one (tracing.py); what they cannot trace is traced here.
     Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
     progress: whether standard error says how far that is; None: where it is a terminal.
     """
 
-    def __init__(self, compiled: Compiled, progress: bool | None = None):
+    def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0):
         self._compiled, self._closed, self._progress = compiled, False, progress
         self._lock, self._tracing = threading.Lock(), threading.Lock()
         self._busy: dict[int, str] = {}  # by thread, the program that it makes
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
+        self._tracers = Tracers(processes) if processes else None
 
     def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
         return self._pool.submit(self._behind, recipe, own_settings())
@@ -87,7 +94,7 @@ class Compiler:
         """Makes a program in this thread, which waits for it."""
         if self._progress or (self._progress is None and sys.stderr is not None and sys.stderr.isatty()):
             print(f"compiling a step of {recipe.name}", file=sys.stderr, flush=True)
-        made = self._make(recipe, contextlib.nullcontext())
+        made = self._make(recipe, recipe.lower)
         with self._lock:
             self._compiled.first_use += 1
         return made
@@ -118,22 +125,35 @@ class Compiler:
     def close(self) -> None:
         """What has not begun never does; waits for the rest."""
         self._closed = True
+        if self._tracers is not None:
+            self._tracers.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _behind(self, recipe: Recipe, settings: Callable[[], AbstractContextManager[None]]) -> jax.stages.Compiled:
         with settings():
-            return self._make(recipe, self._tracing)
+            return self._make(recipe, partial(self._lower, recipe))
 
-    def _make(self, recipe: Recipe, tracing: AbstractContextManager) -> jax.stages.Compiled:
+    def _lower(self, recipe: Recipe) -> jax.stages.Lowered:
+        """In another process, or here, one at a time. Raises CancelledError once this is closed."""
+        if self._tracers is not None and recipe.step is not None:
+            try:
+                lowered = self._tracers.lower(*recipe.step)
+                with self._lock:
+                    self._compiled.elsewhere += 1
+                return lowered
+            except TracingFailed as why:
+                warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
+        with self._tracing:
+            if self._closed:
+                raise CancelledError
+            return recipe.lower()
+
+    def _make(self, recipe: Recipe, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         with self._counting(recipe.name):
             made = recipe.find()
             loaded = made is not None
             if made is None:
-                with tracing:
-                    if self._closed:
-                        raise CancelledError
-                    lowered = recipe.lower()
-                made = lowered.compile()
+                made = lower().compile()
             with self._lock:
                 self._compiled.programs += 1
                 self._compiled.loaded += loaded

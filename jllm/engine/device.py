@@ -69,6 +69,10 @@ class Device:
         self._config, self._params, self._backend = config, params, options.kernels
         if options.kernels == DETERMINISTIC:
             check_one_order(params, config)
+        if options.compile_processes and config.mesh is not None:
+            raise ConfigError(
+                "compile_processes trace steps of one device, and this model is spread over several: leave them out"
+            )
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -81,8 +85,9 @@ class Device:
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(
-            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks
-        )
+            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks,
+            options.compile_processes,
+        )  # fmt: skip
         self._state: State | None = None
         self.renew()
 

@@ -26,6 +26,7 @@ from pallas_kernels.kv_pages import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
+MOST_PROCESSES = 64  # that trace: each is a Python with JAX
 MOST_DRAFTS = MOST_NODES // 2  # in a chain
 MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
 
@@ -59,6 +60,7 @@ class EngineOptions:
     hooks: Hooks | None = None  # functions of the caller's own inside the steps
     acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
+    compile_processes: int = 0  # that trace steps compiled ahead, beside this one (tracing.py)
     progress: bool | None = None  # say on standard error what is being compiled; default: where that is a terminal
     trace: Sink | None = (
         None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
@@ -89,6 +91,9 @@ class EngineOptions:
             raise ConfigError(f"prefix_cache must be True or False, not {self.prefix_cache!r}")
         if not isinstance(self.progress, bool | None):
             raise ConfigError(f"progress must be True, False or None, not {self.progress!r}")
+        some = self.compile_processes
+        if not isinstance(some, Integral) or isinstance(some, bool) or not 0 <= int(some) <= MOST_PROCESSES:
+            raise ConfigError(f"compile_processes must be an integer from 0 to {MOST_PROCESSES}, not {some!r}")
         if not isinstance(self.executables, str | os.PathLike | None):
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
@@ -165,6 +170,7 @@ class EngineKeywords(TypedDict, total=False):
     hooks: Hooks | None
     acceptance: str | None
     executables: str | os.PathLike | None
+    compile_processes: int | None
     progress: bool | None
     trace: Sink | None
 

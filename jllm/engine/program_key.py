@@ -33,7 +33,7 @@ NODES = (tuple, list, dict, NoneType)
 # What names begin with: of packages that compile; of JAX's settings that change no program; of variables that do.
 DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")
 NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_", "JLLM_COMPUTE_")
 PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # set by JAX's import; of the tools there the content counts
 TOOLS = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice/libdevice.10.bc")
 
@@ -129,10 +129,11 @@ def reached(module: str, root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def check_unedited(files: Iterable[Path]) -> None:
-    """Raises NoKey if one was edited or removed since this process loaded it: what would be traced is not there."""
+def check_unedited(files: Iterable[Path], loaded: float = LOADED) -> None:
+    """Raises NoKey if one was edited or removed since a process loaded it, by default this one: what would be traced is
+    not there."""
     for path in files:
-        if not path.exists() or path.stat().st_mtime > LOADED:
+        if not path.exists() or path.stat().st_mtime > loaded:
             raise NoKey(f"{path} was edited or removed after it had been loaded")
 
 

@@ -26,7 +26,8 @@ Key = tuple[Bucket, Variant, str]  # with the part of the step that the program 
 
 
 class Programs:
-    """Programs live in packed_step's own cache, which engines over the same shapes share, or in files as well and here.
+    """Programs live in packed_step's own cache, which engines over the same shapes share; or, where there are files or
+    `processes` that trace, here, and in the files as well.
 
     arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
     static(bucket, variant, part) its static ones. between(variant) has what runs between steps of a variant. check
@@ -42,6 +43,7 @@ class Programs:
         check: Callable[[jax.stages.Compiled], None],
         progress: bool | None = None,
         between: Callable[[Variant], list[Recipe]] = lambda variant: [],
+        processes: int = 0,
     ):
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
@@ -49,13 +51,14 @@ class Programs:
         self._buckets = most_needed_first(buckets)
         self._arguments, self._static, self._files, self._check = arguments, static, files, check
         self._between = between
-        self._progress = progress
+        self._progress, self._processes = progress, processes
+        self._keeps = files is not None or processes > 0  # packed_step's cache has none that was not traced here
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
         self._permitted: set[Key] = set()  # those that a step may wait for
         self._jobs: dict[Key, Future] = {}
         self._failed: dict[Variant, BaseException] = {}
-        self._kept: dict[Key, jax.stages.Compiled] = {}  # with files, all those that were made
+        self._kept: dict[Key, jax.stages.Compiled] = {}  # those that were made, unless packed_step has them
         self._loaded: set[Path] = set()
         self._compiler: Compiler | None = None
 
@@ -91,9 +94,9 @@ class Programs:
         """Runs a program, which is made first where it has to be."""
         self.used.add(key)
         program = self._kept.get(key)
-        if key not in self._made or (self._files is not None and program is None):
+        if key not in self._made or (self._keeps and program is None):
             program = self._make(key)
-        if self._files is not None:
+        if self._keeps:
             assert program is not None
             return program(*arguments)
         return packed_step(*arguments, **self._static(*key))
@@ -201,14 +204,16 @@ class Programs:
         return made
 
     def _compiling(self) -> Compiler:
-        self._compiler = self._compiler or Compiler(self.compiled, self._progress)
+        self._compiler = self._compiler or Compiler(self.compiled, self._progress, self._processes)
         return self._compiler
 
     def _recipe(self, key: Key) -> Recipe:
         """For the thread whose settings count."""
         path = self.path(*key)
-        lower = partial(packed_step.lower, *self._arguments(*key), **self._static(*key))
-        return Recipe(lower, partial(self._find, key, path), partial(self._keep, key, path), _name(key[0]))
+        arguments, static = self._arguments(*key), self._static(*key)
+        lower = partial(packed_step.lower, *arguments, **static)
+        files = partial(self._find, key, path), partial(self._keep, key, path)
+        return Recipe(lower, *files, _name(key[0]), (arguments, static))
 
     def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
         found = None if self._files is None or path is None else self._files.load(path)
@@ -219,10 +224,10 @@ class Programs:
         return found
 
     def _keep(self, key: Key, path: Path | None, made: jax.stages.Compiled) -> None:
-        if self._files is not None:
+        if self._keeps:
             self._kept[key] = made
-            if path is not None and not jax_cache_is_on():
-                self._files.save(path, made)
+        if self._files is not None and path is not None and not jax_cache_is_on():
+            self._files.save(path, made)
 
     def _collect(self) -> None:
         """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs

@@ -1,0 +1,116 @@
+"""How long tracing and lowering a step for a Hopper GPU hold Python's lock: seconds of processor time, without a GPU.
+
+    python -m experiments.step_tracing --scheme bf16 w8a8 w4a16-g128 --decodes 1 64 512
+    python -m experiments.step_tracing --decodes 64 --chunks 64 --tokens 448
+
+trace_s and lower_s: in this process. taken_in_s: also in this process, where another one traces and lowers the step
+(jllm/engine/tracing.py). With each row come the Mosaic kernels in the module, and the size of its text in MB. A first
+step, which also imports and compiles what later ones share, is not counted. From shapes alone: no weights are there.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.arguments import positive, scheme_name
+from experiments.result_file import record
+from experiments.steps.timer import model_config
+from jllm.batch import Bucket
+from jllm.cache import make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.engine.layout import Layout, packed_step
+from jllm.engine.tracing import Tracers, named
+from jllm.param_specs import abstract_params
+from jllm.quant.quantize import quantize
+from jllm.state import State, make_slots
+from pallas_kernels.backends import TARGET
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+HOPPER = "9.0"
+WARM = Bucket(2, 0, 0)  # the step that is not counted
+
+
+@contextmanager
+def choosing_for(capability: str) -> Iterator[None]:
+    """Kernels are chosen for such a GPU, here and in processes that begin meanwhile."""
+    before = os.environ.get(TARGET)
+    os.environ[TARGET] = capability
+    try:
+        yield
+    finally:
+        os.environ.pop(TARGET)
+        if before is not None:
+            os.environ[TARGET] = before
+
+
+def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
+    """packed_step's arguments, by shape, and static ones."""
+    layout, formats = Layout(bucket, deltas=160), parse_kv_cache(args.kv_cache, config, jnp.bfloat16)
+    state = jax.eval_shape(lambda: State(make_cache(config, 4096, 16, formats), make_slots(512, 256)))
+    params = quantize(abstract_params(config, jnp.bfloat16), scheme)
+    return (params, state, jax.ShapeDtypeStruct((layout.size,), np.int32)), {"config": config, "layout": layout}
+
+
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What it gives, and the seconds of processor time that it took of this process."""
+    begin = time.process_time()
+    return run(), time.process_time() - begin
+
+
+def of_step(arguments: tuple[Any, ...], static: dict[str, Any], tracers: Tracers) -> dict[str, Any]:
+    """One step's times."""
+
+    def lower(traced: Any) -> jax.stages.Lowered:
+        return traced.lower(lowering_platforms=("cuda",))
+
+    traced, trace_s = timed(lambda: packed_step.trace(*arguments, **static))
+    lowered, lower_s = timed(lambda: lower(traced))
+    _, taken_s = timed(lambda: lower(jax.jit(named(tracers.export(arguments, static))).trace(*arguments)))
+    text = lowered.as_text()
+    return {
+        "kernels": text.count("@mosaic_gpu_v2"), "text_mb": round(len(text) / 1e6, 2), "trace_s": round(trace_s, 2),
+        "lower_s": round(lower_s, 2), "taken_in_s": round(taken_s, 3),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    config, tracers = model_config(args.config, args.layers), Tracers(1)
+    try:
+        with choosing_for(HOPPER):
+            of_step(*job(config, args.scheme[0], WARM, args), tracers)
+            for scheme in args.scheme:
+                for decodes in args.decodes:
+                    bucket = Bucket(decodes, args.tokens, args.chunks)
+                    about = {"scheme": scheme_name(scheme), "layers": config.num_layers, "kv": args.kv_cache or "bf16"}
+                    rows = {"decodes": decodes, "tokens": bucket.tokens}
+                    yield about | rows | of_step(*job(config, scheme, bucket, args), tracers)
+    finally:
+        tracers.close()
+
+
+@interruptible
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
+    parser.add_argument("--scheme", nargs="+", default=["bf16"], help="of the weights")
+    parser.add_argument("--kv-cache", help="KV format (default: bf16)")
+    parser.add_argument("--decodes", type=positive, nargs="+", default=[1, 16, 64, 512], help="rows that decode")
+    parser.add_argument("--tokens", type=int, default=0, help="prompt tokens in the step")
+    parser.add_argument("--chunks", type=int, default=0, help="chunks that these may be")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    command = ["python", "-m", "experiments.step_tracing", *(sys.argv[1:] if argv is None else argv)]
+    return record(args, "step_tracing", command, measure(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
