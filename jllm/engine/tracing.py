@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import jax
@@ -93,9 +94,8 @@ class Tracers:
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         own = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, TARGET: capability()}
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         # In a session of its own: Ctrl+C is for this process, which then ends it.
-        tracer = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, **pipes)
+        tracer = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=os.environ | own, start_new_session=True)
         with self._lock:
             self._all.add(tracer)
             closed = self._closed
