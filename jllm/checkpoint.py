@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,12 +21,15 @@ from jllm.parallel.mesh import ranks_of
 from jllm.parallel.shares import share
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, matrix_modules
+from jllm.quant.codes import scale_rows
 from jllm.quant.files import arrays, quantization_config
+from jllm.quant.kv_scales import scale_names, tensor_factors
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
 from jllm.safetensors_io import StoredTensor, encode_header, read_as_stored, read_tensor
+from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 __all__ = ["abstract_params", "init_params", "load_params", "save"]
@@ -55,23 +58,28 @@ def load_params(
     """
     path, dtype = Path(path), param_dtype(config, dtype)
     stored = stored_tensors(path)
-    quantized = _quantized_weights(path, config, stored)
+    quantized, kv_scales = _quantized_weights(path, config, stored)
     if quantized and scheme is not None:
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
     formats = {} if scheme is None else scheme.formats(matrix_modules(specs))
-    _check_tensors(path, specs, quantized, stored)
+    _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
     total = sum(tensor.nbytes for tensor in stored.values())
     room = None if free is None else free * ranks_of(config)  # a little is on each device alike
     check_weights(path, config, dtype, scheme, room, total if quantized else None)
     with _progress_bar(total) as advance:
+        with _named(path):
+            factors = tensor_factors({name: read_as_stored(stored[name], advance) for name in kv_scales}, stored)
 
         def read(spec: LeafSpec) -> np.ndarray:
             host, row = np.empty(spec.shape, dtype), 0
             for name, rows in spec.parts:
-                read_tensor(stored[name], host[row : row + rows], advance)
+                part = host[row : row + rows]
+                read_tensor(stored[name], part, advance)
+                if name in factors:
+                    part[...] = part.astype(compute_dtype(dtype)) * factors[name]
                 row += rows
             return host
 
@@ -82,7 +90,7 @@ def load_params(
 
         def load_weight(name: str, spec: LeafSpec, wanted: Formats) -> Weight:
             if name in quantized:
-                return placed(spec, _build(path, quantized[name], stored, advance))
+                return placed(spec, _build(path, quantized[name], stored, advance, spec, factors))
             if wanted:
                 return placed(spec, quantize_weight(name, jax.device_put(read(spec)), wanted))
             return placed(spec, read(spec))
@@ -99,24 +107,34 @@ def _specs(config: LlamaConfig, *, head: bool) -> Params:
     return param_specs(replace(config, tie_embeddings=not head))
 
 
-def _quantized_weights(path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """The weights that a checkpoint stores quantized, by name."""
+def _quantized_weights(
+    path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredWeight], tuple[str, ...]]:
+    """The weights that a checkpoint stores quantized, by name, and the names of its scales of K and V."""
     raw = load_quantization(path)
     if raw is None:
-        return {}
-    from jllm.quant.importers import stored_weights
+        return {}, ()
+    from jllm.quant.importers import has_kv_scales, stored_weights
 
     vectors = {name for leaf in jax.tree.leaves(param_specs(config)) if leaf.weight is None for name, _ in leaf.parts}
     with _named(path):
         others = {name: tensor for name, tensor in stored.items() if name not in vectors}
-        return stored_weights(raw, weight_specs(config), others)
+        return stored_weights(raw, weight_specs(config), others), scale_names(stored) if has_kv_scales(raw) else ()
 
 
 def _build(
-    path: Path, weight: StoredWeight, stored: dict[str, StoredTensor], advance: Callable[[int], object]
+    path: Path,
+    weight: StoredWeight,
+    stored: dict[str, StoredTensor],
+    advance: Callable[[int], object],
+    spec: LeafSpec,
+    factors: Mapping[str, np.float32],
 ) -> QuantizedWeight:
     with _named(path):
         built = weight.build({name: read_as_stored(stored[name], advance) for name in weight.tensors})
+        if any(name in factors for name, _ in spec.parts):
+            rows = np.concatenate([np.full(rows, factors.get(name, 1), np.float32) for name, rows in spec.parts])
+            built = scale_rows(built, rows, factors.get(f"{spec.modules[0]}.input_scale"))
     return jax.block_until_ready(jax.device_put(built))
 
 
@@ -143,13 +161,18 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
 
 
 def _check_tensors(
-    path: Path, specs: Params, quantized: dict[str, StoredWeight], stored: dict[str, StoredTensor]
+    path: Path,
+    specs: Params,
+    quantized: dict[str, StoredWeight],
+    stored: dict[str, StoredTensor],
+    kv_scales: tuple[str, ...],
 ) -> None:
     plain = [spec for spec in jax.tree.leaves(specs) if spec.weight not in quantized]
     wanted: dict[str, tuple[str | None, tuple[int, ...]]] = {
         name: (None, spec.part_shape(rows)) for spec in plain for name, rows in spec.parts
     }
     wanted |= {name: tensor for weight in quantized.values() for name, tensor in weight.tensors.items()}
+    wanted |= {name: (None, (1,) if stored[name].shape == (1,) else ()) for name in kv_scales}
     if missing := [name for name in wanted if name not in stored]:
         by = ", by its quantization_config" if quantized else ""
         if not quantized and (packed := [name for name in stored if name.endswith(PACKED)]):

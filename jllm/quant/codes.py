@@ -154,6 +154,20 @@ def row_weight(
     return _assemble(values, single, zeros, (N, K), fmt, input_scale=input_scale)
 
 
+def scale_rows(w: QuantizedWeight, factors: np.ndarray, inputs: np.float32 | None = None) -> QuantizedWeight:
+    """A weight of rows with one scale, or of NVFP4's blocks, times factors float32 [N]; and the one scale of its inputs
+    times a factor. Codes stay. Both are products of float32 scales, rounded once."""
+    assert w.format.group is None or w.format.scale_codes == "e4m3", "scales of these groups are not any number"
+    rows: Any = np.pad(factors, (0, w.values.shape[0] - len(factors)), constant_values=1)
+    of_inputs: Any = w.input_scale
+    if of_inputs is not None and inputs is not None:
+        of_inputs = positive_scale("input_scale", of_inputs * inputs)
+    if w.format.group is None:
+        return replace(w, scales=w.scales * rows, input_scale=of_inputs)
+    assert w.scale_steps is not None
+    return replace(w, scale_steps=w.scale_steps * rows, input_scale=of_inputs)
+
+
 def is_finite(array: np.ndarray) -> bool:
     """Tells whether no value is NaN or infinite, without a wider copy."""
     if array.dtype.name == "float8_e4m3fn":  # which has no infinity

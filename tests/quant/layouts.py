@@ -74,6 +74,8 @@ def split(model: Model) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         if layer.attention.qkv_bias is not None:
             biases = np.split(layer.attention.qkv_bias, [q, q + kv])
             others |= {f"{at}.{n}.bias": b for n, b in zip(names, biases, strict=True)}
+        if layer.attention.q_norm is not None:
+            others |= {f"{at}.self_attn.{x}_norm.weight": getattr(layer.attention, f"{x}_norm") for x in "qk"}
         others |= {f"{at}.input_layernorm.weight": layer.attention.norm}
         others |= {f"{at}.post_attention_layernorm.weight": layer.mlp.norm}
     if p.head is not None:

@@ -44,6 +44,11 @@ IMPORTERS: dict[str, Importer] = {
 }
 
 
+def has_kv_scales(raw: Mapping[str, Any]) -> bool:
+    """Whether scales of K and V may be stored (kv_scales.py). Raises CheckpointError as stored_weights does."""
+    return raw.get("quant_method") == "modelopt" and ModelOpt.from_config(raw).kv_scales
+
+
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:

@@ -5,11 +5,11 @@
 | NVFP4 | as block_floats.py has them |
 | FP8 | weight float8_e4m3fn [N, K], weight_scale [], input_scale [] of all inputs: both are factors |
 
-Modules that are merged keep a scale of weights each; of their input scales the largest counts, as in vLLM. Where the
-KV cache was calibrated for FP8, k_proj has a k_scale and v_proj a v_scale: factors of 1 as a rule (ModelOpt raises
-smaller ones to it), which is what the KV format "fp8" has; others are refused. The cache's format is still named when
-the model runs. Definition: ModelOpt's export/unified_export_hf.py and quant_utils.py, as vLLM's
-quantization/modelopt.py reads them.
+Modules that are merged keep a scale of weights each; of their input scales the largest counts, as in vLLM. Where the KV
+cache was calibrated for FP8, k_proj has a k_scale and v_proj a v_scale: factors, 1 or more, with which the cache holds
+K / k_scale and V / v_scale in E4M3. They go into the weights on both sides of the cache (quant/kv_scales.py), so that
+this is what the KV format "fp8" holds. The cache's format is still named when the model runs. Definition: ModelOpt's
+export/unified_export_hf.py and quant_utils.py, as vLLM's quantization/modelopt.py reads them.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,11 @@ import numpy as np
 from jllm.errors import CheckpointError
 from jllm.quant.importers import block_floats, compressed_tensors
 from jllm.quant.importers.fields import match_glob, read_choice, read_group, read_names, read_object, refuse
-from jllm.quant.importers.foreign import FLOATS, Wanted
+from jllm.quant.importers.foreign import Wanted
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 _MARKS = {"NVFP4": "weight_scale_2", "FP8": "weight_scale"}
 _FP8 = replace(compressed_tensors.PLAIN_FP8, static=True)
-_KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,9 @@ class ModelOpt:
             found = compressed_tensors.wanted(module, shape, _FP8)
         else:
             found = block_floats.wanted(module, shape, "nvfp4", True, block_floats.MODELOPT)
-        if self.kv_scales and (suffix := _KV_SCALES.get(module.rpartition(".")[2])):
-            found[suffix] = Wanted((), FLOATS, optional=True, instead=Wanted((1,), FLOATS))
         return found
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        for suffix in _KV_SCALES.values():
-            if suffix in tensors and tensors[suffix].item() != 1:
-                raise CheckpointError(
-                    f"tensor {module}.{suffix} holds {tensors[suffix].item():g}, which is not supported; supported: 1"
-                )
         if self.algorithm == "FP8":
             return compressed_tensors.read(module, shape, tensors, _FP8)
         return block_floats.read(module, tensors, "nvfp4", True, block_floats.MODELOPT)
