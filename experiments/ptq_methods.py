@@ -3,12 +3,15 @@ model as it is, and with planted outliers (jllm.analysis.outliers), which large 
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
+    python -m experiments.ptq_methods --schemes mxfp4 nvfp4 --methods h gptq gptq-h mr-gptq  # of 4-bit floats
 
 Calibration tokens are the model's own, drawn by `--seeds` (not those of the bundled text); a row is of one seed. kl is
 the divergence from the unquantized model in nats a token; `kl_95` its interval by bootstrap over documents (or windows,
 where a text is one document); `ratio` is kl over that of plain rounding in the same model and scheme, and `ratio_95`
 its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine. A run that
-was interrupted goes on where it stopped, if nothing that decides its rows has changed.
+was interrupted goes on where it stopped, if nothing that decides its rows has changed. Methods `h`, `gptq-h` and
+`mr-gptq` (arXiv 2509.23202) store a scheme's blocks of small floats rotated (`mxfp4-h` for `mxfp4`); their ratios are
+over rounding in blocks as they are.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -38,7 +42,7 @@ from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
-from jllm.quant.schemes import PRESETS, Scheme, find_scheme
+from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -50,6 +54,9 @@ METHODS: dict[str, Method] = {
     "awq": lambda model, scheme, tokens, seed: ptq.awq(model, scheme, tokens),
     "gptq": lambda model, scheme, tokens, seed: ptq.gptq(model, scheme, tokens),
     "gptq-act-order": lambda model, scheme, tokens, seed: ptq.gptq(model, scheme, tokens, act_order=True),
+    "h": lambda model, scheme, tokens, seed: quantize(model.params, rotated_blocks(scheme)),
+    "gptq-h": lambda model, scheme, tokens, seed: ptq.gptq(model, rotated_blocks(scheme), tokens),
+    "mr-gptq": lambda model, scheme, tokens, seed: ptq.mr_gptq(model, rotated_blocks(scheme), tokens),
     "learned": lambda model, scheme, tokens, seed: ptq.learned(model, scheme, tokens, steps=40, rate=1e-2, seed=seed),
     "tuned": lambda model, scheme, tokens, seed: ptq.tune_scales(
         model, quantize(model.params, scheme), tokens, steps=30, rate=2e-3, seed=seed
@@ -59,12 +66,34 @@ METHODS: dict[str, Method] = {
     ),
 }
 MODELS: dict[str, Callable[[Model], Model]] = {"plain": lambda model: model, "planted": plant}
+ROUNDING = ("round", "h")  # which take no tokens
 FOUR, EIGHT = ("round", "awq", "gptq", "learned", "tuned"), ("round", "smoothquant")
 CLAIMS = (  # model, scheme, method: better than rounding there
     ("plain", "w4a16-g64", "gptq"),
     ("planted", "w4a16-g64", "awq"),
     ("planted", "w8a8-all", "smoothquant"),
+    ("planted", "mxfp4", "mr-gptq"),
+    ("planted", "nvfp4", "mr-gptq"),
 )
+ORDER = (  # scheme, method, and one that it is better than by its paper, mean of seeds
+    ("mxfp4", "h", "round"),
+    ("mxfp4", "mr-gptq", "gptq"),
+    ("mxfp4", "mr-gptq", "gptq-h"),
+    ("nvfp4", "round", "h"),
+    ("nvfp4", "mr-gptq", "gptq"),
+    ("nvfp4", "mr-gptq", "gptq-h"),
+)
+
+
+def rotated_blocks(scheme: Scheme) -> Scheme:
+    """The scheme with blocks of small floats times a Hadamard matrix of the block's size; other formats as they are."""
+
+    def one(name: str) -> str:
+        found = parse_formats(name)
+        wanted = (fmt if fmt.block_kind is None else replace(fmt, rotated=True) for fmt in found)
+        return "|".join(fmt.name for fmt in wanted) if found else name
+
+    return replace(scheme, rules=tuple((pattern, one(name)) for pattern, name in scheme.rules))
 
 
 def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000, seed: int = 0) -> list[float]:
@@ -102,7 +131,7 @@ def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[
         activations = any("a8" in fmt or fmt in ("fp8", "llm-int8") for _, fmt in formats)
         methods = args.methods or (EIGHT if activations else FOUR)
         for method in dict.fromkeys(("round", *methods)):
-            if method != "round" or seed == args.seeds[0]:  # which takes no tokens
+            if method not in ROUNDING or seed == args.seeds[0]:
                 found.append((model, scheme, seed, method))
     return found
 
@@ -171,6 +200,15 @@ def bars(found: list[Row]) -> Iterator[Row]:
             worst = max(row["ratio_95"][1] for row in of)
             name = f"{method} over rounding, {scheme}, {model}: upper end of the ratio's interval"
             yield {"name": name, "value": worst, "unit": "1", "bar": 1.0, "met": worst < 1}
+    for model, (scheme, better, worse) in product(MODELS, ORDER):
+        kl = [
+            [row["kl"] for row in found if (row["model"], row["scheme"], row["method"]) == (model, scheme, method)]
+            for method in (better, worse)
+        ]
+        if all(kl):
+            ratio = fmean(kl[0]) / fmean(kl[1])
+            name = f"{better} over {worse}, {scheme}, {model}, mean of seeds"
+            yield {"name": name, "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, take_rows
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, decode, padded, rotate_groups, take_rows
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
@@ -193,7 +193,8 @@ def _linear(
         rows = quantize_rows(x, w.format.row_codes, per_tensor=w.format.per_tensor, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
-        x = round_blocks(x, w.format.activations, w.input_scale)
+        x = round_blocks(rotate_groups(x, w.format), w.format.activations, w.input_scale)
+        w = replace(w, format=replace(w.format, rotated=False))  # as x is now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
 
@@ -252,14 +253,7 @@ def _straight(
     x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype
 ) -> jax.Array:
     """linear in plain jnp, of numbers instead of codes, with rounding of activations passing gradients."""
-    if w.format.activations in KINDS:
-        x = x + jax.lax.stop_gradient(round_blocks(x, w.format.activations, w.input_scale) - x)
-    elif w.format.row_codes is not None:
-        kind, shared = w.format.row_codes, w.format.per_tensor
-        fixed = jax.lax.stop_gradient(x)
-        rest, large = (fixed, 0) if w.format.outliers is None else _part_outliers(fixed, w.format.outliers)
-        codes = quantize_rows(rest, kind, per_tensor=shared, scale=w.input_scale)
-        x = x + (dequantize_rows(codes, x.dtype) + large - fixed)
+    x = rounded_inputs(x, w.format, w.input_scale)
     w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
     y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
@@ -268,6 +262,20 @@ def _straight(
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def rounded_inputs(x: jax.Array, fmt: WeightFormat, scale: jax.Array | None = None) -> jax.Array:
+    """x [..., K] as a weight of that format takes it, in numbers of x's dtype; rounding passes gradients. scale [1] is
+    of all inputs, found ahead."""
+    fixed = jax.lax.stop_gradient(x)
+    if fmt.activations in KINDS:
+        rounded = round_blocks(rotate_groups(fixed, fmt), fmt.activations, scale)
+        return x + (rotate_groups(rounded, fmt) - fixed)
+    if fmt.row_codes is None:
+        return x
+    rest, large = (fixed, 0) if fmt.outliers is None else _part_outliers(fixed, fmt.outliers)
+    codes = quantize_rows(rest, fmt.row_codes, per_tensor=fmt.per_tensor, scale=scale)
+    return x + (dequantize_rows(codes, x.dtype) + large - fixed)
 
 
 def _takes_numbers(w: QuantizedWeight) -> bool:

@@ -13,8 +13,9 @@ A weight [N, K] (out, in) becomes codes with one scale a row, or one for every `
 
 Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous; those
 of block_floats.py are E8M0 (uint8) or E4M3 [K/group, N], these in units of a float32 a row, equal in all of a tensor.
-N and K are padded to multiples of 32 once, here; `shape` keeps the logical sizes. Unsigned codes with a zero point (the
-textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
+Formats whose names have an -h hold blocks of block_floats.py times a Hadamard matrix of the block's size, as are the
+blocks of inputs that meet them. N and K are padded to multiples of 32 once, here; `shape` keeps the logical sizes.
+Unsigned codes with a zero point (the textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
 """
 
 import math
@@ -36,6 +37,7 @@ from pallas_kernels.block_floats import (
     split_scales,
     wanted_scales,
 )
+from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
 
 # NormalFloat4: quantiles of a normal distribution, one exact zero, in [-1, 1] (QLoRA, arXiv 2305.14314, appendix E).
@@ -72,6 +74,7 @@ class WeightFormat:
     per_tensor: bool = False  # one activation scale for all tokens, for experiments: not batch-invariant
     scale_codes: str | None = None  # "e8m0" or "e4m3", as block_floats.py has them
     outliers: float | None = None  # inputs of this magnitude or more stay in 16 bits, token by token (LLM.int8)
+    rotated: bool = False  # groups of the weight, and of its inputs before they are rounded, are times hadamard(group)
 
     @property
     def block_kind(self) -> str | None:
@@ -115,7 +118,7 @@ class WeightFormat:
     def name(self) -> str:
         """What parse_weight_format reads."""
         if self.scale_codes is not None:
-            return f"{self.block_kind}{'' if self.activations else '-weight'}"
+            return f"{self.block_kind}{'-h' * self.rotated}{'' if self.activations else '-weight'}"
         group = "" if self.group is None else f"-g{self.group}"
         if self.codes in TABLES:
             return self.codes + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
@@ -134,7 +137,7 @@ class WeightFormat:
 class QuantizedWeight:
     """A weight [N, K] in a format; N' and K' are the padded sizes."""
 
-    values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte
+    values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte; a format may have groups rotated
     scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8; e8m0: uint8; e4m3: itself)
     zeros: jax.Array | None  # int8, shaped as scales are
     # double_quant: float32 [1 + blocks of 256 scales]: their mean, each block's step; e4m3: float32 [N'], scales' unit
@@ -144,10 +147,15 @@ class QuantizedWeight:
     format: WeightFormat = field(metadata={"static": True})
     input_scale: jax.Array | None = None  # float32 [1], of every input token, found ahead; None: each has its own
 
+    @property
+    def takes_plain_inputs(self) -> bool:
+        """Whether inputs meet the weight as it is stored: in order, and not rotated."""
+        return self.columns is None and not self.format.rotated
+
 
 def parse_weight_format(name: str) -> WeightFormat:
     """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq],
-    fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-weight], N a multiple of 8, X a positive
+    fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-h][-weight], N a multiple of 8, X a positive
     threshold. Raises ValueError for others.
     """
     fixed = {
@@ -160,8 +168,14 @@ def parse_weight_format(name: str) -> WeightFormat:
         **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
         "w8a16": WeightFormat("int8"),
         LLM_INT8: WeightFormat("int8", activations="int8", outliers=THRESHOLD),
-        **{name: WeightFormat(k.codes, k.block, activations=name, scale_codes=k.scale) for name, k in KINDS.items()},
-        **{f"{name}-weight": WeightFormat(k.codes, k.block, scale_codes=k.scale) for name, k in KINDS.items()},
+        **{
+            f"{name}{'-h' * rotated}{end}": WeightFormat(
+                k.codes, k.block, activations=None if end else name, scale_codes=k.scale, rotated=rotated
+            )
+            for rotated in (False, True)
+            for end in ("", "-weight")
+            for name, k in KINDS.items()
+        },
     }
     if name in fixed:
         return fixed[name]
@@ -204,7 +218,7 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
     values are divided by the rounded scale. What block_floats.py defines is as it says there. Raises ValueError where
     the shape does not fit.
     """
-    return encode_with(w, *fit_scales(grouped(w, fmt), fmt), fmt)
+    return encode_with(w, *fit_scales(rotate_groups(grouped(w, fmt), fmt), fmt), fmt)
 
 
 def encode_with(
@@ -213,7 +227,7 @@ def encode_with(
     """encode with scales and zeros [N', groups] that the caller chose: storable ones, as fit_scales gives them. Values
     beyond the largest code are clipped. With columns, an order i32[K], groups are of w's columns in that order."""
     ordered = w if columns is None else jnp.take(w, columns, axis=1)
-    x = grouped(ordered, fmt)
+    x = rotate_groups(grouped(ordered, fmt), fmt)
     scales, stored, steps = store_scales(scales.astype(x.dtype), fmt)
     codes = round_codes(x / scales[..., None], None if zeros is None else zeros[..., None], fmt)
     return assemble(codes.reshape(codes.shape[0], -1), stored, zeros, steps, w.shape, fmt, columns=columns)  # type: ignore[arg-type]
@@ -231,6 +245,8 @@ def assemble(
 ) -> QuantizedWeight:
     """The weight of codes [N', K'] as round_codes makes them, zeros [N', groups], and scales as store_scales does."""
     by_row = fmt.group is None
+    if columns is not None and fmt.rotated:
+        raise ValueError(f"{fmt.name} rotates groups of inputs in their order: its columns must be None")
     return QuantizedWeight(
         values=pack4(codes) if fmt.packed else codes,
         scales=stored[:, 0] if by_row else stored.T,
@@ -251,6 +267,15 @@ def grouped(w: jax.Array, fmt: WeightFormat) -> jax.Array:
     return x.reshape(x.shape[0], -1, fmt.group or x.shape[1])
 
 
+def rotate_groups(x: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """x [..., K] or [..., group], each group times hadamard(group) where the format has them rotated; twice is x."""
+    if not fmt.rotated:
+        return x
+    assert fmt.group is not None, "rows with one scale are not rotated"
+    wide = x.astype(compute_dtype(x.dtype)).reshape(*x.shape[:-1], -1, fmt.group)
+    return turn(wide).reshape(x.shape).astype(x.dtype)
+
+
 def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The weight [N, K] that the codes stand for, computed in float32 at least."""
     N, K = w.shape
@@ -259,8 +284,8 @@ def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 
 def decode_padded(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
-    """The weight [N', K'] as it is stored, columns and padding included."""
-    ordered = replace(w, columns=None)
+    """The weight [N', K'] as it is stored: columns in their order, groups rotated, padding included."""
+    ordered = replace(w, columns=None, format=replace(w.format, rotated=False))
     return _decode_rows(ordered, w.values, group_scales(w), w.zeros, dtype)
 
 
@@ -285,7 +310,7 @@ def _decode_rows(
         values = unpack4(values, signed=w.format.codes == "int4")
     zeros = None if zeros is None else _spread(zeros.astype(compute), values.shape[1])
     x = code_values(values, zeros, w.format, compute)
-    x = x * _spread(scales.astype(compute), x.shape[1])
+    x = rotate_groups(x * _spread(scales.astype(compute), x.shape[1]), w.format)
     if w.columns is not None:
         x = jnp.zeros_like(x).at[:, w.columns].set(x[:, : w.shape[1]])
     return x.astype(dtype)

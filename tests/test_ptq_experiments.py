@@ -9,6 +9,7 @@ import experiments.outliers as outliers
 import experiments.ptq_methods as ptq_methods
 from jllm.analysis.evaluate import Evaluation, Part
 from jllm.analysis.protocols import PROTOCOLS
+from jllm.quant.schemes import Scheme
 from tests.test_quant_accuracy import Pieces
 from tests.tiny import tiny_model
 
@@ -63,6 +64,21 @@ def test_methods_by_scheme(calls, tmp_path):
     run(ptq_methods.main, tmp_path, "--models", "plain")
     of = {scheme: [name for name, of, *_ in calls if of == scheme] for scheme in ("w4a16-g64", "w8a8-all")}
     assert of == {"w4a16-g64": list(ptq_methods.FOUR), "w8a8-all": list(ptq_methods.EIGHT)}
+
+
+def test_blocks_of_small_floats_are_rotated(calls, tmp_path):
+    """Rounding takes no tokens, rotated or not; what is rotated is held against rounding of what is not."""
+    options = ["--models", "plain", "--schemes", "mxfp4", "--methods", "h", "gptq", "mr-gptq", "--seeds", "0", "7"]
+    _, result = run(ptq_methods.main, tmp_path, *options)
+    named = [(name, seed) for name, _, seed, _ in calls]
+    assert named == [("round", 0), ("h", 0), ("gptq", 0), ("mr-gptq", 0), ("gptq", 7), ("mr-gptq", 7)]
+    assert [(bar["name"].partition(",")[0], bar["value"], bar["met"]) for bar in result["bars"]] == [
+        ("h over round", pytest.approx(0.8, rel=1e-2), True),
+        ("mr-gptq over gptq", 1.0, False),
+    ]
+    scheme = Scheme("x", (("o_proj", "bf16"), ("*.mlp.*", "nvfp4-weight|w4a16-g32"), ("*_proj", "mxfp4")))
+    wanted = (("o_proj", "bf16"), ("*.mlp.*", "nvfp4-h-weight|w4a16-g32"), ("*_proj", "mxfp4-h"))
+    assert ptq_methods.rotated_blocks(scheme).rules == wanted
 
 
 def test_an_interrupted_run_goes_on(calls, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def stored_weights(
 
 def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping[str, StoredTensor]) -> StoredWeight:
     N, K = spec.shape
-    reordered = fmt.row_codes is None and f"{name}.columns" in stored
+    reordered = fmt.row_codes is None and not fmt.rotated and f"{name}.columns" in stored
     fixed = fmt.activations is not None and not fmt.per_tensor and f"{name}.input_scale" in stored
     wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=reordered, fixed=fixed))
 

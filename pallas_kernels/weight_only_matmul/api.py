@@ -12,7 +12,7 @@ from pallas_kernels.checks import check_floats, check_listed, check_norm, check_
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import check_device, in_tiles
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, decode_padded
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, decode_padded, rotate_groups
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.weight_only_matmul import xla
 from pallas_kernels.weight_only_matmul.config import (
@@ -39,14 +39,14 @@ def weight_only_matmul(
 
     norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
     of one row takes that along, to the same bits; before others it is an operation of its own. K is the logical size:
-    padding and the weight's order of columns are seen to here. `w.format.activations` is ignored: x is multiplied as it
-    is, in its own dtype, and whether to quantize it is the caller's choice. The result has `out_dtype` (x's by
-    default), rounded once from a float32 sum (float64 for float64 inputs). The mosaic kernel and xla on a GPU round the
-    decoded weight, and the kernel its scales, to x's dtype (one row's only those of groups that it does not scale as
-    sums); a row's bits do not depend on the other rows within one configuration. The mosaic backend takes bf16 and f16,
-    groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight bits); chosen by itself, it runs where it
-    was measured to be the faster one. The triton backend takes bf16 and f16, groups of 32, 64 and 128 and any K; it
-    rounds tables alone, and scales sums.
+    padding, the weight's order of columns and rotated groups are seen to here. `w.format.activations` is ignored: x is
+    multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice. The result has `out_dtype`
+    (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The mosaic kernel and xla on a GPU
+    round the decoded weight, and the kernel its scales, to x's dtype (one row's only those of groups that it does not
+    scale as sums); a row's bits do not depend on the other rows within one configuration. The mosaic backend takes bf16
+    and f16, groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight bits); chosen by itself, it runs
+    where it was measured to be the faster one. The triton backend takes bf16 and f16, groups of 32, 64 and 128 and any
+    K; it rounds tables alone, and scales sums.
     Raises ValueError where shapes or dtypes disagree.
     """
     N, K = w.shape
@@ -65,12 +65,13 @@ def weight_only_matmul(
     chosen = choose(BACKENDS, backend, w, x.dtype, m, w.values.shape[0], stored, w.format)
     rows = x.reshape(m, K)
     inside = {}
-    if norm is not None and _runs_one_row(chosen, m, w) and w.columns is None and stored == K:
+    if norm is not None and _runs_one_row(chosen, m, w) and w.takes_plain_inputs and stored == K:
         inside = {"norm": norm, "eps": eps}
     elif norm is not None:
         rows = norm_quant(rows, norm, eps=eps, backend=backend)[0]
     if w.columns is not None:
         rows = jnp.take(rows, w.columns, axis=1)
+    rows = rotate_groups(rows, w.format)
     if stored != K:
         rows = jnp.pad(rows, ((0, 0), (0, stored - K)))
     residual = None if residual is None else residual.reshape(m, N)
@@ -86,7 +87,7 @@ def weight_only_swiglu(
     N, K = w.shape
     if N % 2:
         raise ValueError(f"w has shape {w.shape}, expected [2F, K]")
-    if math.prod(x.shape[:-1]) == 1 and x.shape[-1] == K == _stored_columns(w) and w.columns is None:
+    if math.prod(x.shape[:-1]) == 1 and x.shape[-1] == K == _stored_columns(w) and w.takes_plain_inputs:
         check_weight(w)
         check_norm(norm, x)
         chosen = choose(BACKENDS, backend, w, x.dtype, 1, w.values.shape[0], K, w.format)

@@ -21,7 +21,7 @@ from tests.tiny import full_logits, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 IDS = [[1, 14, 15, 92, 65, 35, 89, 79, 4, 11, 60, 33], [5, 77, 12, 45, 45, 61, 3, 18]]
-NAMES = [name + end for name in KINDS for end in ("", "-weight")]
+NAMES = [name + end for name in KINDS for end in ("", "-weight", "-h", "-h-weight")]
 
 
 def divergence(model, params, **options):
@@ -32,7 +32,8 @@ def divergence(model, params, **options):
 def test_names(name):
     fmt = parse_weight_format(name)
     assert fmt.name == name
-    assert fmt.block_kind == name.removesuffix("-weight")
+    assert fmt.block_kind == name.removesuffix("-weight").removesuffix("-h")
+    assert fmt.rotated == ("-h" in name)
     assert fmt.row_codes is None
 
 
@@ -68,7 +69,7 @@ def test_inputs_are_rounded_as_the_weight_says(name):
 
 def test_more_bits_and_smaller_blocks_lose_less():
     model = tiny_model(seed=1, **SIZES)
-    kl = {name: divergence(model, quantize(model.params, name)) for name in NAMES}
+    kl = {name: divergence(model, quantize(model.params, name)) for name in NAMES if "-h" not in name}
     assert kl["mxfp8"] < kl["mxfp8-e5m2"] < kl["nvfp4"] < kl["mxfp4"]
     assert all(0 < kl[f"{name}-weight"] < kl[name] for name in KINDS)
 

@@ -18,7 +18,7 @@ from jllm.pretrained import Model
 from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, rotate_groups
 
 DELAY = 2  # seconds after which a progress bar shows
 
@@ -79,6 +79,11 @@ def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
         return quantize_weight(name, leaf, wanted) if wanted and not isinstance(leaf, QuantizedWeight) else leaf
 
     return map_weights(convert, params, formats)
+
+
+def rotate_gram(gram: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """The Gram matrix [K, K] of inputs as a weight of that format meets them."""
+    return rotate_groups(rotate_groups(gram, fmt).T, fmt)
 
 
 def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:

@@ -20,6 +20,7 @@ from jllm.quant.calibration.inputs import (
     embed_tokens,
     formats_of_layer,
     plan,
+    rotate_gram,
     round_rest,
 )
 from jllm.quant.calibration.migration import migrate, tie_heads
@@ -33,6 +34,7 @@ from pallas_kernels.quantized_weights import (
     encode_with,
     fit_scales,
     grouped,
+    rotate_groups,
     round_codes,
 )
 
@@ -102,9 +104,9 @@ def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:
 def round_clipped(w: jax.Array, gram: jax.Array, fmt: WeightFormat, exempt: int = 0) -> QuantizedWeight:
     """w [N, K] rounded with the shrunken range of each group that moves the outputs least, other groups being as they
     are. The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
-    x = grouped(w, fmt)
+    x = rotate_groups(grouped(w, fmt), fmt)
     N, groups, size = x.shape
-    padded = jnp.pad(gram.astype(x.dtype), (0, groups * size - gram.shape[0]))
+    padded = jnp.pad(rotate_gram(gram.astype(x.dtype), fmt), (0, groups * size - gram.shape[0]))
     blocks = padded.reshape(groups, size, groups, size)[jnp.arange(groups), :, jnp.arange(groups)]  # [G, size, size]
     fixed = (jnp.arange(N) < exempt)[:, None]
     best: tuple[jax.Array, jax.Array, jax.Array | None] | None = None

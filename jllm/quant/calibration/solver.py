@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jllm.errors import QuantizationError
 from jllm.params import Params, layer_prefix, matrices, matrix_entries, with_matrices
 from jllm.pretrained import Model
+from jllm.quant.calibration.block_scales import search_scales
 from jllm.quant.calibration.inputs import (
     DELAY,
     check_tokens,
@@ -20,9 +21,10 @@ from jllm.quant.calibration.inputs import (
     embed_tokens,
     formats_of_layer,
     plan,
+    rotate_gram,
     round_rest,
 )
-from jllm.quant.schemes import Scheme
+from jllm.quant.schemes import Formats, Scheme
 from pallas_kernels.quantized_weights import (
     QuantizedWeight,
     WeightFormat,
@@ -31,6 +33,7 @@ from pallas_kernels.quantized_weights import (
     fit_scales,
     grouped,
     padded,
+    rotate_groups,
     round_codes,
     store_scales,
 )
@@ -46,25 +49,29 @@ def gptq(
     damping: float = 0.01,
     act_order: bool = False,
     static_groups: bool = False,
+    search: bool = False,
 ) -> Params:
     """Params quantized by `scheme`, each weight for what reaches it through the quantized layers before it, in the
     order qkv, o, gate_up, down. `tokens` are i32[B, T].
 
     `damping` is added to the Hessian's diagonal, as a share of its mean. With `act_order`, columns with the largest
     inputs come first; groups are of columns in that order (the weight then has `columns`, and serving gathers its
-    inputs), or with `static_groups`, and for rows with one scale, of columns as they are. Raises QuantizationError
-    where a Hessian can't be factorized.
+    inputs), or with `static_groups`, and for rows with one scale, of columns as they are. With `search`, scales of
+    blocks of small floats are those with the least squared error (block_scales.py), with static groups found ahead.
+    Raises QuantizationError where a Hessian can't be factorized.
     """
     if not damping > 0:
         raise QuantizationError(f"damping must be above 0, not {damping}")
     formats = plan(model, scheme)
+    for name, wanted in formats.items():
+        check_options(name, wanted, moving=act_order and not static_groups, search=search)
     x, layers = embed_tokens(model, check_tokens(model, tokens)), []
     for i, layer in enumerate(tqdm(model.params.layers, "GPTQ", delay=DELAY, leave=False, disable=None)):
         config, chosen = model.config.one_layer(i), formats_of_layer(layer, i, formats)
         for field, fmt in chosen.items():
             gram = collect(layer, x, config, (field,))[1][field].gram
-            order = {"act_order": act_order, "static_groups": static_groups}
-            w, finite = solve(matrices(layer)[field], gram, damping, fmt=fmt, **order)
+            options = {"act_order": act_order, "static_groups": static_groups, "search": search}
+            w, finite = solve(matrices(layer)[field], gram, damping, fmt=fmt, **options)
             if not finite:
                 name = f"{layer_prefix(i)}{matrix_entries(layer)[field].name}"
                 raise QuantizationError(f"{name}: its Hessian is not positive definite; damping above {damping} may do")
@@ -74,7 +81,28 @@ def gptq(
     return round_rest(replace(model.params, layers=tuple(layers)), formats)
 
 
-@partial(jax.jit, static_argnames=("fmt", "act_order", "static_groups"))
+def mr_gptq(model: Model, scheme: str | Scheme, tokens: Any, *, damping: float = 0.01) -> Params:
+    """Micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202): `gptq` for formats that rotate blocks (`mxfp4-h`,
+    `nvfp4-h`), with scales of the least squared error found ahead and columns in the order of their inputs. The weight
+    keeps its columns where they are. Raises QuantizationError for other formats."""
+    for name, wanted in plan(model, scheme).items():
+        if plain := [fmt.name for fmt in wanted if not fmt.rotated]:
+            raise QuantizationError(
+                f"{name}: MR-GPTQ takes formats that rotate blocks, such as mxfp4-h, not {plain[0]}"
+            )
+    return gptq(model, scheme, tokens, damping=damping, act_order=True, static_groups=True, search=True)
+
+
+def check_options(name: str, formats: Formats, *, moving: bool, search: bool) -> None:
+    """Raises QuantizationError for what a weight's formats cannot take."""
+    for fmt in formats:
+        if moving and fmt.rotated:
+            raise QuantizationError(f"{name}: {fmt.name} rotates columns as they are: act_order needs static_groups")
+        if search and fmt.scale_codes is None:
+            raise QuantizationError(f"{name}: search is for blocks of small floats, such as mxfp4, not {fmt.name}")
+
+
+@partial(jax.jit, static_argnames=("fmt", "act_order", "static_groups", "search"))
 def solve(
     w: jax.Array,
     gram: jax.Array,
@@ -83,26 +111,27 @@ def solve(
     fmt: WeightFormat,
     act_order: bool = False,
     static_groups: bool = False,
+    search: bool = False,
 ) -> tuple[QuantizedWeight, jax.Array]:
     """One weight [N, K] for inputs of this Gram matrix [K, K]; and whether all went well, a bool.
 
     Columns whose inputs are zero throughout are rounded to nearest. Weights are corrected in gram's dtype.
     """
     K = w.shape[1]
-    x = grouped(w.astype(gram.dtype), fmt)
+    x, gram = rotate_groups(grouped(w.astype(gram.dtype), fmt), fmt), rotate_gram(gram, fmt)
     order = jnp.argsort(-jnp.diagonal(gram)).astype(jnp.int32) if act_order else jnp.arange(K, dtype=jnp.int32)
     factor = _inverse_factor(gram, order, damping)
     rows = jnp.take(x.reshape(x.shape[0], -1), order, axis=1)
     if static_groups or fmt.group is None or fmt.scales_together:
         scales, zeros = fit_scales(x, fmt)
-        scales, stored, steps = store_scales(scales, fmt)
+        scales, stored, steps = search_scales(x, fmt) if search else store_scales(scales, fmt)
         group = order // (fmt.group or K)
         each = jnp.take(scales, group, axis=1), None if zeros is None else jnp.take(zeros, group, axis=1)
         codes = _round_columns(rows, factor, fmt, each)[0]
         codes = jnp.zeros_like(codes).at[:, order].set(codes)
         columns = None
     else:
-        codes, scales, zeros = _round_columns(rows, factor, fmt, None)
+        codes, scales, zeros = _round_columns(rows, factor, fmt, None, search)
         _, stored, steps = store_scales(scales, fmt)
         columns = order if act_order else None
     codes = _pad(codes, zeros, padded(K) - K)
@@ -121,7 +150,11 @@ def _inverse_factor(gram: jax.Array, order: jax.Array, damping: float) -> jax.Ar
 
 
 def _round_columns(
-    w: jax.Array, factor: jax.Array, fmt: WeightFormat, each: tuple[jax.Array, jax.Array | None] | None
+    w: jax.Array,
+    factor: jax.Array,
+    fmt: WeightFormat,
+    each: tuple[jax.Array, jax.Array | None] | None,
+    search: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes [N', K] of w's columns, rounded left to right; scales and zeros [N', groups], or with those of `each`
     column [N', K] given, these. A group's are found when it is reached, from columns as they are corrected by then."""
@@ -133,7 +166,8 @@ def _round_columns(
         start = b * size
         part = jax.lax.dynamic_slice(w, (0, start), (N, size))
         if each is None:
-            found = fit_scales(part[:, None, :], fmt)
+            alone = part[:, None, :]
+            found = (search_scales(alone, fmt)[0], None) if search else fit_scales(alone, fmt)
             scales, zeros = jax.tree.map(
                 lambda x, new: jax.lax.dynamic_update_slice(x, new, (0, b)), (scales, zeros), found
             )
