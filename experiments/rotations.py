@@ -13,7 +13,9 @@ jllm.quant.calibration, of the model as it is and rotated, with outliers in four
 a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
 "stream" has that done everywhere, and its outliers are in the residual stream: turned such that its main directions are
 four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales of channels that
-are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. A run that was interrupted goes
+are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. Part "learned", which takes
+minutes a row and must be named: the outliers of part "stream" with the model as it is, rotated, and by a rotation that
+is learned from there (SpinQuant, arXiv 2405.16406; `--steps`, `--rate`), all rounded. A run that was interrupted goes
 on where it stopped.
 """
 
@@ -44,7 +46,7 @@ from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
-from jllm.quant.rotation import quantize_model, rotate
+from jllm.quant.rotation import quantize_model, rotate, rotate_by
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -56,8 +58,11 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
 STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
-PARTS = ("kv", "weights", "stream", "smooth")
+LEARNED = ("mxfp4", "nvfp4")  # by rounding, of weights and of what they read
+PARTS = ("kv", "weights", "stream", "smooth", "learned")
+BY_KEY = ("stream", "learned")  # whose rows come with what makes their models
 ALPHAS = (0.0, 0.5, 1.0)
+RATE = 5.0
 NONE = "none"  # in place of a rotation
 CHANNELS = 4  # that have outliers
 HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
@@ -74,11 +79,12 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
     recorded = record(model, ids, protocol)
     tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
     done = {json.dumps(_key(row)): row for row in before}
-    if "stream" in args.parts:
-        key: Row
-        for key, make in tqdm(of_stream(model, args.seeds, tokens), delay=2, disable=None):
+    key: Row
+    of = {"stream": of_stream(model, args.seeds, tokens), "learned": of_learned(model, args, tokens)}
+    for part in (part for part in BY_KEY if part in args.parts):
+        for key, make in tqdm(of[part], delay=2, disable=None):
             yield done.get(json.dumps(key)) or key | score(make(), ids, protocol, recorded)
-    todo = product(args.strengths, args.seeds) if set(args.parts) != {"stream"} else ()
+    todo = product(args.strengths, args.seeds) if set(args.parts) - set(BY_KEY) else ()
     for strength, seed in tqdm(list(todo), delay=2, disable=None):
         if strength == 1 and seed != args.seeds[0]:  # which plants nothing
             continue
@@ -116,6 +122,26 @@ def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterato
                 yield key, partial(quantize_model, turned, scheme)
 
 
+def of_learned(model: Model, args: argparse.Namespace, tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
+    """Those of part "learned"."""
+
+    def learned(planted: Model, scheme: str, seed: int) -> Model:
+        options = {"steps": args.steps, "rate": args.rate, "seed": seed}
+        return quantize_model(rotate_by(planted, ptq.learn_rotation(planted, scheme, tokens, **options)), scheme)
+
+    for seed in args.seeds:
+        planted = plant(model, channels=CHANNELS, gated=0, massive=False, strength=1.0, stream=tokens[:4], seed=seed)
+        turned = rotate(planted, "all", seed=seed)
+        for scheme in LEARNED:
+            made = {
+                NONE: partial(quantize_model, planted, scheme),
+                "all": partial(quantize_model, turned, scheme),
+                "learned": partial(learned, planted, scheme, seed),
+            }
+            for which, make in made.items():
+                yield {"part": "learned", "seed": seed, "scheme": scheme, "rotate": which}, make
+
+
 def _key(row: Row) -> Row:
     return {name: value for name, value in row.items() if name not in ("protocol", "tokens", "kl", "kl_95")}
 
@@ -136,7 +162,22 @@ def bars(found: list[Row]) -> Iterator[Row]:
         means = {which: fmean(row["kl"] for row in of if row["rotate"] == which) for which in (NONE, "all")}
         ratio, name = means["all"] / means[NONE], f"{scheme} rotated all over as it is, outliers in the stream"
         yield {"name": f"{name}, mean of seeds", "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
-    found = [row for row in found if row["part"] != "stream"]
+    trained = [row for row in found if row["part"] == "learned"]
+    for scheme, other in product(dict.fromkeys(row["scheme"] for row in trained), (NONE, "all")):
+        kl = {(row["rotate"], row["seed"]): row["kl"] for row in trained if row["scheme"] == scheme}
+        pairs = [(kl[which, seed], kl[other, seed]) for which, seed in kl if which == "learned"]
+        if pairs:
+            ratio, worst = fmean(a for a, _ in pairs) / fmean(b for _, b in pairs), max(a / b for a, b in pairs)
+            text = f"{scheme} with a learned rotation over {'as it is' if other == NONE else 'a Hadamard one'}"
+            for over, value in (("mean of seeds", ratio), ("worst seed", worst)):
+                yield {
+                    "name": f"{text}, {over}",
+                    "value": rounded(value),
+                    "unit": "of kl",
+                    "bar": 1.0,
+                    "met": value < 1,
+                }
+    found = [row for row in found if row["part"] not in BY_KEY]
     greatest = max((row["strength"] for row in found), default=1)
     found = [row for row in found if row["strength"] == greatest > 1]
     smooth = {(row["kv"], row["alpha"], row["seed"]): row["kl"] for row in found if row["part"] == "smooth"}
@@ -144,9 +185,9 @@ def bars(found: list[Row]) -> Iterator[Row]:
         worst = max(smooth[name, 1.0, seed] / smooth[name, 0.0, seed] for other, _, seed in smooth if other == name)
         text = f"{name} with scales of channels found ahead over without, strength {greatest:g}, worst seed"
         yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
-    kl = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
-    for name in dict.fromkeys(name for name, _ in kl if f"{name}-h" in {other for other, _ in kl}):
-        worst = max(kl[f"{name}-h", seed] / kl[name, seed] for other, seed in kl if other == name)
+    plain_kv = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
+    for name in dict.fromkeys(name for name, _ in plain_kv if f"{name}-h" in {other for other, _ in plain_kv}):
+        worst = max(plain_kv[f"{name}-h", seed] / plain_kv[name, seed] for other, seed in plain_kv if other == name)
         text = f"{name}-h over {name}, strength {greatest:g}, worst seed"
         yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
     for scheme, method in WEIGHTS[:2]:
@@ -169,9 +210,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the channels")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but the last")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
+    parser.add_argument("--steps", type=int, default=40, help="of part learned (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=RATE, help="of part learned (default: %(default)s)")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -11,17 +11,20 @@ tokens' residual stream, and what one layer needs.
 """
 
 from jllm.quant.calibration.inputs import InputStats, layer_statistics
+from jllm.quant.calibration.rotation_learning import learn_rotation
 from jllm.quant.calibration.scale_learning import learned, tune_scales
 from jllm.quant.calibration.scale_search import awq
 from jllm.quant.calibration.smoothing import smooth, smooth_attention, smoothquant
-from jllm.quant.calibration.solver import gptq
+from jllm.quant.calibration.solver import gptq, mr_gptq
 
 __all__ = [
     "InputStats",
     "awq",
     "gptq",
     "layer_statistics",
+    "learn_rotation",
     "learned",
+    "mr_gptq",
     "smooth",
     "smooth_attention",
     "smoothquant",

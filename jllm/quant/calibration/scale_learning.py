@@ -108,7 +108,7 @@ def _train_layer(
 
 def _descend(loss: Callable[[Any, jax.Array], jax.Array], start: Any, batches: jax.Array, rate: float) -> Any:
     """Gives what Adam with a cosine schedule ends at, after one step for each of `batches` [steps, ...]."""
-    optax = _optax()
+    optax = load_optax("learned scales")
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, max(1, len(batches))))
 
     def step(carry: tuple[Any, Any], batch: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
@@ -186,17 +186,12 @@ def _tune(
     T = tokens.shape[-1]
     positions = jnp.arange(T, dtype=jnp.int32)
 
-    def logprobs(params: Params, row: jax.Array) -> jax.Array:
-        return jax.nn.log_softmax(packed_logits(params, config, Packed(row, positions, jnp.zeros_like(row))))
+    def logits(params: Params, row: jax.Array) -> jax.Array:
+        return packed_logits(params, config, Packed(row, positions, jnp.zeros_like(row)))
 
     def loss(thetas: list[jax.Array | None], rows: jax.Array) -> jax.Array:
         params = jax.tree.unflatten(tree, [_scaled(leaf, theta) for leaf, theta in zip(leaves, thetas)])
-
-        def one(row: jax.Array) -> jax.Array:
-            p, q = logprobs(reference, row), logprobs(params, row)
-            return jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean()
-
-        return jax.vmap(one)(rows).mean()
+        return jax.vmap(lambda row: divergence(logits(reference, row), logits(params, row)))(rows).mean()
 
     start = [
         jnp.zeros(leaf.scales.shape, compute_dtype(leaf.scales.dtype)) if _tunable(leaf) else None for leaf in leaves
@@ -216,9 +211,15 @@ def _scaled(leaf: Any, theta: jax.Array | None, *, store: bool = False) -> Any:
     return replace(leaf, scales=storable(scales, leaf.format).astype(leaf.scales.dtype) if store else scales)
 
 
-def _optax() -> Any:
+def divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:
+    """Kullback and Leibler's, of logits [T, V] from those wanted: nats a token."""
+    p, q = jax.nn.log_softmax(wanted), jax.nn.log_softmax(found)
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean()
+
+
+def load_optax(what: str) -> Any:
     try:
         import optax
     except ModuleNotFoundError:
-        raise QuantizationError("learned scales need optax: pip install 'jllm[learn]'") from None
+        raise QuantizationError(f"{what} need optax: pip install 'jllm[learn]'") from None
     return optax
