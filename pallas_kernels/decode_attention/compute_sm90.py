@@ -19,6 +19,7 @@ from pallas_kernels.decode_attention.masks_sm90 import bounds_of, visible, witho
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.warps_sm90 import BY_ROWS, BY_WARP, Queries
+from pallas_kernels.hadamard_sm90 import turn
 
 Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
 _ONE_BY_ONE = plgpu.Layout.TILED(
@@ -55,7 +56,9 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
     if shape.by_warps:
         one, wgmma = ((32, shape.columns), BY_WARP), plgpu.Layout.WGMMA
         total = ((*weights, shape.columns), wgmma) if weights else one
-        kinds = ((one, MASKED), (total, 0.0), (((4 * shape.head_dim, shape.columns), wgmma), 0.0))
+        kinds = [(one, MASKED), (total, 0.0), (((4 * shape.head_dim, shape.columns), wgmma), 0.0)]
+        if weights and shape.v.by_factor and shape.v.format.zero_point:
+            kinds.append((total, 0.0))
         return Sum(*(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for (size, layout), x in kinds))
 
     def full(value: float, rows: tuple[int, ...]) -> jax.Array:
@@ -122,7 +125,7 @@ def compute_item(
             loaded = warps_sm90.load_queries(shape.k, raw)
         else:
             loaded = None
-            _stage_queries(raw, others["q_s"], others["of_query"].at[0])
+            _stage_queries(shape, raw, others["q_s"], others["of_query"].at[0])
         plgpu.barrier_arrive(q_free.at[q_slot])
         return loaded
 
@@ -148,7 +151,10 @@ def compute_item(
         if shape.by_warps
         else reduce_rows(own.total, "add", others["reduced"], shape)
     )
-    own = without_unused(shape, item, Sum(own.top, weights, own.acc))
+    acc = own.acc
+    if own.zeros is not None:
+        acc = acc + warps_sm90.spread(warps_sm90.reduce_warp(own.zeros, "add"), acc.shape[0] // 64)
+    own = without_unused(shape, item, Sum(own.top, weights, acc))
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
     total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
@@ -167,11 +173,19 @@ def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
     first = first_query(shape, item.row, item.head)
     if shape.by_warps:
-        result = _of_warps(shape, total, part_s).astype(out_s.dtype)
+        result = _turned_back(shape, _of_warps(shape, total, part_s)).astype(out_s.dtype)
         warps_sm90.store_rows(result, out_ref, first, shape.queries, shape.heads, shape.num_heads)
         return
-    result = _scaled(shape, total.acc, 1 / total.total).astype(out_s.dtype)
-    out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+    result = _scaled(shape, total.acc, 1 / total.total)
+    if shape.v.format.hadamard:  # whose dims are spread over warps here, and in each warp there
+        part = part_s.at[:, pl.ds(0, shape.head_dim)]
+        part.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        result = _turned_back(shape, plgpu.load(part, layout=BY_ROWS, optimized=False))
+        out_s[...] = result.astype(out_s.dtype)
+    else:
+        result = result.astype(out_s.dtype)
+        out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
     if shape.width == 1:
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
@@ -181,6 +195,11 @@ def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any
     def _row(i: jax.Array) -> None:
         target = out_ref.at[pl.ds(first + i * shape.num_heads, shape.heads)]
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(i * shape.heads, shape.heads)], target)
+
+
+def _turned_back(shape: Shape, x: jax.Array) -> jax.Array:
+    """A result [columns, D] BY_ROWS, rotated back where V lies rotated."""
+    return turn(x, BY_ROWS, shape.head_dim, lanes=16) if shape.v.format.hadamard else x
 
 
 def _store_partial(
@@ -261,7 +280,7 @@ def _by_warps(
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
-    logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0]) * log2_scale)
+    logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0], queries[2]) * log2_scale)
     bounds = item.low - tokens, item.high - tokens
     values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(warps_sm90.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -271,7 +290,10 @@ def _by_warps(
     p = jnp.exp2(logits - warps_sm90.spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
     acc = warps_sm90.dot_v(values, warps_sm90.weighted(shape.v, v, bounds, p), carry.acc, shrink)
-    return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc)
+    zeros = carry.zeros
+    if zeros is not None:
+        zeros = _scaled(shape, zeros, shrink) + warps_sm90.zeros_of(shape.v, v, bounds, p)
+    return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc, zeros)
 
 
 def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
@@ -308,12 +330,16 @@ def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
     return reduced(x, scratch)
 
 
-def _stage_queries(raw: Any, q_s: Any, q_top: Any) -> None:
-    """Moves the queries to where wgmma reads them, in its dtype: to fit float16's range, as fractions of their largest
-    element, which q_top receives. Rows past the real ones hold anything: their columns are dropped."""
+def _stage_queries(shape: Shape, raw: Any, q_s: Any, q_top: Any) -> None:
+    """Moves the queries to where wgmma reads them, rotated where K is, in its dtype: to fit float16's range, as
+    fractions of their largest element, which q_top receives. Rows past the real ones hold anything: their columns are
+    dropped."""
     queries = plgpu.load(raw, layout=BY_ROWS, optimized=False)
+    exact = queries.astype(jnp.float32)
+    if shape.k.format.hadamard:
+        exact = turn(exact, BY_ROWS, shape.head_dim, lanes=16)
+        queries = exact.astype(q_s.dtype)
     if q_s.dtype != raw.dtype:
-        exact = queries.astype(jnp.float32)
         top = jnp.maximum(jnp.maximum(exact, -exact).max(axis=1), float(jnp.finfo(jnp.float32).tiny))
         q_top[...] = top
         spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), BY_ROWS)

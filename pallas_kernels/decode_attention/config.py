@@ -9,7 +9,8 @@ from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
 
-FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
+STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")
+FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
 ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
 
 
@@ -91,7 +92,7 @@ def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int 
         )
 
 
-TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
+TRITON_FORMATS = STORED
 MOST_SPLITS = 16  # of a sequence; changes bits
 
 

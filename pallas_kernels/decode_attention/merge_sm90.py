@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, MASKED, PAD, Shape, first_query
 from pallas_kernels.decode_attention.work import Work
+from pallas_kernels.hadamard_sm90 import turn
 
 _MOST_CTAS = 8  # of what was cut: one a query, in turns if there are more
 _ROW = plgpu.Layout.TILED(  # each warp has all of a row, two elements a lane
@@ -98,7 +99,10 @@ def _merge_kernel(
         zeros = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), _ROW)
         sums = lax.fori_loop(jnp.int32(0), fetches, add, ((jnp.float32(0), zeros),) * shape.sums)
         total, acc = jax.tree.map(lambda *both: sum(both[1:], both[0]), *sums)
-        out_s[0] = (acc * (1 / total)).astype(out_s.dtype)
+        result = acc * (1 / total)
+        if shape.v.format.hadamard:
+            result = turn(result, _ROW, head_dim, lanes=32)
+        out_s[0] = result.astype(out_s.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_s, out_ref.at[pl.ds(first_query(shape, row, head) + _place(shape, query), 1)])
         plgpu.wait_smem_to_gmem(0)

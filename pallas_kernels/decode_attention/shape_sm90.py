@@ -98,6 +98,7 @@ class Sum:
     total: jax.Array  # of the weights, [columns] or still one a key [rows, columns]
     acc: jax.Array  # weights times values [D, columns]
     # Each warp's own, as warps_sm90 has them: [32, columns], [32, columns] or one a key, [4 * D, columns].
+    zeros: jax.Array | None = None  # what all dims of acc lack, one a key, where V has a single zero a token
 
 
 def kv_head_of(shape: Shape, head: jax.Array) -> jax.Array:

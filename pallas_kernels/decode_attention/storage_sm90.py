@@ -14,13 +14,14 @@ from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.unpack_sm90 import (
     BY_8_ROWS,
     BY_16_ROWS,
+    Grouping,
     operand,
     operand_order,
     scaled,
     to_float16,
 )
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_pages import KVFormat, Pages
+from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, Pages
 from pallas_kernels.smem_sm90 import swizzled
 
 _SCALES = 64  # of one copy, at least: 128 bytes
@@ -61,7 +62,7 @@ class Storage:
 
     def token_bytes(self, name: str) -> int:
         """Bytes of a token's values, or of its scales, as `name` says."""
-        return 2 * self.groups if name.endswith("scales") else self.row * self.format.storage_dtype.itemsize
+        return 2 * self.numbers if name.endswith("scales") else self.row * self.format.storage_dtype.itemsize
 
     @property
     def by_lanes(self) -> bool:
@@ -85,9 +86,20 @@ class Storage:
         return self.format.groups(self.head_dim)
 
     @property
+    def numbers(self) -> int:
+        """Of a token's scales, and zeros where there are any."""
+        return self.format.numbers(self.head_dim)
+
+    @property
     def by_factor(self) -> bool:
-        """Whether a token's only scale multiplies its logit, or its weight, instead of its values."""
+        """Whether a token's only scale multiplies its logit, or its weight, instead of its values. Its only zero then
+        adds to the logit, times the query's sum, or to all dims of the result, times the weight."""
         return self.by_warps and self.groups == 1
+
+    @property
+    def middle(self) -> int:
+        """What stored codes are too small by, where there are zeros."""
+        return LARGEST_CODE[self.format.dtype] + 1
 
     @property
     def in_registers(self) -> bool:
@@ -110,24 +122,24 @@ class Storage:
 
     @property
     def by_token(self) -> bool:
-        """Whether scales are copied as [tokens, G]: TMA wants such rows to be multiples of 16 bytes."""
-        return self.groups >= 8
+        """Whether scales are copied as [tokens, numbers]: TMA wants such rows to be multiples of 16 bytes."""
+        return self.numbers >= 8
 
     @property
     def scales(self) -> int:
         """Copied with each part: its own, and where those are few, some of its neighbours'."""
-        own = self.tokens * self.groups
+        own = self.tokens * self.numbers
         return own if self.by_token or self.by_lanes or not own else max(own, _SCALES)
 
     @property
     def packed(self) -> bool:
         """Whether the scales of a tile lie one after the other."""
-        return self.scales == self.tokens * self.groups
+        return self.scales == self.tokens * self.numbers
 
     def scale_rows(self, scales: jax.Array) -> jax.Array:
-        """The pool of scales [N, K, P * G] such that a part's copy is one slice of a page."""
+        """The pool of scales [N, K, P * numbers] such that a part's copy is one slice of a page."""
         if self.by_token or self.by_lanes:
-            return scales.reshape(scales.shape[0], -1, self.groups)
+            return scales.reshape(scales.shape[0], -1, self.numbers)
         if self.packed:
             return scales.reshape(scales.shape[0], -1, _SCALES)
         rows = scales.reshape(scales.shape[0], -1)
@@ -139,10 +151,10 @@ class Storage:
         token = kv_head * self.page_size + offset
         if self.by_token:
             return pl.ds(token, self.tokens), jnp.int32(0)
-        start = token * self.groups
+        start = token * self.numbers
         if self.packed:
             return pl.ds(start // _SCALES, self.scales // _SCALES), jnp.int32(0)
-        begin = jnp.minimum(start, max(self.kv_heads * self.page_size * self.groups, _SCALES) - self.scales)
+        begin = jnp.minimum(start, max(self.kv_heads * self.page_size * self.numbers, _SCALES) - self.scales)
         return pl.ds(begin, self.scales), start - begin
 
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
@@ -152,12 +164,12 @@ class Storage:
         if self.groups:
             shape: tuple[int, ...] = (self.parts, self.scales)
             if self.by_token and not self.by_lanes:
-                shape = (self.parts, self.tokens, self.groups)
+                shape = (self.parts, self.tokens, self.numbers)
             elif self.packed and not self.by_lanes:
                 shape = (self.parts, self.scales // _SCALES, _SCALES)
             buffers[f"{name}_scales"] = plgpu.SMEM((*every, *shape), jnp.float16)
             if not (self.packed or self.by_warps):
-                packed = (self.computing, self.parts, self.tokens * self.groups)
+                packed = (self.computing, self.parts, self.tokens * self.numbers)
                 buffers[f"{name}_packed"] = plgpu.SMEM(packed, jnp.float16)
         if not (self.direct or self.in_registers or self.by_warps):
             buffers[f"{name}_tile"] = swizzled((self.computing, ROWS, self.head_dim), self.dtype)
@@ -166,16 +178,16 @@ class Storage:
     def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
         """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's."""
 
-        def tile(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
-            return jnp.concatenate(scaled(*grouping, parts, scales) if self.groups else parts, axis=1)
+        def tile(parts: list[jax.Array], scales: Any, grouping: Grouping) -> jax.Array:
+            return jnp.concatenate(scaled(grouping, parts, scales) if self.groups else parts, axis=1)
 
         return self._converted(tile, BY_16_ROWS, stored, scales, packed, shift)
 
     def read_k(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
         """The same in registers, as the product's left operand, its dims in operand_order."""
 
-        def k(parts: list[jax.Array], scales: Any, grouping: tuple[int, int]) -> jax.Array:
-            return operand(*grouping, parts, scales)
+        def k(parts: list[jax.Array], scales: Any, grouping: Grouping) -> jax.Array:
+            return operand(grouping, parts, scales)
 
         return self._converted(k, BY_8_ROWS, stored, scales, packed, shift)
 
@@ -190,8 +202,8 @@ class Storage:
         def converted(values: jax.Array) -> jax.Array:
             if self.format.storage_dtype.itemsize == 2:
                 return values.astype(jnp.float32).astype(self.dtype)
-            parts = to_float16(values, self.format.dtype, layout)
-            return convert(parts, scales, (self.format.group or 0, self.groups))
+            parts = to_float16(values, self.format.dtype, layout, self.format.zero_point)
+            return convert(parts, scales, Grouping(self.format.group or 0, self.groups, self.numbers))
 
         tile = converted(values)
         for _ in range(self.repeat - 1):  # the barrier hides from the compiler that it is the same again
@@ -201,7 +213,7 @@ class Storage:
 
     def _pack(self, scales: Any, packed: Any, shift: jax.Array) -> None:
         """Moves a tile's own scales together."""
-        size = self.tokens * self.groups
+        size = self.tokens * self.numbers
         rows = 32 // size
         layout = plgpu.Layout.TILED(
             plgpu.Tiling(((rows, size), (1,))), (plgpu.Replicated(4),), (-3, -2) if rows > 1 else (-2,), -1

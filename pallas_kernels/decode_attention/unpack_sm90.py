@@ -5,7 +5,7 @@ in any order of the dims, as long as its right operand has the same: the one in 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,34 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 # Registers of 4 bytes: a warp has 16 rows of 8 bytes (as stores to shared memory like it) or 8 of 16 (as wgmma does).
 BY_16_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (4,))), (-5,), (-3, -2), -1)
 BY_8_ROWS = plgpu.Layout.WGMMA_8BIT
 
-# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and what the flip added.
+# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and, where there are no zeros, what the
+# flip added: what a zero point stands for is the lowest code.
 _FLIPPED = {"int8": "xor.b32 v, v, 0x80808080;", "int4": "lop3.b32 v, v, 0x0f0f0f0f, 0x08080808, 0x6a;"}
 _SURPLUS = {"int8": 0x64806480, "int4": 0x64086408}
+_ZEROED = 0x64006400
 
 
-def to_float16(values: jax.Array, dtype: str, layout: Any) -> list[jax.Array]:
-    """What bytes [rows, columns] in registers hold: int8 codes or fp8 numbers, or int4's even and then its odd ones."""
+class Grouping(NamedTuple):
+    """Of a row's dims."""
+
+    group: int  # dims that share a scale
+    groups: int
+    numbers: int  # scales, and zeros after them where there are any
+
+    @property
+    def zeros(self) -> bool:
+        return self.numbers > self.groups
+
+
+def to_float16(values: jax.Array, dtype: str, layout: Any, zeros: bool = False) -> list[jax.Array]:
+    """What bytes [rows, columns] in registers hold: int8 codes or fp8 numbers, or int4's even and then its odd ones.
+    With `zeros` codes are counted from the lowest one."""
     if dtype not in _FLIPPED:
         return [lax.bitcast_convert_type(values, jnp.dtype(dtype)).astype(jnp.float16)]
     count = 2 if dtype == "int4" else 1
@@ -39,7 +54,7 @@ def to_float16(values: jax.Array, dtype: str, layout: Any) -> list[jax.Array]:
         def part(number: int) -> mgpu.FragmentedArray:
             registers = np.empty_like(stored.registers)
             for at, register in np.ndenumerate(stored.registers):
-                registers[at] = _codes(register, dtype, number)
+                registers[at] = _codes(register, dtype, number, _ZEROED if zeros else _SURPLUS[dtype])
             return mgpu.FragmentedArray(_registers=registers, _layout=stored.layout, _is_signed=None)
 
         return tuple(part(number) for number in range(count))
@@ -47,8 +62,8 @@ def to_float16(values: jax.Array, dtype: str, layout: Any) -> list[jax.Array]:
     return list(unpack(values))
 
 
-def _codes(register: ir.Value, dtype: str, part: int) -> ir.Value:
-    """vector<4xf16>: the codes of 4 bytes, or of their low (part 0) or high nibbles."""
+def _codes(register: ir.Value, dtype: str, part: int, surplus: int) -> ir.Value:
+    """vector<4xf16>: the codes of 4 bytes, or of their low (part 0) or high nibbles, less the surplus."""
     i32 = ir.IntegerType.get_signless(32)
     shift = f"shr.b32 v, $2, {4 * part};" if part else "mov.b32 v, $2;"
     pair = llvm.inline_asm(
@@ -61,7 +76,7 @@ def _codes(register: ir.Value, dtype: str, part: int) -> ir.Value:
         {_FLIPPED[dtype]}
         prmt.b32 low, v, 0x64646464, 0x4140;
         prmt.b32 high, v, 0x64646464, 0x4342;
-        mov.b32 surplus, {_SURPLUS[dtype]:#x};
+        mov.b32 surplus, {surplus:#x};
         sub.f16x2 $0, low, surplus;
         sub.f16x2 $1, high, surplus;
         }}
@@ -72,8 +87,9 @@ def _codes(register: ir.Value, dtype: str, part: int) -> ir.Value:
     return mgpu.utils.vector_concat([mgpu.utils.bitcast(llvm.extractvalue(i32, pair, [i]), two) for i in range(2)])
 
 
-def scaled(group: int, groups: int, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
-    """Codes in registers BY_16_ROWS times the scales [rows * groups] in shared memory of each `group` dims of a row."""
+def scaled(grouping: Grouping, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
+    """Codes in registers BY_16_ROWS times the scales [rows * numbers] in shared memory of their groups, plus the zeros
+    if there are any."""
     count, layout = len(parts), BY_16_ROWS
     shape = parts[0].shape
 
@@ -84,20 +100,20 @@ def scaled(group: int, groups: int, parts: list[jax.Array], scales: Any) -> list
     def multiply(_: Any, codes: tuple[mgpu.FragmentedArray, ...], scales: ir.Value) -> tuple[mgpu.FragmentedArray, ...]:
         warp, lane = warp_and_lane()
         row = add(mul(warp, 16), div(lane, 2))
-        scale_of = _scales(scales, row, rem(lane, 2), 2, group, groups)
+        numbers_of = _numbers(scales, row, rem(lane, 2), 2, grouping)
         out = tuple(np.empty_like(x.registers) for x in codes)
         for i, at in enumerate(np.ndindex(out[0].shape)):  # 8 bytes of a row, half of them in each of two lanes
-            factor = vector.broadcast(ir.VectorType.get((4,), ir.F16Type.get()), scale_of(8 * count * i, 8 * count))
+            numbers = [x(8 * count * i, 8 * count) for x in numbers_of]
             for x, registers in zip(codes, out):
-                registers[at] = arith.mulf(x.registers[at], factor)
+                registers[at] = _times(x.registers[at], numbers)
         return tuple(mgpu.FragmentedArray(_registers=x, _layout=codes[0].layout, _is_signed=None) for x in out)
 
     return list(multiply(tuple(parts), scales))
 
 
-def operand(group: int, groups: int, parts: list[jax.Array], scales: Any) -> jax.Array:
-    """What registers BY_8_ROWS hold, times the scales if there are any, as wgmma's left operand: its dims in the order
-    of `operand_order`."""
+def operand(grouping: Grouping, parts: list[jax.Array], scales: Any) -> jax.Array:
+    """What registers BY_8_ROWS hold, times the scales and plus the zeros if there are any, as wgmma's left operand: its
+    dims in the order of `operand_order`."""
     count, (rows, width) = len(parts), parts[0].shape
     arguments = (tuple(parts),) if scales is None else (tuple(parts), scales)
 
@@ -108,20 +124,18 @@ def operand(group: int, groups: int, parts: list[jax.Array], scales: Any) -> jax
     def arrange(_: Any, codes: tuple[mgpu.FragmentedArray, ...], *scales: ir.Value) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         first_row = add(mul(warp, 16), div(lane, 4))
-        scale_of = [_scales(x, add(first_row, 8 * i), rem(lane, 4), 4, group, groups) for x in scales for i in (0, 1)]
+        numbers_of = [_numbers(x, add(first_row, 8 * i), rem(lane, 4), 4, grouping) for x in scales for i in (0, 1)]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         registers = np.empty(layout.registers_shape((rows, width * count)), object)
         flat = registers.reshape(-1, 2)  # 8 dims, two halves of a warp's 16 rows
         of_codes = [x.registers.reshape(-1, 2) for x in codes]  # 16 bytes, the same halves
-        two = ir.VectorType.get((2,), ir.F16Type.get())
         for block, half in np.ndindex(of_codes[0].shape):
-            if scales:
-                factor = vector.broadcast(two, scale_of[half](16 * count * block, 16 * count))
+            numbers = [x(16 * count * block, 16 * count) for x in numbers_of[half]] if scales else []
             for i, x in enumerate(of_codes):
                 for j in range(2):
                     register: Any = x[block, half]
                     pair = mgpu.utils.vector_slice(register, slice(2 * j, 2 * j + 2))
-                    flat[(block * count + i) * 2 + j, half] = arith.mulf(pair, factor) if scales else pair
+                    flat[(block * count + i) * 2 + j, half] = _times(pair, numbers)
         return mgpu.FragmentedArray(_registers=flat.reshape(registers.shape), _layout=layout, _is_signed=None)
 
     return arrange(*arguments)
@@ -134,12 +148,26 @@ def operand_order(x: jax.Array, dtype: str) -> jax.Array:
     return jnp.moveaxis(runs, (-1, -3), (-4, -3)).reshape(x.shape)
 
 
-def _scales(
-    scales: ir.Value, row: ir.Value, lane: ir.Value, lanes: int, group: int, groups: int
+def _times(codes: ir.Value, numbers: list[ir.Value]) -> ir.Value:
+    """Codes times a scale and, as one operation, plus a zero; or as they are."""
+    wide = [vector.broadcast(codes.type, x) for x in numbers]
+    return math.fma(codes, *wide) if len(wide) == 2 else arith.mulf(codes, *wide) if wide else codes
+
+
+def _numbers(
+    scales: ir.Value, row: ir.Value, lane: ir.Value, lanes: int, grouping: Grouping
+) -> list[Callable[[int, int], ir.Value]]:
+    """The scale, and the zero if there is one, of a row's `size` dims from `first` on, of which each of `lanes` lanes
+    has its share."""
+    base = mul(row, grouping.numbers)
+    begins = [base, add(base, grouping.groups)] if grouping.zeros else [base]
+    return [_shared(scales, begin, lane, lanes, grouping.group, grouping.groups) for begin in begins]
+
+
+def _shared(
+    scales: ir.Value, base: ir.Value, lane: ir.Value, lanes: int, group: int, groups: int
 ) -> Callable[[int, int], ir.Value]:
-    """The scale of a row's `size` dims from `first` on, of which each of `lanes` lanes has its share."""
     f16 = ir.F16Type.get()
-    base = mul(row, groups)
     pointer = mgpu.utils.memref_ptr(scales)
     several = min(groups, 8)
     found: dict[int, ir.Value] = {}

@@ -19,10 +19,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul, rem, warp_and_lane
+from pallas_kernels.hadamard_sm90 import butterflies
 
 WGMMA = plgpu.Layout.WGMMA  # of one block of 64 rows: mma's C of four warps
 BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)  # of C's columns, by warp
@@ -30,7 +31,8 @@ BY_ROWS = plgpu.Layout.TILED(  # of a head's result: each warp has all of some r
     plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 Registers = list[ir.Value]  # of 4 bytes: two float16
-Queries = tuple[jax.Array, jax.Array | None]  # [columns, D], and what each was divided by (None: nothing)
+# [columns, D], what each was divided by (None: nothing), and the sum of each (None: where no zero asks for it).
+Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
 Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where their scales are (None: none)
 
 
@@ -99,64 +101,102 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
 def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
     """Zeros as load_queries returns them, of queries [columns, D] of `dtype`."""
     zeros = plgpu.layout_cast(jnp.zeros((columns, stored.head_dim), jnp.float16), q_layout(stored))
-    factors = plgpu.layout_cast(jnp.zeros((32, columns), jnp.float32), BY_WARP)
-    return zeros, None if dtype == jnp.float16 else factors
+    of_each = plgpu.layout_cast(jnp.zeros((32, columns), jnp.float32), BY_WARP)
+    return zeros, of_each if _to_fit(stored, dtype) else None, of_each if _sums(stored) else None
+
+
+def _to_fit(stored: Storage, dtype: DTypeLike) -> bool:
+    """Whether queries are divided to fit float16's range."""
+    return dtype == jnp.bfloat16 or stored.format.hadamard
+
+
+def _sums(stored: Storage) -> bool:
+    """Whether logits take the sums of queries."""
+    return stored.by_factor and stored.format.zero_point
 
 
 def load_queries(stored: Storage, queries: Any) -> Queries:
     """Queries [columns, D] in shared memory in q_layout, each lane's dims in the order in which `_converted` pairs
-    those of K. Those of bfloat16 are divided, to fit float16's range, by the power of two [32, columns] BY_WARP under
-    their largest element: no bit is lost but of what is far smaller."""
+    those of K, and rotated where K is. Those of bfloat16 are divided, to fit float16's range, by the power of two
+    [32, columns] BY_WARP under their largest element: no bit is lost but of what is far smaller."""
     array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
-    columns, to_fit = array.shape[0], array.dtype == jnp.bfloat16
-    if not stored.groups and not to_fit:
-        return array, None
+    columns, to_fit = array.shape[0], _to_fit(stored, array.dtype)
+    if not (stored.groups or to_fit):
+        return array, None, None
+    of_each = plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP)
     kinds = [plgpu.ShapeDtypeStruct(array.shape, jnp.float16, layout=q_layout(stored))]
-    if to_fit:
-        kinds.append(plgpu.ShapeDtypeStruct((32, columns), jnp.float32, layout=BY_WARP))
+    kinds += [of_each] * (to_fit + _sums(stored))
 
     @plgpu.inline_mgpu(arg_types=(q_layout(stored),), return_type=tuple(kinds))
     def prepare(_: Any, x: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
         registers: list[ir.Value] = []
         factors: list[ir.Value] = []
+        sums: list[ir.Value] = []
         for of_query in x.registers.reshape(columns // 8, -1):  # a lane has dims of one in eight
             words = [w for register in of_query for w in _words(register)]
             if to_fit:
-                words, exponent = _fitted(words)
+                words, exponent = _fitted(words, array.dtype == jnp.bfloat16, stored.format.hadamard)
                 factors.append(_of_columns(arith.shli(exponent, constant(23))))
+            if _sums(stored):
+                sums.append(_of_columns(_bits(_sum_of(words))))
             if stored.groups:
                 words = _paired(words, 2 * _nibbles(stored))
             for i in range(0, len(words), 4):
                 four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), words[i : i + 4])
                 registers.append(mgpu.utils.bitcast(four, ir.VectorType.get((8,), ir.F16Type.get())))
         out = (_array(registers, q_layout(stored), array.shape),)
-        return (*out, _array(factors, BY_WARP, (32, columns))) if to_fit else out
+        return (*out, *(_array(some, BY_WARP, (32, columns)) for some in (factors, sums) if some))
 
     found = prepare(array)
-    return found[0], found[1] if to_fit else None
+    return found[0], found[1] if to_fit else None, found[-1] if _sums(stored) else None
 
 
-def _fitted(words: Registers) -> tuple[Registers, ir.Value]:
-    """Pairs of bfloat16, a lane's share of a query that four have, as pairs of float16 between -4 and 4; and the
-    exponent of the power of two that they were divided by, with float32's bias."""
+def _fitted(words: Registers, bfloat16: bool, rotated: bool) -> tuple[Registers, ir.Value]:
+    """Pairs in 16 bits, a lane's share of a query that four have, rotated or not, as pairs of float16 between -4 and 4;
+    and the exponent of the power of two that they were divided by, with float32's bias."""
+    if bfloat16:
+        pairs = [(arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))) for word in words]
+        numbers = [_float(x) for pair in pairs for x in pair]
+    else:
+        numbers = _numbers(words)
+    if rotated:
+        norm = mgpu.c(float(np.float32((4 * len(numbers)) ** -0.5)), ir.F32Type.get())
+        numbers = [arith.mulf(x, norm) for x in butterflies(numbers, 4)]
+        text, sizes, first_bit = "max.u32 $0, $1, $2;", [_bits(x) for x in numbers], 23
+        sizes = [arith.andi(x, constant(0x7FFFFFFF)) for x in sizes]
+    else:
+        text, first_bit = "max.bf16x2 $0, $1, $2;", 7
+        sizes = [arith.andi(x, constant(0x7FFF7FFF)) for x in words]
 
     def largest(x: ir.Value, y: ir.Value) -> ir.Value:
-        return _asm("max.bf16x2 $0, $1, $2;", x, y)
+        return _asm(text, x, y)
 
-    top = reduce(largest, [arith.andi(x, constant(0x7FFF7FFF)) for x in words])
+    top = reduce(largest, sizes)
     for distance in (1, 2):
         top = largest(top, mgpu.utils.shfl_bfly(top, distance))
-    top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
-    exponent = arith.andi(arith.shrui(top, constant(7)), constant(0xFF))
+    if not rotated:
+        top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
+    exponent = arith.andi(arith.shrui(top, constant(first_bit)), constant(0xFF))
     exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
     exponent = _asm("min.u32 $0, $1, $2;", exponent, constant(253))
     inverse = _float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
-    out = []
-    for word in words:
-        low, high = arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))
-        both = [arith.mulf(_float(x), inverse) for x in (high, low)]
-        out.append(_asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f"))
-    return out, exponent
+    numbers = [arith.mulf(x, inverse) for x in numbers]
+    pairs = zip(numbers[1::2], numbers[::2])
+    return [_asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f") for both in pairs], exponent
+
+
+def _sum_of(words: Registers) -> ir.Value:
+    """The sum f32 of pairs of float16 that four lanes have."""
+    total = reduce(arith.addf, _numbers(words))
+    for distance in (1, 2):
+        total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+    return total
+
+
+def _numbers(words: Registers) -> list[ir.Value]:
+    """Pairs of float16 as numbers f32."""
+    pairs = [mgpu.utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get())) for word in words]
+    return [arith.extf(ir.F32Type.get(), x) for pair in pairs for x in _elements(pair)]
 
 
 def _of_columns(x: ir.Value) -> ir.Value:
@@ -188,24 +228,28 @@ def load_v(stored: Storage, values: Any, scales: Any) -> Stored:
     return plgpu.load(values, layout=v_layout(stored), optimized=False), scales
 
 
-def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> jax.Array:
-    """K [64, D] times what load_queries made -> [64, columns]. `zero` is one that the compiler cannot know: constants
-    that it knows, it loads again for each instruction."""
+def dot_k(
+    stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array, sums_of: jax.Array | None = None
+) -> jax.Array:
+    """K [64, D] times what load_queries made, queries and their sums -> [64, columns]. `zero` is one that the compiler
+    cannot know: constants that it knows, it loads again for each instruction."""
     values, scales = k
     columns, dims = queries.shape[0], lane_dims(stored, 4)
-    refs = () if scales is None else (scales,)
+    refs, sums_given = () if scales is None else (scales,), () if sums_of is None else (sums_of,)
     splat = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(k_layout(stored), q_layout(stored), splat, *(plgpu.RefType(),) * len(refs)),
+        arg_types=(
+            k_layout(stored), q_layout(stored), splat, (BY_WARP,) * len(sums_given), (plgpu.RefType(),) * len(refs)
+        ),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=WGMMA),
     )
-    def dot(_: Any, values: Any, queries: Any, zero: Any, *scales: ir.Value) -> mgpu.FragmentedArray:
+    def dot(_: Any, values: Any, queries: Any, zero: Any, sums_of: Any, scales: Any) -> mgpu.FragmentedArray:
         warp, lane = warp_and_lane()
         convert = partial(_converted, stored, zero.registers.item())
         first = add(mul(warp, 16), div(lane, 4))
         rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
-        of_scales = [_scales(stored, x, add(first, 8 * i), rem(lane, 4), 4) for x in scales for i in (0, 1)]
+        of_rows = [_scales(stored, x, add(first, 8 * i), rem(lane, 4), 4) for x in scales for i in (0, 1)]
         b = queries.registers.reshape(columns // 8, len(rows), dims // 8)
         sums = [[[_zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
         step = 0
@@ -215,8 +259,8 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
             for i in range(len(words[0])):
                 a = []
                 for row in range(2):
-                    scale = _doubled(of_scales[row](block, i)) if scales and not stored.by_factor else None
-                    a.append(convert(words[row][i], scale))
+                    numbers = of_rows[row](block, i) if scales and not stored.by_factor else []
+                    a.append(convert(words[row][i], [_doubled(x) for x in numbers]))
                 size = 2 * _nibbles(stored)  # pairs of dims of a word
                 operands = [q[size * i : size * (i + 1)] for q in of_queries]
                 for k in range(0, size, 2):
@@ -226,11 +270,23 @@ def dot_k(stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array) -> ja
                     step += 1
         totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
         if stored.by_factor:
-            factors = [arith.extf(ir.F32Type.get(), of_row(0, 0)) for of_row in of_scales]
-            totals = [[arith.mulf(x, factors[i // 2]) for i, x in enumerate(each)] for each in totals]
+            rows_of = [[arith.extf(ir.F32Type.get(), x) for x in of_row(0, 0)] for of_row in of_rows]
+            totals = [[arith.mulf(x, rows_of[i // 2][0]) for i, x in enumerate(each)] for each in totals]
+        if sums_of:
+            middles = [_middle(stored, *numbers) for numbers in rows_of]
+            of_queries = [_elements(x) for x in sums_of[0].registers.flat]
+            totals = [
+                [math.fma(middles[i // 2], of_query[i % 2], x) for i, x in enumerate(each)]
+                for of_query, each in zip(of_queries, totals)
+            ]
         return _array(_pairs(totals), WGMMA, (64, columns))
 
-    return dot(values, queries, zero, *refs)
+    return dot(values, queries, zero, sums_given, refs)
+
+
+def _middle(stored: Storage, scale: ir.Value, zero: ir.Value) -> ir.Value:
+    """What the code 0 stands for, f32: codes around it add up to less than those from 0 on, so that less cancels."""
+    return math.fma(scale, mgpu.c(float(stored.middle), ir.F32Type.get()), zero)
 
 
 def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -249,7 +305,7 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
         tokens = [add(first, i) for i in (0, 1, 8, 9)]
         seen = [_within(token, low, high) for token in tokens]
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
-        of_scales = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
+        of_tokens = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
         masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
         out = []
         for block, rows in enumerate(values.registers.reshape(-1, 4)):
@@ -257,17 +313,17 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
             for i in range(len(words[0])):
                 dims: list[Registers] = []  # of two tokens each
                 for pair in (0, 2):
-                    scale = None
-                    if scales:
-                        both = [arith.select(seen[pair + j], of_scales[pair + j](block, i), nothing) for j in (0, 1)]
-                        scale = _bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both))
+                    numbers = []  # scales of both, and zeros if there are any
+                    for some in zip(*(of_token(block, i) for of_token in of_tokens[pair : pair + 2])):
+                        both = [arith.select(seen[pair + j], x, nothing) for j, x in enumerate(some)]
+                        numbers.append(_bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both)))
                     mixed = [
                         _asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
                         for selector in ((0x5410, 0x7632) if stored.groups else (0x5140, 0x7362))
                     ]
                     if not stored.groups:
                         mixed = [arith.andi(x, masks[pair // 2]) for x in mixed]
-                    dims.append([x for word in mixed for x in _converted(stored, zero.registers.item(), word, scale)])
+                    dims.append([x for word in mixed for x in _converted(stored, zero.registers.item(), word, numbers)])
                 for k in range(0, len(dims[0]), 2):
                     out += [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
         two = ir.VectorType.get((2,), ir.F16Type.get())
@@ -291,12 +347,40 @@ def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], we
         own, nothing = add(mul(warp, 16), div(lane, 4)), mgpu.c(0.0, ir.F16Type.get())
         factors = []
         for token in (own, add(own, 8)):
-            found = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
+            found, *_ = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
             factors.append(_doubled(arith.select(_within(token, low, high), found, nothing)))
         out = [
             mgpu.utils.bitcast(_asm("mul.f16x2 $0, $1, $2;", _bits(x), y), x.type)
             for pair in weights.registers.reshape(-1, 2)
             for x, y in zip(pair, factors)
+        ]
+        return _array(out, WGMMA, weights.shape)
+
+    return weigh(weights, *bounds, v[1])
+
+
+def zeros_of(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
+    """Weights [64, columns] float16 times what code 0 stands for, where tokens have a single zero, f32: over all tokens
+    it is what each dim of the result lacks. Zero outside of the bounds."""
+    splat, f32 = plgpu.Layout.WG_SPLAT(()), jnp.float32
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, splat, splat, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, f32, layout=WGMMA),
+    )
+    def weigh(_: Any, weights: Any, low: Any, high: Any, scales: ir.Value) -> mgpu.FragmentedArray:
+        warp, lane = warp_and_lane()
+        own, kind = add(mul(warp, 16), div(lane, 4)), ir.F32Type.get()
+        middles = []
+        for token in (own, add(own, 8)):
+            found = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
+            middle = _middle(stored, *(arith.extf(kind, x) for x in found))
+            middles.append(arith.select(_within(token, low, high), middle, _zero()))
+        two = ir.VectorType.get((2,), kind)
+        out = [
+            arith.mulf(arith.extf(two, x), vector.broadcast(two, y))
+            for pair in weights.registers.reshape(-1, 2)
+            for x, y in zip(pair, middles)
         ]
         return _array(out, WGMMA, weights.shape)
 
@@ -406,60 +490,65 @@ def _nibbles(stored: Storage) -> int:
 
 def _scales(
     stored: Storage, scales: ir.Value, token: ir.Value, share: ir.Value, lanes: int
-) -> Callable[[int, int], ir.Value]:
-    """The float16 scale of a token's dims that word `i` of the lane's piece in `block` holds."""
+) -> Callable[[int, int], list[ir.Value]]:
+    """The float16 scale, and the zero if there is one, of a token's dims that word `i` of the lane's piece in `block`
+    holds."""
     f16, group, groups = ir.F16Type.get(), stored.format.group or 0, stored.groups
     dims = lane_dims(stored, lanes)
     pointer, several = mgpu.utils.memref_ptr(scales), max(1, dims // group)
-    base = mul(token, groups)
-    found: dict[int, ir.Value] = {}
+    base = mul(token, stored.numbers)
+    found: dict[int, list[ir.Value]] = {}
 
-    def scale(block: int, i: int) -> ir.Value:
+    def of_word(block: int, i: int) -> list[ir.Value]:
         begin = block * lanes * dims
         if block not in found:
             own = mul(share, several) if group <= dims else div(share, group // dims)
             at = add(base, add(own, begin // group))
             if group >= lanes * dims:
                 at = add(base, begin // group)
-            where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], f16, llvm.GEPNoWrapFlags.none)
-            found[block] = llvm.load(ir.VectorType.get((several,), f16), where, alignment=2 * several)
+            for first in range(0, stored.numbers, groups):
+                place = add(at, first)
+                where = llvm.getelementptr(pointer.type, pointer, [place], [-2147483648], f16, llvm.GEPNoWrapFlags.none)
+                loaded = llvm.load(ir.VectorType.get((several,), f16), where, alignment=2 * several)
+                found.setdefault(block, []).append(loaded)
         number = 4 * _nibbles(stored) * i // group if several > 1 else 0
-        return vector.extract(found[block], [], ir.DenseI64ArrayAttr.get([number]))
+        return [vector.extract(x, [], ir.DenseI64ArrayAttr.get([number])) for x in found[block]]
 
-    return scale
+    return of_word
 
 
-def _converted(stored: Storage, zero: ir.Value, word: ir.Value, scale: ir.Value | None) -> Registers:
-    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales (None:
-    codes)."""
-    dtype = stored.format.dtype
+def _converted(stored: Storage, zero: ir.Value, word: ir.Value, numbers: Registers) -> Registers:
+    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales and plus
+    one of zeros; without scales, codes."""
     if not stored.groups:
         halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
         return [_asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
-    out = _codes(word, dtype, scale, zero)
+    out = _codes(word, stored.format.dtype, numbers, zero)
     for _ in range(stored.repeat - 1):
-        again = _codes(_asm("mov.b32 $0, $1;", word, hidden=True), dtype, scale, zero)
+        again = _codes(_asm("mov.b32 $0, $1;", word, hidden=True), stored.format.dtype, numbers, zero)
         out = [_asm("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
     return out
 
 
-def _codes(word: ir.Value, dtype: str, scale: ir.Value | None, zero: ir.Value) -> Registers:
+def _codes(word: ir.Value, dtype: str, numbers: Registers, zero: ir.Value) -> Registers:
     """A code of 8 or 4 bits under the exponent of 1024, its sign bit flipped, is 1024 and 128 or 8 more than its value;
-    one in the high nibble 16 times that."""
-    out = []
+    one in the high nibble 16 times that. Where zeros are added, which stand for the lowest code, that is 0."""
+    out, from_lowest = [], len(numbers) == 2
     for bytes_of in (word, arith.shrui(word, constant(8))):
 
         def under_exponent(bits: int, exponent: int, bytes_of: ir.Value = bytes_of) -> ir.Value:
             return arith.xori(arith.andi(bytes_of, arith.ori(zero, constant(bits))), constant(exponent))
 
         if dtype == "int8":
-            out.append(_asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), constant(0x64806480)))
+            surplus = constant(0x64006400 if from_lowest else 0x64806480)
+            out.append(_asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), surplus))
             continue
         low, high = under_exponent(0x000F000F, 0x64086408), under_exponent(0x00F000F0, 0x64806480)
-        out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(0x64086408)))
-        sixteenth, minus_72 = constant(0x2C002C00), constant(0xD480D480)
-        out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, sixteenth, minus_72))
-    return out if scale is None else [_asm("mul.f16x2 $0, $1, $2;", x, scale) for x in out]
+        surplus, minus = (0x64006400, 0xD400D400) if from_lowest else (0x64086408, 0xD480D480)  # minus 64 or 72
+        out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(surplus)))
+        out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, constant(0x2C002C00), constant(minus)))
+    text = {0: None, 1: "mul.f16x2 $0, $1, $2;", 2: "fma.rn.f16x2 $0, $1, $2, $3;"}[len(numbers)]
+    return out if text is None else [_asm(text, x, *numbers) for x in out]
 
 
 def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:

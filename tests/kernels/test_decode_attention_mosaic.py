@@ -71,6 +71,23 @@ INTERPRETED = [
     (small(lengths=(300, 30), heads=(4, 2), k_format="int8-g8", v_format="fp8"), dataclasses.replace(TINY, sms=3)),
     (small(lengths=(70, 0, 20), heads=(4, 4), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), NARROW),
+    (  # a scale and a zero a token and head
+        small(lengths=(70, 300), k_format="int4-g64-zp", v_format="int8-g64-zp", window=140),
+        dataclasses.replace(TINY, sms=3),
+    ),
+    (  # cut, so that what is merged is rotated back, too
+        small(lengths=(300, 30), k_format="int4-g32-h", v_format="int4-g64-zp-h", dtype="float16"),
+        dataclasses.replace(TINY, sms=3),
+    ),
+    (small(lengths=(70,), heads=(2, 1), page_size=8, k_format="bf16-h", v_format="int4-g16-zp-h"), NARROW),
+    (
+        small(lengths=(9, 140), heads=(4, 2), k_format="int8-g8-zp", v_format="fp8-h"),
+        dataclasses.replace(TINY, by_warps=False),
+    ),
+    (
+        small(lengths=(140,), heads=(4, 2), k_format="int4-g64-zp-h", v_format="int8-g32-zp"),
+        dataclasses.replace(TINY, by_warps=False),
+    ),
 ]
 
 

@@ -1,5 +1,7 @@
 """The products that single warps make of K and V as stored, thread by thread, against the formula."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from pallas_kernels.decode_attention import warps_sm90
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import storage
+from pallas_kernels.hadamard import hadamard
 from pallas_kernels.kv_pages import Pages, decode, encode, parse_format
 from tests.kernels.helpers import error
 from tests.kernels.inlined.now import inlined_now
@@ -14,7 +17,9 @@ from tests.kernels.inlined.now import inlined_now
 FORMATS = [
     ("fp8", 64), ("fp8", 128), ("fp8", 256), ("int8-g8", 64), ("int8-g8", 128), ("int8-g32", 128), ("int8-g128", 128),
     ("int8-g64", 256), ("int8-g256", 256), ("int4-g8", 64), ("int4-g8", 128), ("int4-g16", 128), ("int4-g32", 128),
-    ("int4-g128", 128), ("int4-g64", 64), ("int4-g8", 256), ("int4-g128", 256),
+    ("int4-g128", 128), ("int4-g64", 64), ("int4-g8", 256), ("int4-g128", 256), ("int4-g128-zp", 128),
+    ("int8-g64-zp", 64), ("int4-g32-zp", 128), ("int8-g8-zp", 128), ("int4-g256-zp", 256), ("int8-g32-zp-h", 128),
+    ("int4-g64-zp-h", 64), ("fp8-h", 128), ("int4-g32-h", 128),
 ]  # fmt: skip
 
 
@@ -25,10 +30,15 @@ def stored_tile(name: str, head_dim: int, page_size: int = 16):
     values, scales = encode(jnp.asarray(rng.normal(size=(64, head_dim)), jnp.float32), fmt)
     pool = Pages(jnp.zeros((1, 1, page_size, values.shape[-1]), values.dtype), scales, fmt)
     stored = storage(pool, jnp.float16, head_dim, Config(), False, True)
-    exact = np.asarray(decode(values, scales, fmt, jnp.float32), np.float64)
+    exact = np.asarray(decode(values, scales, dataclasses.replace(fmt, hadamard=False), jnp.float32), np.float64)
     if scales is None:
         return stored, values, None, exact
     return stored, values, np.asarray(scales, np.float16).reshape(stored.parts, stored.scales).copy(), exact
+
+
+def rotated(stored, queries) -> np.ndarray:
+    queries = queries.astype(np.float64)
+    return queries @ hadamard(stored.head_dim) if stored.format.hadamard else queries
 
 
 @pytest.mark.parametrize("columns", [8, 16])
@@ -37,10 +47,13 @@ def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
     stored, values, scales, exact = stored_tile(name, head_dim)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
     with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors = warps_sm90.load_queries(stored, queries)
-        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
-    assert factors is None
-    assert error(logits, exact @ queries.T.astype(np.float64)) < 7e-4
+        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
+    assert (factors is None) == (not stored.format.hadamard)
+    assert (sums is None) == (not stored.format.zero_point or stored.groups > 1)
+    queries = rotated(stored, queries)
+    logits = logits if factors is None else logits * factors[0]
+    assert error(logits, exact @ queries.T) < 7e-4
 
 
 @pytest.mark.parametrize("columns", [8, 16])
@@ -53,13 +66,14 @@ def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
     queries[3], queries[4, 1:] = 0, 0
     queries = queries.astype(jnp.bfloat16)
     with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors = warps_sm90.load_queries(stored, queries)
-        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
     assert np.array_equal(factors, np.tile(factors[:1], (32, 1)))
-    largest = np.abs(queries.astype(np.float64)).max(axis=1)
+    queries = rotated(stored, queries)
+    largest = np.abs(queries).max(axis=1)
     assert np.array_equal(factors[0, largest > 0], 2.0 ** np.floor(np.log2(largest[largest > 0])))
     found = logits.astype(np.float64) * factors[0]
-    assert error(found.T, queries.astype(np.float64) @ exact.T) < 7e-4  # of each query; that of zeros is exact
+    assert error(found.T, queries @ exact.T) < 7e-4  # of each query; that of zeros is exact
 
 
 def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_other(monkeypatch):
@@ -69,8 +83,8 @@ def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_
     queries[2, 5], queries[4, 7] = np.inf, np.nan
     queries = queries.astype(jnp.bfloat16)
     with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors = warps_sm90.load_queries(stored, queries)
-        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered)
+        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+        logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
     right = [0, 1, 3, 5, 6, 7]
     found = logits.astype(np.float64) * factors[0]
     assert np.isfinite(factors).all()
@@ -113,7 +127,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
     else:
         for token in hidden:
             part, at = divmod(token, stored.tokens)
-            scales[part, at * stored.groups : (at + 1) * stored.groups] = np.nan
+            scales[part, at * stored.numbers : (at + 1) * stored.numbers] = np.nan
     weights = rng.uniform(0, 1, (64, columns)).astype(np.float16)
     weights[hidden] = 0
     before = rng.normal(size=(4, columns, head_dim)).astype(np.float32)
@@ -140,6 +154,10 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
         v = values, scales
         operands = warps_sm90.convert_v(stored, v, np.int32(0), bounds), warps_sm90.weighted(stored, v, bounds, weights)
         acc = warps_sm90.dot_v(*operands, acc, by_warp(factor))
+        if stored.by_factor and stored.format.zero_point:
+            zeros_of = warps_sm90.zeros_of(stored, v, bounds, weights)
+            assert not zeros_of[hidden].any()
+            acc += np.tile(zeros_of.reshape(4, 16, columns).sum(axis=1).repeat(16, axis=0), (head_dim // 16, 1))
         sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
         warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), columns, sums)
         assert np.array_equal(warps_sm90.dot_v(*operands, zeros, one), warps_sm90.dot_v(*operands, zeros, one))
