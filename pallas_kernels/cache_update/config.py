@@ -6,8 +6,9 @@ from pallas_kernels.checks import check_paged
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
 
-FORMATS = ("bfloat16", "float16", "float32", FP8, "int8", "int4")
-TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
+STORED = ("bfloat16", "float16", "float32", FP8, "int8", "int4", "int8-zp", "int4-zp")
+FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
+TRITON_FORMATS = STORED
 TRITON_VALUES = 1024  # of a program's heads; sensible for compute capability 8.0 to 9.0
 
 

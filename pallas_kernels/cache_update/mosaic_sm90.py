@@ -2,10 +2,11 @@
 
 Bound by memory, so there is no staging: a warpgroup loads the two halves of a few heads straight into registers,
 rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]: a quantization group is
-spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles.
+spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles. So does the rotation by
+a Hadamard matrix: whole heads are in a few lanes.
 
 Arithmetic is what XLA compiles from the xla backend: divisions by a constant and by a group's scale become products
-with the reciprocal, and a product may be contracted with the sum that takes it.
+with the reciprocal, and a product may be contracted with the sum that takes it. Sums of a rotation have another order.
 """
 
 import math
@@ -22,6 +23,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_update.config import Config, check_supported, choose_config
+from pallas_kernels.hadamard_sm90 import turn
 from pallas_kernels.kv_pages import FP8, LARGEST_CODE, KVFormat, KVPages, Pages
 
 WARPS, LANES = 4, 32
@@ -34,8 +36,7 @@ class _Part:
     name: str
     first: int
     heads: int
-    dtype: str  # stored
-    group: int | None
+    format: KVFormat  # as stored
     groups: int  # of one half
     threads: int  # per group
     vector: int
@@ -45,9 +46,20 @@ class _Part:
         return self.groups, self.threads, self.vector
 
     @property
+    def dtype(self) -> str:
+        return self.format.dtype
+
+    @property
     def joint(self) -> bool:
         """Whether one group covers both halves."""
-        return self.group is not None and self.group > math.prod(self.half)
+        return self.format.group is not None and self.format.group > math.prod(self.half)
+
+    def lanes(self, heads: int) -> tuple[int, int, int, int]:
+        """How many lanes of a warp differ in the head, the group, the thread, and in nothing."""
+        t = min(LANES, self.threads)
+        g = min(LANES // t, self.groups)
+        h = min(LANES // (t * g), heads)
+        return h, g, t, LANES // (h * g * t)
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ def _part(name: str, first: int, heads: int, fmt: KVFormat, head_dim: int, confi
     block = min(config.heads, 1 << (heads.bit_length() - 1))
     vector = max(block * half // (WARPS * LANES), half // LANES, 2)
     vector = 2 if fmt.dtype == "int4" else min(vector, config.vector)  # int4: a byte's two values meet in one thread
-    return _Part(name, first, heads, fmt.dtype, fmt.group, half // width, width // vector, vector)
+    return _Part(name, first, heads, fmt, half // width, width // vector, vector)
 
 
 def _spans(parts: Sequence[_Part], config: Config) -> Iterator[_Span]:
@@ -145,7 +157,8 @@ def _split(pages: Pages, part: _Part) -> Iterator[jax.Array]:
     packed = part.half[:2] if part.dtype == "int4" else part.half
     yield pages.values.reshape(*leading, 2, *packed)
     if pages.scales is not None:
-        yield pages.scales.reshape(*leading, 1 if part.joint else 2, part.groups)
+        kinds = 2 if part.format.zero_point else 1  # scales, and zeros after them
+        yield pages.scales.reshape(*leading, kinds, 1 if part.joint else 2, part.groups)
 
 
 def _join(pages: Pages, stored: Iterator[jax.Array]) -> Pages:
@@ -156,12 +169,10 @@ def _join(pages: Pages, stored: Iterator[jax.Array]) -> Pages:
 
 def _layout(heads: int, part: _Part) -> Any:
     """Registers [heads, groups, threads, vector]: lanes fill the last axes first; warps take different heads."""
-    t = min(LANES, part.threads)
-    g = min(LANES // t, part.groups)
-    h = min(LANES // (t * g), heads)
+    h, g, t, same = part.lanes(heads)
     w = min(WARPS, heads // h)
     tiling = plgpu.Tiling(((w * h, g, t, part.vector), (h, g, t, part.vector), (1, 1, 1, part.vector)))
-    every = (-12, plgpu.Replicated(WARPS // w)), (-8, -7, -6, plgpu.Replicated(LANES // (h * g * t)))
+    every = (-12, plgpu.Replicated(WARPS // w)), (-8, -7, -6, plgpu.Replicated(same))
     warps, lanes = (tuple(dim for dim in dims if dim != plgpu.Replicated(1)) for dims in every)
     layout = TiledLayout(tiling, warps, lanes, -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
@@ -169,7 +180,7 @@ def _layout(heads: int, part: _Part) -> Any:
 
 def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int], tokens: int) -> None:
     q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, *pools, out = refs
-    k_pools = 1 + any(span.part.name == "k" and span.part.group for span in spans)
+    k_pools = 1 + any(span.part.name == "k" and span.part.format.group for span in spans)
     sources = {"q": q, "k": k, "v": v}
     waves = {"q": (q_cos, q_sin), "k": (k_cos, k_sin), "v": ()}
     targets = {"q": [out], "k": pools[:k_pools], "v": pools[k_pools:]}
@@ -192,6 +203,8 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int],
                 keep &= (page >= 0) & (page < slots[0]) & (offset >= 0) & (offset < slots[1])
             at = (row, heads) if name == "q" else (page, heads, offset)
             values = _rotate(halves, angle, layout) if angle else halves
+            if span.part.format.hadamard:
+                values = _turn(values, span.part, span.heads, layout)
             pl.when(keep)(partial(_store, targets[name], at, values, span.part, layout))
 
     for span in spans:
@@ -210,25 +223,52 @@ def _rotate(halves: Sequence[jax.Array], waves: Sequence[jax.Array], layout: Any
     return [x * cos - y * sin, y * cos + x * sin]
 
 
+def _turn(halves: Sequence[jax.Array], part: _Part, heads: int, layout: Any) -> list[jax.Array]:
+    """Both halves of heads times hadamard(D): sums and differences of the halves, each turned."""
+    _, g, t, same = part.lanes(heads)
+    turned = partial(turn, layout=layout, size=math.prod(part.half), lanes=g * t, apart=same)
+    x, y = (float(np.float32(0.5**0.5)) * turned(half) for half in halves)
+    return [x + y, x - y]
+
+
 def _store(stores: Sequence[Any], at: tuple[Any, ...], halves: Sequence[jax.Array], part: _Part, layout: Any) -> None:
     """Encodes both halves as kv_pages.encode does, and stores them."""
-    if part.group is None:
+    if part.format.group is None:
         for i, x in enumerate(halves):
             stores[0][*at, i] = _convert(x, part.dtype)
         return
-    values, scales = stores
-    peaks = [jnp.max(jnp.max(jnp.abs(x), axis=3), axis=2) for x in halves]
-    if part.joint:
-        peaks = [jnp.maximum(*peaks)]
-    half_scales = [_scale(peak, LARGEST_CODE[part.dtype]) for peak in peaks]
-    for i, scale in enumerate(half_scales):
-        if scale.size == 1:  # one element is stored as a scalar only
-            scale = jnp.max(jnp.max(scale, axis=1), axis=0).reshape(scale.shape)
-        scales[*at, i] = scale
+    values, numbers = stores
+    largest = LARGEST_CODE[part.dtype]
+
+    def of_groups(reduce: Any, join: Any, halves: Sequence[jax.Array]) -> list[jax.Array]:
+        found = [reduce(reduce(x, axis=3), axis=2) for x in halves]
+        return [join(*found)] if part.joint else found
+
+    def store(kind: int, numbers_of: list[jax.Array]) -> None:
+        for i, x in enumerate(numbers_of):
+            if x.size == 1:  # one element is stored as a scalar only
+                x = jnp.max(jnp.max(x, axis=1), axis=0).reshape(x.shape)
+            numbers[*at, kind, i] = x
+
+    def spread(numbers_of: list[jax.Array], i: int) -> jax.Array:
+        x = numbers_of[i % len(numbers_of)]
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, halves[i].shape, (0, 1)), layout)
+
+    lowest = -largest
+    if part.format.zero_point:
+        lowest, largest = 0, 2 * largest + 1
+        zeros = [_zero(least) for least in of_groups(jnp.min, jnp.minimum, halves)]
+        store(1, zeros)
+        zeros = [x.astype(jnp.float32) for x in zeros]
+        halves = [x - spread(zeros, i) for i, x in enumerate(halves)]
+        peaks = of_groups(jnp.max, jnp.maximum, halves)
+    else:
+        peaks = of_groups(jnp.max, jnp.maximum, [jnp.abs(x) for x in halves])
+    scales = [_scale(peak, largest) for peak in peaks]
+    store(0, scales)
+    inverses = [1.0 / x.astype(jnp.float32) for x in scales]
     for i, x in enumerate(halves):
-        inverse = 1.0 / half_scales[i % len(half_scales)].astype(jnp.float32)
-        inverse = plgpu.layout_cast(jax.lax.broadcast_in_dim(inverse, x.shape, (0, 1)), layout)
-        values[*at, i] = _codes(x * inverse, part.dtype, layout)
+        values[*at, i] = _codes(x * spread(inverses, i), lowest, largest, part.dtype, layout)
 
 
 def _convert(x: jax.Array, dtype: str) -> jax.Array:
@@ -245,15 +285,23 @@ def _scale(peak: jax.Array, largest: int) -> jax.Array:
     return jnp.minimum(jnp.maximum(scale, float(f16.smallest_normal)), float(f16.max)).astype(jnp.float16)
 
 
-def _codes(x: jax.Array, dtype: str, layout: Any) -> jax.Array:
-    """Values over their scale, clipped and to nearest even: int8, or uint8 of two nibbles with the last axis gone.
+def _zero(least: jax.Array) -> jax.Array:
+    f16 = jnp.finfo(jnp.float16)
+    least = jnp.where(jnp.abs(least) < float(f16.smallest_normal), 0.0, least)
+    return jnp.minimum(jnp.maximum(least, float(f16.min)), float(f16.max)).astype(jnp.float16)
+
+
+def _codes(x: jax.Array, lowest: int, largest: int, dtype: str, layout: Any) -> jax.Array:
+    """Values over their scale, clipped and to nearest even: int8, or uint8 of two nibbles with the last axis gone. From
+    0 on, they are stored less half of their number.
 
     The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer:
     a fraction of what a rounding instruction and a conversion take.
     """
-    largest = float(LARGEST_CODE[dtype])
-    x = jnp.minimum(jnp.maximum(x, -largest), largest)
+    x = jnp.minimum(jnp.maximum(x, float(lowest)), float(largest))
     codes = jax.lax.bitcast_convert_type(x + 1.5 * 2.0**23, jnp.int32)
+    if lowest == 0:
+        codes = codes - (largest + 1) // 2
     if dtype == "int8":
         return codes.astype(jnp.int8)
     nibbles = codes & 15

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, quotient
-from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
+from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, full, stage_queries, stage_rows, write_rows
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
@@ -26,8 +26,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
         del n
         below = quotient(wg, config.heads) * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
         plgpu.barrier_wait(refs.q_ready)
-        copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
-        plgpu.commit_smem()
+        stage_queries(plan, refs, wg)
         plgpu.barrier_arrive(refs.q_free)
         store = partial(_store, plan, refs, tile, wg, below)
 

@@ -10,8 +10,9 @@ from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
-FORMATS = ("bfloat16", "float16", FP8, "int8", "int4")
-TRITON_FORMATS = (*FORMATS, "int8-zp", "int4-zp")
+STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")
+FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
+TRITON_FORMATS = STORED
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
-from pallas_kernels.kv_pages import FP8, KVFormat
+from pallas_kernels.kv_pages import FP8, LARGEST_CODE, KVFormat
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
 
 SIDE = 64  # tokens that are in registers at once, and columns
@@ -25,7 +25,7 @@ def layout_of(plan: Plan) -> Any:
 
 def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, column: int) -> jax.Array:
     """f32 [SIDE, SIDE] of a block as stored: raw [T, D] or packed [T, D/2],
-    scales f16 [pages, run * G] or None."""
+    scales f16 [pages, run * G] (with zeros 2G) or None."""
     layout, shape = layout_of(plan), (SIDE, SIDE)
     if fmt.dtype in ("float16", "bfloat16"):
         part = raw.at[pl.ds(row, SIDE), pl.ds(column, SIDE)]
@@ -42,8 +42,8 @@ def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, c
             token, first = _add(i, row), _add(j, column)
             run = _load_run(raw, fmt, token, first)
             if scales is not None:
-                scale = _load_scale(scales, fmt, plan, token, first)
-                run = arith.mulf(run, vector.broadcast(ir.VectorType.get((RUN,), ir.F32Type.get()), scale))
+                numbers = [vector.broadcast(run.type, x) for x in _load_numbers(scales, fmt, plan, token, first)]
+                run = math.fma(run, *numbers) if fmt.zero_point else arith.mulf(run, *numbers)
             registers[at] = run
         return mgpu.FragmentedArray(_registers=registers, _layout=registers_of, _is_signed=None)
 
@@ -92,10 +92,15 @@ def _element(vec: ir.Value, i: int) -> ir.Value:
     return vector.extract(vec, [], ir.DenseI64ArrayAttr.get([i]))
 
 
-def _load_scale(scales: ir.Value, fmt: KVFormat, plan: Plan, token: ir.Value, first: ir.Value) -> ir.Value:
-    """f32: the scale that the columns from `first` on share."""
+def _load_numbers(scales: ir.Value, fmt: KVFormat, plan: Plan, token: ir.Value, first: ir.Value) -> list[ir.Value]:
+    """f32: the scale that the columns from `first` on share and, with zeros, what the code 0 stands for."""
     assert fmt.group is not None
-    size, groups = _index(plan.run), _index(fmt.groups(plan.head_dim))
+    f32, size = ir.F32Type.get(), _index(plan.run)
     page, offset = arith.divui(token, size), arith.remui(token, size)
-    at = arith.addi(arith.muli(offset, groups), arith.divui(first, _index(fmt.group)))
-    return arith.extf(ir.F32Type.get(), memref.load(scales, [page, at]))
+    begin = arith.muli(offset, _index(fmt.numbers(plan.head_dim)))
+    at = arith.addi(begin, arith.divui(first, _index(fmt.group)))
+    scale = arith.extf(f32, memref.load(scales, [page, at]))
+    if not fmt.zero_point:
+        return [scale]
+    zero = arith.extf(f32, memref.load(scales, [page, _add(at, fmt.groups(plan.head_dim))]))
+    return [scale, math.fma(scale, mgpu.c(float(LARGEST_CODE[fmt.dtype] + 1), f32), zero)]

@@ -195,7 +195,7 @@ def _convert_block(
     scales = None
     if pool.raw_scales is not None:
         _, shift = plan.scale_start(fmt, head, 0)
-        scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.groups(plan.head_dim))]
+        scales = pool.raw_scales.at[slot, :, pl.ds(shift, plan.run * fmt.numbers(plan.head_dim))]
     for row in range(0, plan.config.block_kv, SIDE):
         kept = None if seen is None else seen(row, layout_of(plan))
         for column in range(0, plan.head_dim, SIDE):

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Pack, Plan, Refs
-from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, copy_rows, exponentials, full, stage_rows, write_rows
+from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, full, stage_queries, stage_rows, write_rows
 from pallas_kernels.prefill_attention.work import POSITION, ROW, ROWS
 
 SIDE = 64  # tokens and columns of V that are in registers at once
@@ -28,8 +28,7 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     del n
     positions = [refs.tiles[pack.tile(i), POSITION] for i in range(max(plan.packings))]  # before anything is waited for
     plgpu.barrier_wait(refs.boxes_ready)
-    copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
-    plgpu.commit_smem()
+    stage_queries(plan, refs, wg)
     plgpu.barrier_arrive(refs.q_free)
 
     # A block is free when all warpgroups have let go of it, those too that have no use for it. In this order a single

@@ -32,12 +32,12 @@ class Pool(NamedTuple):
     """K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
 
     values: Any  # global
-    scales: Any  # flat: [N, K * P * G]
+    scales: Any  # flat: [N, K * P * G], with zeros 2G
     blocks: Any  # [stages, T, D] as wgmma takes them
     ready: Any
     free: Any
     raw: Any  # what is converted: blocks as stored [stages, T, ..]; else None
-    raw_scales: Any  # [stages, pages, >= run * G], each page's on lines of its own
+    raw_scales: Any  # [stages, pages, >= run * G (2G)], each page's on lines of its own
     raw_ready: Any
     raw_free: Any
 
@@ -161,8 +161,8 @@ class Plan:
         return self.config.warpgroups + 1 + converted
 
     def copied_scales(self, fmt: KVFormat) -> int:
-        """Scales that come with each copy of values: its own, and where those are few, some neighbours'."""
-        own = self.run * fmt.groups(self.head_dim)
+        """Scales, and zeros, that come with each copy of values: its own, and where those are few, some neighbours'."""
+        own = self.run * fmt.numbers(self.head_dim)
         return max(SCALES, own) if own else 0
 
     def scale_copies(self, fmt: KVFormat) -> list[pl.Slice]:
@@ -173,11 +173,11 @@ class Plan:
     def scale_start(self, fmt: KVFormat, head: jax.Array, token: Any) -> tuple[jax.Array, Any]:
         """Where in a page's flat scales the copies begin that bring those of a query head, from a token of the page
         on, and where in what they bring those begin."""
-        groups = fmt.groups(self.head_dim)
-        start = (self.kv_head(head) * self.page_size + token) * groups
-        if self.run * groups >= SCALES:
+        numbers = fmt.numbers(self.head_dim)
+        start = (self.kv_head(head) * self.page_size + token) * numbers
+        if self.run * numbers >= SCALES:
             return start, 0
-        begin = jnp.minimum(start, max(0, self.num_kv_heads * self.page_size * groups - SCALES))
+        begin = jnp.minimum(start, max(0, self.num_kv_heads * self.page_size * numbers - SCALES))
         return begin, start - begin
 
     def kv_head(self, head: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hadamard_sm90 import turn
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs
 
@@ -33,8 +34,25 @@ def copy_rows(source: Any, target: Any) -> None:
     target[...] = plgpu.load(source, layout=layout)
 
 
+def stage_queries(plan: Plan, refs: Refs, wg: jax.Array) -> None:
+    """Puts a warpgroup's queries where products take them from, rotated where K is."""
+    if plan.k_format.hadamard:
+        queries = plgpu.load(refs.q_raw.at[wg], layout=plgpu.Layout.WGMMA, optimized=False)
+        refs.q_s[wg] = _turned(plan, queries.astype(jnp.float32)).astype(plan.dtype)
+    else:
+        copy_rows(refs.q_raw.at[wg], refs.q_s.at[wg])
+    plgpu.commit_smem()
+
+
+def _turned(plan: Plan, rows: jax.Array) -> jax.Array:
+    """Rows [64, D] of which four lanes have one each, and another."""
+    return turn(rows, plgpu.Layout.WGMMA, plan.head_dim, lanes=4, rows=2)
+
+
 def stage_rows(plan: Plan, refs: Refs, wg: jax.Array, out: jax.Array) -> None:
-    """Puts out [64, D] where `write_rows` takes it from, in place of the queries."""
+    """Puts out [64, D] where `write_rows` takes it from, in place of the queries; rotated back where V is."""
+    if plan.v_format.hadamard:
+        out = _turned(plan, out)
     refs.q_s[wg] = out.astype(plan.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the tile before
     copy_rows(refs.q_s.at[wg], refs.out_s.at[wg])

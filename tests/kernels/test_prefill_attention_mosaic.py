@@ -94,6 +94,14 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
             dataclasses.replace(SMALL, page_size=16, k_format="bf16", v_format="fp8", window=100, **SHORT),
             dataclasses.replace(FEW, block_kv=128, ctas=1, alternate=False),
         ),
+        (
+            dataclasses.replace(SMALL, page_size=16, k_format="int4-g64-zp", v_format="int8-g8-zp-h", **SHORT),
+            dataclasses.replace(FEW, block_kv=64, ctas=1),
+        ),
+        (
+            dataclasses.replace(SMALL, heads=(2, 2), page_size=32, k_format="bf16-h", v_format="int4-g32-h", **SHORT),
+            dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
+        ),
     ],
     ids=str,
 )  # fmt: skip
