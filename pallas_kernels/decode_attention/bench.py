@@ -2,12 +2,12 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--triton]
-        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32] [--by-warpgroups] [--consecutive]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32 | int4-g128-zp int4-g32-h ..] [--by-warpgroups] [--consecutive]
         [--peers DIR] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
-The ceiling is the best rate of the run, cuDNN's included. FlashInfer runs first, all its variants, where --peers names
+The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants, where --peers names
 the folder of its script (pallas_kernels/bench/peers.py).
 """
 
@@ -30,12 +30,22 @@ from pallas_kernels.bench.cases import random_tables
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.decode_attention import decode_attention, make_work
-from pallas_kernels.decode_attention.cases import BENCH_CASES, SEGMENT_CASES, SHORT_CELLS, SKEWED, UNIFORM, Case
+from pallas_kernels.decode_attention.cases import (
+    BENCH_CASES,
+    SEGMENT_CASES,
+    SHORT_CELLS,
+    SKEWED,
+    UNIFORM,
+    VARIANT_CASES,
+    VARIANTS,
+    Case,
+)
 from pallas_kernels.decode_attention.config import choose_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 
 SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
 TRITON = 1 / 0.85  # of mosaic's time, at (64, 1024) and above: the most that backend triton may take
+ZEROS = 1.25  # time of formats with a zero a token and head, at most this times their bytes at the run's best rate
 SLACK = {"fp8": 1.15, "int8": 1.15, "int4": 1.4}  # time over bf16's, at most this times the ratio of bytes
 
 
@@ -157,13 +167,13 @@ def runs(
     """(case, who, length, run), what decides first: this kernel, then Triton's if asked for, then cuDNN, then XLA.
     `cells` (rows, length) are asked for besides what the parts have."""
     cases: dict[Case, str | int] = {}
-    for one in {(case.heads, case.k_format): case for case in BENCH_CASES}.values():
+    for one in {(case.heads, case.k_format): case for case in (*BENCH_CASES, *VARIANT_CASES)}.values():
         cases |= {replace(one, lengths=(length,) * rows): length for rows, length in cells}
     if "bf16" in parts:
         cases |= {case: case.lengths[0] for case in BENCH_CASES if case.k_format == "bf16"}
     if "formats" in parts:
-        sizes = ((len(case.lengths), case.lengths[0]) for case in BENCH_CASES)
-        cases |= {case: size[1] for case, size in zip(BENCH_CASES, sizes) if size in SHORT_CELLS}
+        sizes = {case: (len(case.lengths), case.lengths[0]) for case in (*BENCH_CASES, *VARIANT_CASES)}
+        cases |= {case: size[1] for case, size in sizes.items() if size in SHORT_CELLS}
     if "skewed" in parts:
         cases |= {UNIFORM: UNIFORM.lengths[0]} | {case: name for name, case in SKEWED.items()}
     if "segments" in parts:
@@ -230,6 +240,10 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 bytes_per_token(128, kv_heads, fmt, fmt) for fmt in (parse_format(x, 128) for x in (kv, "bf16"))
             )
             limit = round(bf16 * stored / plain * SLACK[kv.split("-")[0]], 2)
+        if kv.endswith("g128-zp"):
+            fmt = parse_format(kv, 128)
+            moved = count * length * bytes_per_token(128, kv_heads, fmt, fmt)
+            limit = round(ZEROS * moved / _ceiling(rows) / 1e3, 2)
         uniform = own.get((heads, kv_heads, len(UNIFORM.lengths), UNIFORM.lengths[0], kv))
         if isinstance(length, str) and uniform is not None:
             limit = round(1.15 * uniform, 2)
@@ -249,11 +263,16 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Adds each row's share of the run's best bandwidth, and yields the bars."""
-    ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
+    ceiling = _ceiling(rows)
     for row in rows:
         if "us" in row:
             row["fraction"] = round(row["gb_s"] / ceiling, 3)
     return bars(rows)
+
+
+def _ceiling(rows: list[dict[str, Any]]) -> float:
+    """The run's best rate, in GB/s."""
+    return max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
 
 
 def parse_cell(text: str) -> tuple[int, int]:
@@ -273,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
     formats = sorted({case.k_format for case in BENCH_CASES})
-    parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="of K and V, among the parts'")
+    known = [*formats, *VARIANTS]
+    parser.add_argument("--formats", nargs="+", choices=known, default=formats, help="of K and V, among the parts'")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
     parser.add_argument("--computing", type=int, choices=[1, 2], help="warpgroups, of a head each")

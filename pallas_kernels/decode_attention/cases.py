@@ -55,6 +55,14 @@ BENCH_CASES = tuple(
     for name in ("bf16", "fp8", "int8-g8", "int8-g128", "int4-g32")
     for batch, length in (_CELLS if name == "bf16" else SHORT_CELLS)
 )
+# What a zero a token and head, and a rotation, cost beside the same codes: formats that are timed where they are named.
+VARIANTS = ("int4-g128", "int4-g128-zp", "int8-g128-zp", "int4-g32-h", "int4-g32-zp")
+VARIANT_CASES = tuple(
+    Case(lengths=(length,) * batch, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
+    for shape in (_LLAMA_7B, _LLAMA_8B)
+    for name in VARIANTS
+    for batch, length in SHORT_CELLS
+)
 # Segments of drafts, beside one row.
 SEGMENT_CASES = tuple(
     dataclasses.replace(case, width=width)

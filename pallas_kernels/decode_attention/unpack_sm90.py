@@ -20,8 +20,8 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 BY_16_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (4,))), (-5,), (-3, -2), -1)
 BY_8_ROWS = plgpu.Layout.WGMMA_8BIT
 
-# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and, where there are no zeros, what the
-# flip added: what a zero point stands for is the lowest code.
+# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and, where there are no zeros, what
+# the flip added: what a zero point stands for is the lowest code.
 _FLIPPED = {"int8": "xor.b32 v, v, 0x80808080;", "int4": "lop3.b32 v, v, 0x0f0f0f0f, 0x08080808, 0x6a;"}
 _SURPLUS = {"int8": 0x64806480, "int4": 0x64086408}
 _ZEROED = 0x64006400

@@ -21,6 +21,8 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
+from pallas_kernels.decode_attention import registers_sm90 as mlir
+from pallas_kernels.decode_attention.registers_sm90 import Registers
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.unpack_sm90 import add, constant, div, mul, rem, warp_and_lane
 from pallas_kernels.hadamard_sm90 import butterflies
@@ -30,7 +32,6 @@ BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, 
 BY_ROWS = plgpu.Layout.TILED(  # of a head's result: each warp has all of some rows
     plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-Registers = list[ir.Value]  # of 4 bytes: two float16
 # [columns, D], what each was divided by (None: nothing), and the sum of each (None: where no zero asks for it).
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
 Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where their scales are (None: none)
@@ -80,7 +81,7 @@ def reduce_warp(x: jax.Array, op: str) -> jax.Array:
                     number = combine(number, mgpu.utils.shfl_bfly(number, distance))
                 numbers.append(number)
             out.append(vector.from_elements(both.type, numbers))
-        return _array(out, BY_WARP, (32, columns))
+        return mlir.array(out, BY_WARP, (32, columns))
 
     return combined(x)
 
@@ -93,7 +94,7 @@ def spread(x: jax.Array, blocks: int) -> jax.Array:
         arg_types=(BY_WARP,), return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=WGMMA)
     )
     def repeat(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        return _array([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
+        return mlir.array([each for each in x.registers.flat for _ in range(2)] * blocks, WGMMA, (rows, columns))
 
     return repeat(x)
 
@@ -133,19 +134,19 @@ def load_queries(stored: Storage, queries: Any) -> Queries:
         factors: list[ir.Value] = []
         sums: list[ir.Value] = []
         for of_query in x.registers.reshape(columns // 8, -1):  # a lane has dims of one in eight
-            words = [w for register in of_query for w in _words(register)]
+            words = [w for register in of_query for w in mlir.words(register)]
             if to_fit:
                 words, exponent = _fitted(words, array.dtype == jnp.bfloat16, stored.format.hadamard)
                 factors.append(_of_columns(arith.shli(exponent, constant(23))))
             if _sums(stored):
-                sums.append(_of_columns(_bits(_sum_of(words))))
+                sums.append(_of_columns(mlir.bits(_sum_of(words))))
             if stored.groups:
                 words = _paired(words, 2 * _nibbles(stored))
             for i in range(0, len(words), 4):
                 four = vector.from_elements(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), words[i : i + 4])
                 registers.append(mgpu.utils.bitcast(four, ir.VectorType.get((8,), ir.F16Type.get())))
-        out = (_array(registers, q_layout(stored), array.shape),)
-        return (*out, *(_array(some, BY_WARP, (32, columns)) for some in (factors, sums) if some))
+        out = (mlir.array(registers, q_layout(stored), array.shape),)
+        return (*out, *(mlir.array(some, BY_WARP, (32, columns)) for some in (factors, sums) if some))
 
     found = prepare(array)
     return found[0], found[1] if to_fit else None, found[-1] if _sums(stored) else None
@@ -156,47 +157,41 @@ def _fitted(words: Registers, bfloat16: bool, rotated: bool) -> tuple[Registers,
     and the exponent of the power of two that they were divided by, with float32's bias."""
     if bfloat16:
         pairs = [(arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))) for word in words]
-        numbers = [_float(x) for pair in pairs for x in pair]
+        numbers = [mlir.float(x) for pair in pairs for x in pair]
     else:
-        numbers = _numbers(words)
+        numbers = mlir.numbers(words)
     if rotated:
         norm = mgpu.c(float(np.float32((4 * len(numbers)) ** -0.5)), ir.F32Type.get())
         numbers = [arith.mulf(x, norm) for x in butterflies(numbers, 4)]
-        text, sizes, first_bit = "max.u32 $0, $1, $2;", [_bits(x) for x in numbers], 23
+        text, sizes, first_bit = "max.u32 $0, $1, $2;", [mlir.bits(x) for x in numbers], 23
         sizes = [arith.andi(x, constant(0x7FFFFFFF)) for x in sizes]
     else:
         text, first_bit = "max.bf16x2 $0, $1, $2;", 7
         sizes = [arith.andi(x, constant(0x7FFF7FFF)) for x in words]
 
     def largest(x: ir.Value, y: ir.Value) -> ir.Value:
-        return _asm(text, x, y)
+        return mlir.asm(text, x, y)
 
     top = reduce(largest, sizes)
     for distance in (1, 2):
         top = largest(top, mgpu.utils.shfl_bfly(top, distance))
     if not rotated:
-        top = largest(top, _asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
+        top = largest(top, mlir.asm("prmt.b32 $0, $1, $2, $3;", top, top, constant(0x1032)))
     exponent = arith.andi(arith.shrui(top, constant(first_bit)), constant(0xFF))
-    exponent = _asm("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
-    exponent = _asm("min.u32 $0, $1, $2;", exponent, constant(253))
-    inverse = _float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
+    exponent = mlir.asm("max.u32 $0, $1, $2;", exponent, constant(1))  # neither 2^e nor 2^-e is subnormal
+    exponent = mlir.asm("min.u32 $0, $1, $2;", exponent, constant(253))
+    inverse = mlir.float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
     numbers = [arith.mulf(x, inverse) for x in numbers]
     pairs = zip(numbers[1::2], numbers[::2])
-    return [_asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f") for both in pairs], exponent
+    return [mlir.asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f") for both in pairs], exponent
 
 
 def _sum_of(words: Registers) -> ir.Value:
     """The sum f32 of pairs of float16 that four lanes have."""
-    total = reduce(arith.addf, _numbers(words))
+    total = reduce(arith.addf, mlir.numbers(words))
     for distance in (1, 2):
         total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
     return total
-
-
-def _numbers(words: Registers) -> list[ir.Value]:
-    """Pairs of float16 as numbers f32."""
-    pairs = [mgpu.utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get())) for word in words]
-    return [arith.extf(ir.F32Type.get(), x) for pair in pairs for x in _elements(pair)]
 
 
 def _of_columns(x: ir.Value) -> ir.Value:
@@ -204,14 +199,14 @@ def _of_columns(x: ir.Value) -> ir.Value:
     _, lane = warp_and_lane()
     first = mul(rem(lane, 4), 8)
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-    both = [_float(_asm(text, x, add(first, 4 * e), hidden=True)) for e in (0, 1)]
+    both = [mlir.float(mlir.asm(text, x, add(first, 4 * e), hidden=True)) for e in (0, 1)]
     return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), both)
 
 
 def _paired(words: Registers, size: int) -> Registers:
     """Pairs of neighbouring dims, `size` words of them at a time, as _converted pairs codes."""
     return [
-        _asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
+        mlir.asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
         for i in range(0, len(words), size)
         for j in range(size // 2)
         for selector in (0x5410, 0x7632)
@@ -240,7 +235,11 @@ def dot_k(
 
     @plgpu.inline_mgpu(
         arg_types=(
-            k_layout(stored), q_layout(stored), splat, (BY_WARP,) * len(sums_given), (plgpu.RefType(),) * len(refs)
+            k_layout(stored),
+            q_layout(stored),
+            splat,
+            (BY_WARP,) * len(sums_given),
+            (plgpu.RefType(),) * len(refs),
         ),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=WGMMA),
     )
@@ -251,22 +250,22 @@ def dot_k(
         rows = values.registers.reshape(-1, 2)  # pieces of a row, two rows
         of_rows = [_scales(stored, x, add(first, 8 * i), rem(lane, 4), 4) for x in scales for i in (0, 1)]
         b = queries.registers.reshape(columns // 8, len(rows), dims // 8)
-        sums = [[[_zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
+        sums = [[[mlir.zero()] * 4 for _ in range(2)] for _ in range(columns // 8)]  # two chains: mma takes long
         step = 0
         for block, pair in enumerate(rows):
-            words = [_words(x) for x in pair]
-            of_queries = [[w for x in b[n, block] for w in _words(x)] for n in range(columns // 8)]
+            words = [mlir.words(x) for x in pair]
+            of_queries = [[w for x in b[n, block] for w in mlir.words(x)] for n in range(columns // 8)]
             for i in range(len(words[0])):
                 a = []
                 for row in range(2):
                     numbers = of_rows[row](block, i) if scales and not stored.by_factor else []
-                    a.append(convert(words[row][i], [_doubled(x) for x in numbers]))
+                    a.append(convert(words[row][i], [mlir.doubled(x) for x in numbers]))
                 size = 2 * _nibbles(stored)  # pairs of dims of a word
                 operands = [q[size * i : size * (i + 1)] for q in of_queries]
                 for k in range(0, size, 2):
                     fragment = [a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]]
                     for n, operand in enumerate(operands):
-                        sums[n][step % 2] = _mma(fragment, operand[k : k + 2], sums[n][step % 2])
+                        sums[n][step % 2] = mlir.mma(fragment, operand[k : k + 2], sums[n][step % 2])
                     step += 1
         totals = [[arith.addf(x, y) for x, y in zip(*both)] for both in sums]
         if stored.by_factor:
@@ -274,12 +273,12 @@ def dot_k(
             totals = [[arith.mulf(x, rows_of[i // 2][0]) for i, x in enumerate(each)] for each in totals]
         if sums_of:
             middles = [_middle(stored, *numbers) for numbers in rows_of]
-            of_queries = [_elements(x) for x in sums_of[0].registers.flat]
+            of_queries = [mlir.elements(x) for x in sums_of[0].registers.flat]
             totals = [
                 [math.fma(middles[i // 2], of_query[i % 2], x) for i, x in enumerate(each)]
                 for of_query, each in zip(of_queries, totals)
             ]
-        return _array(_pairs(totals), WGMMA, (64, columns))
+        return mlir.array(mlir.pairs(totals), WGMMA, (64, columns))
 
     return dot(values, queries, zero, sums_given, refs)
 
@@ -303,22 +302,22 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
         warp, lane = warp_and_lane()
         first = add(mul(warp, 16), mul(rem(lane, 4), 2))
         tokens = [add(first, i) for i in (0, 1, 8, 9)]
-        seen = [_within(token, low, high) for token in tokens]
+        seen = [mlir.within(token, low, high) for token in tokens]
         piece, nothing = div(lane, 4), mgpu.c(0.0, ir.F16Type.get())
         of_tokens = [_scales(stored, x, token, piece, 8) for x in scales for token in tokens]
-        masks = [_mask(*seen[i : i + 2]) for i in (0, 2)]
+        masks = [mlir.mask(*seen[i : i + 2]) for i in (0, 2)]
         out = []
         for block, rows in enumerate(values.registers.reshape(-1, 4)):
-            words = [_words(x) for x in rows]
+            words = [mlir.words(x) for x in rows]
             for i in range(len(words[0])):
                 dims: list[Registers] = []  # of two tokens each
                 for pair in (0, 2):
                     numbers = []  # scales of both, and zeros if there are any
                     for some in zip(*(of_token(block, i) for of_token in of_tokens[pair : pair + 2])):
                         both = [arith.select(seen[pair + j], x, nothing) for j, x in enumerate(some)]
-                        numbers.append(_bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both)))
+                        numbers.append(mlir.bits(vector.from_elements(ir.VectorType.get((2,), ir.F16Type.get()), both)))
                     mixed = [
-                        _asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
+                        mlir.asm("prmt.b32 $0, $1, $2, $3;", words[pair][i], words[pair + 1][i], constant(selector))
                         for selector in ((0x5410, 0x7632) if stored.groups else (0x5140, 0x7362))
                     ]
                     if not stored.groups:
@@ -327,7 +326,7 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
                 for k in range(0, len(dims[0]), 2):
                     out += [dims[0][k], dims[0][k + 1], dims[1][k], dims[1][k + 1]]
         two = ir.VectorType.get((2,), ir.F16Type.get())
-        return _array([mgpu.utils.bitcast(x, two) for x in out], WGMMA, (64, stored.head_dim))
+        return mlir.array([mgpu.utils.bitcast(x, two) for x in out], WGMMA, (64, stored.head_dim))
 
     return convert(values, zero, *bounds, *refs)
 
@@ -348,13 +347,13 @@ def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], we
         factors = []
         for token in (own, add(own, 8)):
             found, *_ = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
-            factors.append(_doubled(arith.select(_within(token, low, high), found, nothing)))
+            factors.append(mlir.doubled(arith.select(mlir.within(token, low, high), found, nothing)))
         out = [
-            mgpu.utils.bitcast(_asm("mul.f16x2 $0, $1, $2;", _bits(x), y), x.type)
+            mgpu.utils.bitcast(mlir.asm("mul.f16x2 $0, $1, $2;", mlir.bits(x), y), x.type)
             for pair in weights.registers.reshape(-1, 2)
             for x, y in zip(pair, factors)
         ]
-        return _array(out, WGMMA, weights.shape)
+        return mlir.array(out, WGMMA, weights.shape)
 
     return weigh(weights, *bounds, v[1])
 
@@ -375,14 +374,14 @@ def zeros_of(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], we
         for token in (own, add(own, 8)):
             found = _scales(stored, scales, token, div(lane, 4), 8)(0, 0)
             middle = _middle(stored, *(arith.extf(kind, x) for x in found))
-            middles.append(arith.select(_within(token, low, high), middle, _zero()))
+            middles.append(arith.select(mlir.within(token, low, high), middle, mlir.zero()))
         two = ir.VectorType.get((2,), kind)
         out = [
             arith.mulf(arith.extf(two, x), vector.broadcast(two, y))
             for pair in weights.registers.reshape(-1, 2)
             for x, y in zip(pair, middles)
         ]
-        return _array(out, WGMMA, weights.shape)
+        return mlir.array(out, WGMMA, weights.shape)
 
     return weigh(weights, *bounds, v[1])
 
@@ -397,18 +396,18 @@ def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA),
     )
     def dot(_: Any, v: Any, weights: Any, acc: Any, factor: Any) -> mgpu.FragmentedArray:
-        b = [[_transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
-        factors = [_elements(x) for x in factor.registers.flat]
+        b = [[mlir.transposed(x) for x in pair] for pair in weights.registers.reshape(columns // 8, 2)]
+        factors = [mlir.elements(x) for x in factor.registers.flat]
         c = [
-            [[arith.mulf(x, factors[n][i % 2]) for i, x in enumerate(_elements(low) + _elements(high))]
+            [[arith.mulf(x, factors[n][i % 2]) for i, x in enumerate(mlir.elements(low) + mlir.elements(high))]
              for n, (low, high) in enumerate(row)]
             for row in acc.registers.reshape(-1, columns // 8, 2)
         ]  # fmt: skip
-        fragments = [_bits(x) for x in v.registers.flat]
+        fragments = [mlir.bits(x) for x in v.registers.flat]
         for row, of_row in enumerate(c):
             for n, operand in enumerate(b):
-                of_row[n] = _mma(fragments[4 * row : 4 * row + 4], operand, of_row[n])
-        return _array(_pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
+                of_row[n] = mlir.mma(fragments[4 * row : 4 * row + 4], operand, of_row[n])
+        return mlir.array(mlir.pairs([numbers for row in c for numbers in row]), WGMMA, acc.shape)
 
     return dot(v, weights, acc, factor)
 
@@ -432,9 +431,9 @@ def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array
             mine = add(begin, mul(div(lane, 4), dims))
             for i in range(0, len(rows), 2):
                 at = add(mine, i // (dims // 2) * 8 * dims + i % (dims // 2) * 2)
-                numbers = [_elements(rows[i + j, n, half])[e] for j in (0, 1) for half in (0, 1)]
+                numbers = [mlir.elements(rows[i + j, n, half])[e] for j in (0, 1) for half in (0, 1)]
                 _store(pointer, at, numbers)
-            _store(pointer, add(begin, stored.head_dim), [_elements(x.registers.flat[n])[e] for x in (top, total)])
+            _store(pointer, add(begin, stored.head_dim), [mlir.elements(x.registers.flat[n])[e] for x in (top, total)])
 
     store(acc, top, total, target)
 
@@ -463,7 +462,7 @@ def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int, heads:
             at = add(mul(add(place, first.registers.item()), head_dim), add(mul(rem(lane, 16), 4), 64 * i))
             kind = ir.VectorType(registers[n, i].type).element_type
             where = llvm.getelementptr(pointer.type, pointer, [at], [-2147483648], kind, llvm.GEPNoWrapFlags.none)
-            operands = [row, where, *_words(registers[n, i])]
+            operands = [row, where, *mlir.words(registers[n, i])]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,r", has_side_effects=True)
 
     store(x, first, target)
@@ -518,15 +517,15 @@ def _scales(
 
 
 def _converted(stored: Storage, zero: ir.Value, word: ir.Value, numbers: Registers) -> Registers:
-    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales and plus
-    one of zeros; without scales, codes."""
+    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales and
+    plus one of zeros; without scales, codes."""
     if not stored.groups:
         halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
-        return [_asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
+        return [mlir.asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
     out = _codes(word, stored.format.dtype, numbers, zero)
     for _ in range(stored.repeat - 1):
-        again = _codes(_asm("mov.b32 $0, $1;", word, hidden=True), stored.format.dtype, numbers, zero)
-        out = [_asm("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
+        again = _codes(mlir.asm("mov.b32 $0, $1;", word, hidden=True), stored.format.dtype, numbers, zero)
+        out = [mlir.asm("max.f16x2 $0, $1, $2;", x, y) for x, y in zip(out, again)]
     return out
 
 
@@ -541,86 +540,11 @@ def _codes(word: ir.Value, dtype: str, numbers: Registers, zero: ir.Value) -> Re
 
         if dtype == "int8":
             surplus = constant(0x64006400 if from_lowest else 0x64806480)
-            out.append(_asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), surplus))
+            out.append(mlir.asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), surplus))
             continue
         low, high = under_exponent(0x000F000F, 0x64086408), under_exponent(0x00F000F0, 0x64806480)
         surplus, minus = (0x64006400, 0xD400D400) if from_lowest else (0x64086408, 0xD480D480)  # minus 64 or 72
-        out.append(_asm("sub.f16x2 $0, $1, $2;", low, constant(surplus)))
-        out.append(_asm("fma.rn.f16x2 $0, $1, $2, $3;", high, constant(0x2C002C00), constant(minus)))
+        out.append(mlir.asm("sub.f16x2 $0, $1, $2;", low, constant(surplus)))
+        out.append(mlir.asm("fma.rn.f16x2 $0, $1, $2, $3;", high, constant(0x2C002C00), constant(minus)))
     text = {0: None, 1: "mul.f16x2 $0, $1, $2;", 2: "fma.rn.f16x2 $0, $1, $2, $3;"}[len(numbers)]
-    return out if text is None else [_asm(text, x, *numbers) for x in out]
-
-
-def _mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
-    f32 = ir.F32Type.get()
-    asm = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    kinds = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
-    found = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *c], asm, kinds)
-    return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-
-
-def _transposed(pair: ir.Value) -> ir.Value:
-    """8 x 8 elements, 2 of a row in each lane, transposed."""
-    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _bits(pair), hidden=True)
-
-
-def _within(x: ir.Value, low: Any, high: Any) -> ir.Value:
-    low, high = low.registers.item(), high.registers.item()
-    compare = arith.CmpIPredicate
-    return arith.andi(arith.cmpi(compare.sge, x, low), arith.cmpi(compare.slt, x, high))
-
-
-def _mask(first: ir.Value, second: ir.Value) -> ir.Value:
-    """All bits of the even bytes of a word where `first`, and of the odd ones where `second`."""
-    parts = [
-        arith.select(seen, constant(bits), constant(0))
-        for seen, bits in ((first, 0x00FF00FF), (second, 0xFF00FF00))
-    ]  # fmt: skip
-    return arith.ori(*parts)
-
-
-def _asm(text: str, *operands: ir.Value, kinds: str = "r", hidden: bool = False) -> ir.Value:
-    """An instruction of one 4-byte result; `hidden` from what would merge or move it."""
-    i32 = ir.IntegerType.get_signless(32)
-    constraints = ",".join(["=r", *kinds * len(operands)])
-    return llvm.inline_asm(i32, list(operands), text, constraints, has_side_effects=hidden)
-
-
-def _words(x: ir.Value) -> Registers:
-    """The 4-byte words of a vector."""
-    size = mgpu.utils.bitwidth(x.type) // 32
-    words = mgpu.utils.bitcast(x, ir.VectorType.get((size,), ir.IntegerType.get_signless(32)))
-    return _elements(words)
-
-
-def _elements(x: ir.Value) -> list[ir.Value]:
-    return [vector.extract(x, [], ir.DenseI64ArrayAttr.get([i])) for i in range(ir.VectorType(x.type).shape[0])]
-
-
-def _float(x: ir.Value) -> ir.Value:
-    return mgpu.utils.bitcast(x, ir.F32Type.get())
-
-
-def _bits(x: ir.Value) -> ir.Value:
-    return mgpu.utils.bitcast(x, ir.IntegerType.get_signless(32))
-
-
-def _doubled(x: ir.Value) -> ir.Value:
-    return _bits(vector.broadcast(ir.VectorType.get((2,), x.type), x))
-
-
-def _zero() -> ir.Value:
-    return mgpu.c(0.0, ir.F32Type.get())
-
-
-def _pairs(numbers: list[list[ir.Value]]) -> list[ir.Value]:
-    """Results of mma as WGMMA's registers."""
-    two = ir.VectorType.get((2,), ir.F32Type.get())
-    return [vector.from_elements(two, each[i : i + 2]) for each in numbers for i in (0, 2)]
-
-
-def _array(registers: list[ir.Value], layout: Any, shape: tuple[int, ...]) -> mgpu.FragmentedArray:
-    layout = layout.to_mgpu()
-    out = np.empty(layout.registers_shape(shape), object)
-    out.reshape(-1)[:] = registers
-    return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+    return out if text is None else [mlir.asm(text, x, *numbers) for x in out]

@@ -325,6 +325,9 @@ LOWERED = [
         ("int4-g16", "int8-g128", 128, 256, (71, 1), None, "bfloat16"),
         ("int8-g8", "int8-g8", 16, 128, (3, 3), None, "bfloat16"),
         ("bf16", "bf16", 16, 128, (12, 3), 200, "bfloat16"),
+        ("int4-g128-zp", "int4-g128-zp", 16, 128, (4, 4), None, "bfloat16"),
+        ("int8-g8-zp-h", "int4-g64-zp", 8, 64, (40, 1), None, "float16"),
+        ("bf16-h", "int4-g32-h", 16, 128, (4, 2), None, "bfloat16"),
     )
 ] + [
     dataclasses.replace(case, lengths=(100, 100))
@@ -383,6 +386,7 @@ def test_narrow_formats_lower_for_cuda_by_warps_and_by_warpgroups(k_format, v_fo
 def test_every_supported_call_fits_shared_memory(head_dim):
     """With the configuration that runs by default, at least two tiles are in flight for each worker."""
     groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
+    groups.append("int8-g8-zp")
     formats = ("bf16", "f16", "fp8", *groups)
     tried = 0
     heads = [(1, 1), (9, 1), (17, 1), (64, 1), (2, 2), (32, 2)]
@@ -444,8 +448,17 @@ def test_32_layers_share_one_kernel():
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
+ON_DEVICE = [
+    small(lengths=(1300, 1, 0, 300), k_format=kv, v_format=kv, heads=heads, head_dim=head_dim)
+    for kv, heads, head_dim in (
+        ("int4-g128-zp", (4, 4), 128), ("int4-g32-h", (8, 2), 128), ("int8-g8-zp-h", (4, 2), 64),
+        ("bf16-h", (4, 2), 128), ("int8-g256-zp", (32, 2), 256),
+    )
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*filter(supported, CASES)], ids=str)
+@pytest.mark.parametrize("case", [*ON_DEVICE, *filter(supported, CASES)], ids=str)
 def test_on_the_device(case):
     case = dataclasses.replace(case, lengths=(*case.lengths, 1100))  # that every default splits
     arguments = poisoned(case)

@@ -31,14 +31,12 @@ def test_matches_the_formula_and_reads_nothing_else(case):
 
 
 @pytest.mark.parametrize("formats", [("int4-g32-h", "int4-g64-zp"), ("int8-g8-zp-h", "fp8-h")], ids=str)
-def test_formats_of_the_xla_backend_alone(formats):
+def test_zero_points_and_rotations(formats):
     names = dict(zip(("k_format", "v_format"), formats))
     case = dataclasses.replace(CASES[3], **names, dtype="float32", head_dim=64)
     arguments = case.inputs()
     out = prefill_attention(*arguments, scale=case.scale, window=case.window)
     assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < TOLERANCE["float32"]
-    with pytest.raises(NotImplementedError, match="K stored as .*-h is not supported by backend mosaic"):
-        prefill_attention(arguments[0].astype("bfloat16"), *arguments[1:], scale=case.scale, backend="mosaic")
 
 
 SMALL = {"page_size": 32, "heads": (4, 2), "head_dim": 64}

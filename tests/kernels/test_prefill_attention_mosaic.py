@@ -196,9 +196,19 @@ SUPPORTED = [
 ]
 
 
+VARIANTS = [  # with zero points, and rotated
+    dataclasses.replace(case, k_format=k, v_format=v)
+    for case, k, v in (
+        (MOSAIC_CASES[5], "int4-g128-zp", "int8-g8-zp"),
+        (MOSAIC_CASES[0], "bf16-h", "int4-g32-h"),
+        (MOSAIC_CASES[13], "int8-g16-h", "int4-g32-zp-h"),
+    )
+]
+
+
 def test_every_kind_of_case_lowers_for_cuda():
     """Lengths change nothing, heads a number."""
-    cases = (*SUPPORTED[: -len(MOSAIC_CASES) : 4], *MOSAIC_CASES)
+    cases = (*SUPPORTED[: -len(MOSAIC_CASES) : 4], *MOSAIC_CASES, *VARIANTS)
     for case in dict.fromkeys(dataclasses.replace(case, q_lens=(70,), kv_lens=(100,), unused=0) for case in cases):
         attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
         text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
@@ -277,7 +287,7 @@ def test_what_is_not_supported_says_what_is():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+@pytest.mark.parametrize("case", [*VARIANTS, *SUPPORTED], ids=str)
 def test_gpu_matches_the_formula_and_repeats_itself(case):
     arguments = poisoned(case)
     attend = jax.jit(partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic"))

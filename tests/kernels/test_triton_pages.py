@@ -139,13 +139,14 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
 
 
-def test_hopper_runs_it_unasked_where_mosaic_has_no_kernel():
+def test_hopper_runs_it_unasked_where_mosaic_would_have_to_be_named():
     q, pages, *_ = SMALL_DECODE.inputs()
+    many = jax.ShapeDtypeStruct((4, 40, 64), q.dtype)  # query heads a KV head
     zeros = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-zp", 64)] * 2))
-    for kind, stored, expected in (
-        ("hopper", pages, "mosaic"), ("hopper", zeros, "triton"), ("ampere", pages, "triton"),
+    for kind, queries, stored, expected in (
+        ("hopper", q, zeros, "mosaic"), ("hopper", many, pages, "triton"), ("ampere", q, zeros, "triton"),
     ):  # fmt: skip
-        assert choose(decode_api.BACKENDS, kind, q, stored, 1) is decode_api.BACKENDS[expected]
+        assert choose(decode_api.BACKENDS, kind, queries, stored, 1) is decode_api.BACKENDS[expected]
 
 
 def test_what_is_refused():
