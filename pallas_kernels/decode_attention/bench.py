@@ -7,8 +7,8 @@
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
 being the results of the one before; all are compiled ahead, side by side. Bytes are those of K and V, scales included.
-The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants, where --peers names
-the folder of its script (pallas_kernels/bench/peers.py).
+The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants, where
+--peers names the folder of its script (pallas_kernels/bench/peers.py).
 """
 
 import argparse

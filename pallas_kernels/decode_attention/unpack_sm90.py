@@ -105,7 +105,8 @@ def scaled(grouping: Grouping, parts: list[jax.Array], scales: Any) -> list[jax.
         for i, at in enumerate(np.ndindex(out[0].shape)):  # 8 bytes of a row, half of them in each of two lanes
             numbers = [x(8 * count * i, 8 * count) for x in numbers_of]
             for x, registers in zip(codes, out):
-                registers[at] = _times(x.registers[at], numbers)
+                register: Any = x.registers[at]
+                registers[at] = _times(register, numbers)
         return tuple(mgpu.FragmentedArray(_registers=x, _layout=codes[0].layout, _is_signed=None) for x in out)
 
     return list(multiply(tuple(parts), scales))

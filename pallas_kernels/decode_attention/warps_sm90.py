@@ -182,8 +182,8 @@ def _fitted(words: Registers, bfloat16: bool, rotated: bool) -> tuple[Registers,
     exponent = mlir.asm("min.u32 $0, $1, $2;", exponent, constant(253))
     inverse = mlir.float(arith.shli(arith.subi(constant(254), exponent), constant(23)))
     numbers = [arith.mulf(x, inverse) for x in numbers]
-    pairs = zip(numbers[1::2], numbers[::2])
-    return [mlir.asm("cvt.rn.f16x2.f32 $0, $1, $2;", *both, kinds="f") for both in pairs], exponent
+    both = zip(numbers[1::2], numbers[::2])
+    return [mlir.asm("cvt.rn.f16x2.f32 $0, $1, $2;", *pair, kinds="f") for pair in both], exponent
 
 
 def _sum_of(words: Registers) -> ir.Value:
@@ -539,8 +539,8 @@ def _codes(word: ir.Value, dtype: str, numbers: Registers, zero: ir.Value) -> Re
             return arith.xori(arith.andi(bytes_of, arith.ori(zero, constant(bits))), constant(exponent))
 
         if dtype == "int8":
-            surplus = constant(0x64006400 if from_lowest else 0x64806480)
-            out.append(mlir.asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), surplus))
+            surplus = 0x64006400 if from_lowest else 0x64806480
+            out.append(mlir.asm("sub.f16x2 $0, $1, $2;", under_exponent(0x00FF00FF, 0x64806480), constant(surplus)))
             continue
         low, high = under_exponent(0x000F000F, 0x64086408), under_exponent(0x00F000F0, 0x64806480)
         surplus, minus = (0x64006400, 0xD400D400) if from_lowest else (0x64086408, 0xD480D480)  # minus 64 or 72
