@@ -2,11 +2,11 @@
 
     python -m experiments.train_needle --out experiments/needle
 
-Such a model takes two heads, one that looks a token back and one that looks for what stood before (induction heads, Olsson
-et al., arXiv 2209.11895), and finding them from random weights takes longer than this is worth. So both begin as drafts
-of what they are to be, by which `accuracy` of the first row is found, and training makes them exact: AdamW, on contexts
-of both SIZES in turn, drawn anew at every step. Figures are of contexts that no step has seen. With --random weights
-begin as chance has them.
+Such a model takes two heads, one that looks a token back and one that looks for what stood before (induction heads,
+Olsson et al., arXiv 2209.11895), and finding them from random weights takes longer than this is worth. So both begin
+as drafts of what they are to be, by which `accuracy` of the first row is found, and training makes them exact: AdamW,
+on contexts of both SIZES in turn, drawn anew at every step. Figures are of contexts that no step has seen. With
+--random weights begin as chance has them.
 """
 
 import argparse
@@ -170,9 +170,10 @@ def run(args: argparse.Namespace, command: list[str]) -> None:
         raise OutputError(f"{args.out}: already holds a model; name another folder with --out, or remove it")
     begin = init_params(CONFIG, jax.random.key(args.seed), jnp.float32) if args.random else drafted(CONFIG, args.seed)
     with ResultFile(args.results, "train_needle", command, args.label, model=asdict(CONFIG)) as results:
-        for row, params in train(begin, args):
+        for row, now in train(begin, args):
             results.add(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            params = now
         save(args.out, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), CONFIG)
         size = sum(file.stat().st_size for file in args.out.iterdir()) / 1e6
         found = [

@@ -1,0 +1,82 @@
+"""A cache that forgets, as StreamingLLM has it (arXiv 2309.17453), and texts read through it, or one that keeps all."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.analysis.protocols import Window
+from jllm.analysis.scoring import Reader, Sizes, lay_out, read_states
+from jllm.batch import Chunks, no_segments
+from jllm.cache import Cache, make_cache, parse_kv_cache
+from jllm.config import LlamaConfig
+from jllm.model import backbone
+from jllm.pretrained import Model
+from jllm.rope import angles
+from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.rotary import rotate
+
+PAGE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a cache keeps: the first `sinks` tokens and the last `recent` ones, after every `chunk` that is read."""
+
+    sinks: int
+    recent: int
+    chunk: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"{self.sinks}+{self.recent}"
+
+
+def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConfig) -> Cache:
+    """A cache of `texts` sequences, which have as many pages one after another, without the `gone` tokens after the
+    sinks of each. Keys of those after them turn back by as many positions: a rotation, so that no unrotated copy is
+    needed. What follows the kept tokens is zero. K and V are floats."""
+    kept = np.r_[: policy.sinks, policy.sinks + gone : policy.sinks + gone + policy.recent]
+    back = jnp.where(jnp.arange(len(kept)) < policy.sinks, 0, -gone)
+
+    def shorter(pages: Pages, turns: bool) -> Pages:
+        N, K, P, D = pages.values.shape
+        rows = pages.values.reshape(texts, -1, K, P, D).swapaxes(2, 3).reshape(texts, -1, K, D)  # [B, tokens, K, D]
+        room, rows = rows.shape[1] - len(kept), rows[:, kept]
+        if turns:
+            cos, sin = angles(config, back, rows.dtype)
+            rows = jax.vmap(lambda text: rotate(text, cos, sin))(rows)
+        rows = jnp.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0)))
+        return replace(pages, values=rows.reshape(N, P, K, D).swapaxes(1, 2))
+
+    return tuple(KVPages(shorter(layer.k, True), shorter(layer.v, False)) for layer in cache)
+
+
+def read(model: Model, ids: np.ndarray, kv: str, policy: Policy | None = None, last: int = 0) -> np.ndarray:
+    """Hidden states [B, L - 1, E] of the inputs of texts i32[B, L], through the paged cache. With a policy, K and V are
+    in the model's dtype, and the `last` inputs are read together: nothing is forgotten between them."""
+    B, L = ids.shape
+    if policy is None:
+        windows = [Window(i, 0, 1, L) for i in range(B)]
+        sizes = Sizes.of(windows, slots=4, tokens=1024, page_size=PAGE)
+        return np.stack(read_states(Reader(model, kv), list(ids), windows, sizes, None))
+    dtype = model.params.dtype
+    pages = -(-(policy.sinks + policy.recent + max(policy.chunk, last)) // PAGE)  # of each text
+    cache = make_cache(model.config, B * pages, PAGE, parse_kv_cache(None, model.config, dtype))
+    states, held = [], 0
+    ends = [*range(policy.chunk, L - 1 - last, policy.chunk), L - 1 - last, *([L - 1] if last else ())]
+    for start, end in zip([0, *ends], ends):
+        rows = Chunks(
+            ids[:, start:end].reshape(-1),  # type: ignore[arg-type]
+            *(np.full(B, n, np.int32) for n in (held, end - start)),  # type: ignore[arg-type]
+            np.arange(B * pages, dtype=np.int32).reshape(B, pages),  # type: ignore[arg-type]
+        )
+        paged = lay_out(no_segments(pages), rows, num_pages=B * pages, page_size=PAGE)
+        x, new = backbone(model.params, model.config, paged, cache)
+        assert new is not None
+        states.append(np.asarray(x).reshape(B, end - start, -1))
+        held, cache = held + end - start, new
+        if (gone := held - policy.sinks - policy.recent) > 0:
+            held, cache = held - gone, evict(cache, B, policy, gone, model.config)
+    return np.concatenate(states, axis=1)

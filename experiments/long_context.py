@@ -1,0 +1,319 @@
+"""Long contexts by position: needles found, and perplexity, with K and V in each format and with a cache that forgets.
+
+    python -m experiments.long_context
+    python -m experiments.long_context --draw experiments/results/long_context-20261125-cpu.json
+
+Part "needle": the share of questions that the model of experiments.train_needle answers (`accuracy`, its 95 %
+interval by Wilson), by how deep in the context the pair lies that is asked for: 0 is the beginning. Each context asks
+one question at each depth, so that a row's answers are independent. `nats` is the mean -log p of the answers. Part
+"outlier": the same at all depths together, beside outliers planted into two channels of each head's K and V without
+changing the function (jllm.analysis.outliers); strength 1 has none. Part "position": nats a token of a text by the
+bundled model, by position (`upto` is where a bin ends), with an interval by bootstrap over windows; what lies beyond
+the model's context is there to show what a cache that forgets is for.
+
+`policy` "all" keeps every token. "4+252" forgets as StreamingLLM does (arXiv 2309.17453): all but the first 4 tokens
+and the last 252, after every 64 tokens read, and gives what it keeps the positions it has in the cache. A needle that
+it forgot cannot be found: those rows must be at chance, or the measure sees something else.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jllm
+from experiments.arguments import check_draws_only, positive
+from experiments.eviction import Policy, read
+from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
+from experiments.result_file import ResultFile, rounded
+from experiments.texts.read import BUNDLED_TEXT, read_documents
+from jllm.analysis.outliers import plant
+from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.model import head
+from jllm.pretrained import BUNDLED, Model
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import add_result_options, interruptible
+
+Row = dict[str, Any]
+NEEDLE = Path(__file__).parent / "needle"
+DEPTHS = 8  # questions of a context, one in each part of it
+BIN = 128  # positions
+FLOOR, FOUND = 0.05, 0.95  # of the questions: chance at most, and at least where the answer can be found
+ALL = "all"
+OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "long_context", "font.size": 9, "axes.grid": True}
+
+
+def kv_formats(head_dim: int) -> tuple[str, ...]:
+    """From 16 bits to four; a group is a whole head's, or 32 values."""
+    whole = f"int4-g{head_dim}"
+    return "bf16", "fp8", "int8-g8", "int4-g32", "int4-g32-h", whole, f"{whole}-zp", f"{whole}-h", f"{whole}-zp-h"
+
+
+def score(model: Model, states: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """-log p of the targets i32[B, Q] by hidden states [B, Q, E], and whether each is the likeliest token."""
+    bare = replace(model.params, layers=())
+
+    @jax.jit
+    def one(x: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head(bare, model.config, x)
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), right[:, None], axis=1)[:, 0]
+        return nats, logits.argmax(axis=1) == right
+
+    found = [one(jnp.asarray(x), jnp.asarray(right)) for x, right in zip(states, targets)]
+    nats, hits = (np.stack([np.asarray(pair[i]) for pair in found]) for i in (0, 1))
+    return nats, hits
+
+
+def contexts(count: int, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows of at most `tokens` tokens i32[count, L] with a question at each depth, in random order; the depths in the
+    order asked i32[count, DEPTHS]; and the pairs of a context."""
+    pairs = (tokens - 1) // 2 - DEPTHS
+    rng = np.random.default_rng(seed)
+    order = np.stack([rng.permutation(DEPTHS) for _ in range(count)])
+    edges = np.arange(DEPTHS + 1) * pairs // DEPTHS
+    asked = rng.integers(edges[order], edges[order + 1])
+    keys = jax.random.split(jax.random.key(seed), count)
+    rows = jax.jit(jax.vmap(draw, in_axes=(0, None, 0)), static_argnums=1)(keys, pairs, jnp.asarray(asked, jnp.int32))
+    return np.asarray(rows), order, pairs
+
+
+def ask(model: Model, kv: str, args: argparse.Namespace, tokens: int, policy: Policy | None = None) -> Row:
+    """nats and hits [contexts, DEPTHS] by depth, and where each depth's part begins and ends in tokens."""
+    ids, order, pairs = contexts(args.contexts, tokens, args.seed)
+    at = questions(pairs, DEPTHS)
+    states = read(model, ids, kv, policy, last=2 * DEPTHS - 1)[:, at]
+    nats, hits = (
+        np.take_along_axis(x, np.argsort(order), axis=1) for x in score(model, states, ids[:, at.start + 1 :: 2])
+    )
+    return {"nats": nats, "hits": hits, "edges": 1 + 2 * (np.arange(DEPTHS + 1) * pairs // DEPTHS)}
+
+
+def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson, 1927)."""
+    share, of = hits / count, 1 + z * z / count
+    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, (middle - half) / of), min(1.0, (middle + half) / of)
+
+
+def shares(nats: np.ndarray, hits: np.ndarray) -> Row:
+    found, count = int(hits.sum()), hits.size
+    interval = [round(x, 4) for x in wilson(found, count)]
+    return {
+        "questions": count,
+        "accuracy": round(found / count, 4),
+        "accuracy_95": interval,
+        "nats": float(nats.mean()),
+    }
+
+
+def needle_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
+    longest = max(args.sizes)
+    plan = [(size, kv, None) for size in args.sizes for kv in kv_formats(model.config.head_dim)]
+    for size, kv, kept in [*plan, (longest, "bf16", policy)]:
+        found = ask(model, kv, args, size, kept)
+        for i in range(DEPTHS):
+            start, end = map(int, found["edges"][i : i + 2])
+            row: Row = {"part": "needle", "tokens": size, "kv": kv if kept is None else "model"}
+            row |= {"policy": kept.name if kept else ALL, "depth": (i + 0.5) / DEPTHS}
+            if kept:
+                first = int(found["edges"][-1]) - kept.recent  # of the context, that is not forgotten
+                row["kept"] = "all" if start >= first else "none" if end <= first else "some"
+            yield rounded(row | shares(found["nats"][:, i], found["hits"][:, i]))
+
+
+def outlier_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
+    for strength in args.strengths:
+        planted = plant(model, channels=0, gated=0, kv=2, massive=False, strength=strength, seed=args.seed)
+        for kv in kv_formats(model.config.head_dim):
+            found = ask(planted, kv, args, max(args.sizes))
+            row = {"part": "outlier", "tokens": max(args.sizes), "kv": kv, "strength": strength}
+            yield rounded(row | shares(found["nats"], found["hits"]))
+
+
+def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
+    """i32[B, 1 + L]: BOS and L tokens of the text, beginning at every half of L. Raises ConfigError for too few."""
+    assert model.tokenizer is not None
+    ids = np.asarray(model.tokenizer.encode("\n\n".join(read_documents(args.text)))[1:], np.int32)
+    starts = range(0, len(ids) - args.positions + 1, max(1, args.positions // 2))[: args.windows]
+    if len(starts) < 2:
+        raise ConfigError(f"{args.text}: {len(ids)} tokens; two windows of --positions {args.positions} take more")
+    return np.stack([np.r_[model.config.bos_id or 0, ids[i : i + args.positions]] for i in starts]).astype(np.int32)
+
+
+def position_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
+    ids = windows_of(model, args)
+    rng = np.random.default_rng(args.seed)
+    drawn = rng.integers(len(ids), size=(1000, len(ids)))
+    for kv, kept in [*((kv, None) for kv in kv_formats(model.config.head_dim)), ("model", policy)]:
+        nats, _ = score(model, read(model, ids, kv, kept), ids[:, 1:])
+        for end in range(BIN, args.positions + 1, BIN):
+            means = nats[:, end - BIN : end].mean(axis=1)
+            low, high = np.quantile(means[drawn].mean(axis=1), [0.025, 0.975])
+            row = {"part": "position", "kv": kv, "policy": kept.name if kept else ALL, "upto": end}
+            row |= {"windows": len(ids), "nats": float(means.mean())}
+            yield rounded(row) | {"nats_95": [float(f"{x:.5g}") for x in (low, high)]}
+
+
+def rows(needle: Model, model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
+    yield from needle_rows(needle, args, policy)
+    yield from outlier_rows(needle, args)
+    yield from position_rows(model, args, policy)
+
+
+def bars(found: list[Row]) -> Iterator[Row]:
+    """Where every answer can be found, and where none can: so the measure can pass and fail."""
+    of = [row for row in found if row["part"] == "needle"]
+    longest = [row for row in of if row["tokens"] == max(row["tokens"] for row in of)]
+    plain = [row["accuracy"] for row in longest if (row["kv"], row["policy"]) == ("bf16", ALL)]
+    yield bar("needles found with all of K and V in 16 bits, worst depth", min(plain), "of all", FOUND)
+    for kept, text, most in (("all", "kept", False), ("none", "forgotten", True)):
+        shares = [row["accuracy"] for row in longest if row.get("kept") == kept]
+        if shares:
+            value = max(shares) if most else min(shares)
+            yield bar(
+                f"needles found that were {text}, worst depth", value, "of all", FLOOR if most else FOUND, most=most
+            )
+
+
+def draw_result(document: Row, file: Path) -> Path | None:
+    """Three panels beside the result; None without matplotlib, which is said."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
+        return None
+    with rc_context(OPTIONS):
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        panels = figure.subplots(1, 3)
+        for part, axes, plot in zip(
+            ("needle", "outlier", "position"), panels, (draw_depths, draw_strengths, draw_nats)
+        ):
+            if rows := [row for row in document["rows"] if row["part"] == part]:
+                plot(axes, rows)
+        figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
+        path = file.with_suffix(".svg")
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
+
+
+def lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """By KV format and policy, named by what is not usual."""
+    for key in dict.fromkeys((row["kv"], row.get("policy", ALL)) for row in rows):
+        name = key[0] if key[1] == ALL else f"sinks and recent tokens, {key[1]}"
+        yield name, [row for row in rows if (row["kv"], row.get("policy", ALL)) == key]
+
+
+def draw_depths(axes: Any, rows: list[Row]) -> None:
+    longest = max(row["tokens"] for row in rows)
+    for name, found in lines([row for row in rows if row["tokens"] == longest]):
+        share = [row["accuracy"] for row in found]
+        error = np.abs(np.asarray([row["accuracy_95"] for row in found]).T - share)
+        axes.errorbar([row["depth"] for row in found], share, yerr=error, marker=".", capsize=2, label=name)
+    axes.axhline(1 / VALUES, color="gray", linestyle=":", linewidth=1)
+    axes.set(
+        xlabel="depth of the needle (0: the beginning)", ylabel=f"needles found in {longest} tokens", ylim=(0, 1.03)
+    )
+    axes.legend(fontsize=6)
+
+
+def draw_strengths(axes: Any, rows: list[Row]) -> None:
+    for name, found in lines(rows):
+        share = [row["accuracy"] for row in found]
+        error = np.abs(np.asarray([row["accuracy_95"] for row in found]).T - share)
+        axes.errorbar([row["strength"] for row in found], share, yerr=error, marker=".", capsize=2, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="outliers of K and V, times the others", ylabel="needles found", ylim=(0, 1.03))
+
+
+def draw_nats(axes: Any, rows: list[Row]) -> None:
+    for name, found in lines(rows):
+        at = [row["upto"] - BIN / 2 for row in found]
+        axes.plot(at, [row["nats"] for row in found], marker=".", label=name)
+        low, high = zip(*(row["nats_95"] for row in found))
+        axes.fill_between(at, low, high, alpha=0.12)
+    axes.set(xlabel="position", ylabel="nats a token, bundled model")
+    axes.legend(fontsize=6)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="a model of train_needle")
+    parser.add_argument("--contexts", type=positive, default=64, help="of each size")
+    parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 512, 1024], help="tokens of a context")
+    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32, 128], help="powers of two")
+    parser.add_argument("--sinks", type=positive, default=4, help="first tokens that are kept")
+    parser.add_argument("--recent", type=positive, default=252, help="last tokens that are kept")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
+    parser.add_argument(
+        "--model", default=BUNDLED, help="of perplexity: directory or Hub id (default: the bundled one)"
+    )
+    parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
+    parser.add_argument("--windows", type=positive, default=12, help="of the text, at most")
+    parser.add_argument("--seed", type=int, default=0, help="of contexts, outliers and intervals")
+    add_result_options(parser)
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
+    args = parser.parse_args(argv)
+    check_draws_only(parser, args)
+    return args
+
+
+def check(model: Model, args: argparse.Namespace) -> None:
+    """ConfigError for sizes that no context has."""
+    if model.config.vocab_size != VOCAB:
+        raise ConfigError(f"--needle {args.needle}: {model.config.vocab_size} tokens, a model of needles has {VOCAB}")
+    least, most = 2 * (2 * DEPTHS) + 1, min(model.config.context, 2 * (KEYS + DEPTHS) + 1)
+    for size in args.sizes:
+        if not least <= size <= most:
+            raise ConfigError(f"--sizes {size}: a context has {least} to {most} tokens")
+    if args.positions < BIN:
+        raise ConfigError(f"--positions {args.positions}: a window has at least {BIN} tokens")
+
+
+def redraw(file: Path) -> None:
+    """Raises InputFileError for what is no result of this experiment."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        ours = str(document["experiment"]).startswith("long_context") and document["rows"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
+    if not ours:
+        raise InputFileError(f"{file}: is not a result of this experiment")
+    draw_result(document, file)
+
+
+@interruptible
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parse_args(argv)
+    try:
+        if args.draw:
+            redraw(args.draw)
+            return 0
+        needle, model = jllm.load(args.needle), jllm.load(args.model)
+        check(needle, args)
+        command = ["python", "-m", "experiments.long_context", *argv]
+        with ResultFile(args.results, "long_context", command, args.label) as result:
+            for row in rows(needle, model, args, Policy(args.sinks, args.recent)):
+                result.add(row)
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+            result.finish(bars=list(bars(result.document["rows"])), complete=True)
+    except JllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    draw_result(result.document, result.path)
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
