@@ -48,6 +48,7 @@ DEPTHS = 8  # questions of a context, one in each part of it
 BIN = 128  # positions
 FLOOR, FOUND = 0.05, 0.95  # of the questions: chance at most, and at least where the answer can be found
 ALL = "all"
+LEFT_OUT = ("fp8", "int4-g32", "int4-g32-h")  # of perplexity by position, as quant_accuracy has them
 OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "long_context", "font.size": 9, "axes.grid": True}
 
 
@@ -152,7 +153,8 @@ def position_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Ite
     ids = windows_of(model, args)
     rng = np.random.default_rng(args.seed)
     drawn = rng.integers(len(ids), size=(1000, len(ids)))
-    for kv, kept in [*((kv, None) for kv in kv_formats(model.config.head_dim)), ("model", policy)]:
+    names = [kv for kv in kv_formats(model.config.head_dim) if kv not in LEFT_OUT]
+    for kv, kept in [*((kv, None) for kv in names), ("model", policy)]:
         nats, _ = score(model, read(model, ids, kv, kept), ids[:, 1:])
         for end in range(BIN, args.positions + 1, BIN):
             means = nats[:, end - BIN : end].mean(axis=1)
@@ -247,9 +249,9 @@ def draw_nats(axes: Any, rows: list[Row]) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="a model of train_needle")
-    parser.add_argument("--contexts", type=positive, default=64, help="of each size")
-    parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 512, 1024], help="tokens of a context")
-    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32, 128], help="powers of two")
+    parser.add_argument("--contexts", type=positive, default=48, help="of each size")
+    parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 1024], help="tokens of a context")
+    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--sinks", type=positive, default=4, help="first tokens that are kept")
     parser.add_argument("--recent", type=positive, default=252, help="last tokens that are kept")
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
@@ -257,7 +259,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--model", default=BUNDLED, help="of perplexity: directory or Hub id (default: the bundled one)"
     )
     parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
-    parser.add_argument("--windows", type=positive, default=12, help="of the text, at most")
+    parser.add_argument("--windows", type=positive, default=6, help="of the text, at most")
     parser.add_argument("--seed", type=int, default=0, help="of contexts, outliers and intervals")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
