@@ -11,10 +11,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,11 +25,13 @@ import optax
 
 from experiments.result_file import ResultFile
 from experiments.training.data import Book, Rows, batches, cut_passages, encode, pack, read_books, train_tokenizer
-from jllm.checkpoint import init_params, save
+from experiments.training.resume import FILE, Kept, forget, keep, kept
+from jllm.checkpoint import init_params, load_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.model import Packed, packed_logits
 from jllm.params import Params, Weight, with_matrices
+from jllm.run_identity import digest
 from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
@@ -108,18 +111,26 @@ def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, r
     return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
 
 
+def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
+    """One step on rows [B, L], and its loss; pure, fit for vmap."""
+    key, drop = jax.random.split(state.key)
+    loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), optimizer, key), loss
+
+
 @partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="state")
 def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
     """One step for each leading index of rows [steps, B, L]; losses [steps]."""
+    return jax.lax.scan(lambda state, rows: train_step(state, rows, config, recipe), state, rows)
 
-    def step(state: TrainState, rows: Rows) -> tuple[TrainState, jax.Array]:
-        key, drop = jax.random.split(state.key)
-        loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer, key), loss
 
-    return jax.lax.scan(step, state, rows)
+def begin(config: LlamaConfig, recipe: Recipe, seed: int | jax.Array) -> TrainState:
+    """Before the first step."""
+    init_key, key = jax.random.split(jax.random.key(seed))
+    params = init_params(config, init_key, jnp.float32)
+    return TrainState(params, make_optimizer(recipe).init(params), key)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
@@ -157,32 +168,49 @@ def make_validation(books: Sequence[Book], model: bytes, length: int) -> Validat
 
 
 def train(
-    config: LlamaConfig, recipe: Recipe, books: Sequence[Book], model: bytes, valid: Validation
+    config: LlamaConfig,
+    recipe: Recipe,
+    books: Sequence[Book],
+    model: bytes,
+    valid: Validation,
+    resumed: Kept | None = None,
+    keep: Callable[[Kept], None] = lambda kept: None,
 ) -> Generator[tuple[dict[str, Any], Params | None], None, None]:
     """Yields for each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params
-    (float32, on the host). Ends after recipe.steps, or early once the loss has ceased to fall."""
+    (float32, on the host). Ends after recipe.steps, or early once the loss has ceased to fall. What `keep` was given
+    after an evaluation had been taken is what a run goes on from as `resumed`: with the same weights as if it had never
+    ended, on the same machine."""
     from tqdm import tqdm
 
-    init_key, key = jax.random.split(jax.random.key(recipe.seed))
-    params = init_params(config, init_key, jnp.float32)
-    state = TrainState(params, make_optimizer(recipe).init(params), key)
-    best, since, losses, start = math.inf, 0, [], time.monotonic()
+    state, done = (resumed.state, list(resumed.rows)) if resumed else (begin(config, recipe, recipe.seed), [])
+    first, spent = (done[-1]["step"], done[-1]["seconds"]) if done else (0, 0.0)
+    best, since, losses, start = math.inf, 0, [], time.monotonic() - spent
+    for row in done:
+        since, best = 0 if row["valid_loss"] < best else since + 1, min(best, row["valid_loss"])
+    if done and since == recipe.patience:
+        return
     blocks = batches(books, model, (BLOCK, recipe.rows, config.context), recipe.subword_dropout, recipe.seed)
     with contextlib.closing(blocks), tqdm(total=recipe.steps, unit="step", mininterval=1) as bar:
         for step in range(BLOCK, recipe.steps + 1, BLOCK):
             epoch, rows = next(blocks)
+            if step <= first:
+                bar.update(BLOCK)
+                continue
             state, block = train_steps(state, rows, config=config, recipe=recipe)
             losses += np.asarray(block).tolist()
             bar.update(BLOCK)
             if step % recipe.eval_every and step != recipe.steps:
                 continue
             loss, train_loss, losses = valid.loss(state.params, config, recipe.compute), float(np.mean(losses)), []
+            loss = round(loss, 4)  # as it is written down, so that a run that goes on compares the same figures
             bar.set_postfix(train=f"{train_loss:.3f}", valid=f"{loss:.3f}")
             since = 0 if loss < best else since + 1
             best = min(best, loss)
-            row = {"step": step, "epoch": epoch, "train_loss": round(train_loss, 4), "valid_loss": round(loss, 4)}
+            row = {"step": step, "epoch": epoch, "train_loss": round(train_loss, 4), "valid_loss": loss}
             row["seconds"] = round(time.monotonic() - start, 1)
+            done.append(row)
             yield row, jax.device_get(state.params) if since == 0 else None
+            keep(Kept(state, done))
             if since == recipe.patience:
                 return
 
@@ -201,7 +229,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> bool:
     """Read, train, save. Results and the best model are written at every evaluation: a broken run leaves them. Returns
     whether it came to its end."""
     out, config, recipe = Path(args.out), make_config(args), make_recipe(args)
-    if (out / "model.safetensors").exists():
+    if (out / "model.safetensors").exists() and not (out / FILE).exists():
         raise OutputError(f"{out}: already holds a model; name another folder with --out, or remove it")
     books = read_books(args.corpus)
     books, held = (books, read_books(args.valid)) if args.valid else hold_out(books)
@@ -209,8 +237,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> bool:
     valid = make_validation(held, model, config.context)
     command = ["python", "-m", "experiments.train_small", *argv]
     about = {"model": asdict(config), "recipe": asdict(recipe)}
+    most = SIZES[args.size].most
     with ResultFile(args.results, "train_small", command, args.label, **about) as results:
-        complete = train_and_save(out, config, recipe, books, model, valid, results)
+        complete = train_and_save(out, config, recipe, books, model, valid, results, most)
     found = results.document
     print(f"{out}: {found['parameters']:,} parameters, {found['bars'][0]['value']:.1f} MB;", end=" ")
     print(f"validation loss {found['valid_loss']:.4f} nats/token,", end=" ")
@@ -228,11 +257,20 @@ def train_and_save(
     model: bytes,
     valid: Validation,
     results: ResultFile,
+    most: float,
 ) -> bool:
-    """Whether it came to its end; after an interruption with the best model so far, where there is one."""
+    """Whether it came to its end; after an interruption with the best model so far, where there is one. What a run that
+    was cut off left in `out` goes on. The folder is to take at most `most` MB."""
     best, complete = None, False
+    text = digest([model, *("\n".join(book).encode() for book in books)])
+    about = {"model": asdict(config), "recipe": asdict(recipe), "text": text}
+    left = kept(out, about, jax.eval_shape(lambda: begin(config, recipe, recipe.seed)))
+    for row in left.rows if left else ():
+        results.add(row)
+    if left and (out / "model.safetensors").exists():
+        best = load_params(out, config, jnp.float32)
     try:
-        for row, params in train(config, recipe, books, model, valid):
+        for row, params in train(config, recipe, books, model, valid, left, partial(keep, out, about)):
             results.add(row)
             if params is not None:
                 best = params
@@ -242,20 +280,23 @@ def train_and_save(
     except KeyboardInterrupt:
         if best is None:
             raise
-        print("train_small: interrupted; the best model so far is kept", file=sys.stderr)
+        print("train_small: interrupted; the best model so far is kept; the same command goes on", file=sys.stderr)
     if best is None:
         raise ConfigError("the loss was never a number: lower --lr")
     loss = valid.loss(best, config, "float32")
-    size, count = sum(f.stat().st_size for f in out.iterdir()) / 1e6, sum(leaf.size for leaf in jax.tree.leaves(best))
+    size = sum(file.stat().st_size for file in out.iterdir() if file.name != FILE) / 1e6
+    count = sum(leaf.size for leaf in jax.tree.leaves(best))
     figures = {"parameters": count, "valid_loss": round(loss, 4), "valid_tokens": valid.tokens}
     figures |= {"valid_bits_per_byte": round(valid.bits_per_byte(loss), 4), "valid_bytes": valid.bytes}
     bar = {
         "name": "size of the model's folder",
         "value": round(size, 3),
         "unit": "MB",
-        "bar": "<= 16",
-        "met": size <= 16,
+        "bar": f"<= {most:g}",
+        "met": size <= most,
     }
+    if complete:
+        forget(out)
     results.finish(bars=[bar], complete=complete, **figures)
     return complete
 
@@ -333,19 +374,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     text.add_argument("--corpus", required=True, metavar="FILE", help="UTF-8, a paragraph a line, blank between books")
     text.add_argument("--valid", metavar="FILE", help="held-out text (default: the last 2%% of the corpus)")
     text.add_argument("--out", default="trained_model", metavar="DIR", help="new model folder (default: %(default)s)")
-    shape = parser.add_argument_group("shape of the model (defaults: the bundled one)")
-    for name, size, meaning in SHAPE:
-        shape.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{meaning} (default: %(default)s)")
+    sizes = "; ".join(f"{name}: {size.about}" for name, size in SIZES.items())
+    parser.add_argument("--size", choices=SIZES, default="bundled", help=f"what defaults are of: {sizes}")
+    shape = parser.add_argument_group("shape of the model (defaults: the bundled one's)")
+    for name, value, meaning in SHAPE:
+        shape.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
     recipe = parser.add_argument_group("recipe (defaults: the bundled model's)")
     for name, value, meaning in RECIPE:
-        option = f"--{name}"
-        recipe.add_argument(
-            option, type=type(value), default=value, metavar="X", help=f"{meaning} (default: %(default)s)"
-        )
+        recipe.add_argument(f"--{name}", type=type(value), metavar="X", help=f"{meaning} (default: {value})")
     compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
     add_result_options(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, value, _ in (*SHAPE, *RECIPE):
+        if getattr(args, name.replace("-", "_")) is None:
+            setattr(args, name.replace("-", "_"), SIZES[args.size].options.get(name, value))
+    return args
 
 
 SHAPE = (
@@ -370,6 +414,27 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("patience", 8, "stop after this many validations without gain"),
     ("seed", 0, "of the weights, the order and all dropout"),
 )
+
+
+@dataclass(frozen=True)
+class Size:
+    """Defaults that differ from the tables', and what a model's folder may take."""
+
+    about: str
+    most: float  # MB
+    options: Mapping[str, int | float] = MappingProxyType({})
+
+
+SIZES = {
+    "bundled": Size("the 7 M parameters that come with jllm", 16),
+    "subject": Size(
+        "32 M, for accuracy experiments",
+        67,
+        MappingProxyType(
+            {"vocab": 8192, "width": 512, "ffn": 1408, "layers": 10, "heads": 8, "rows": 32, "lr": 2e-3, "steps": 2400}
+        ),
+    ),
+}
 
 
 if __name__ == "__main__":

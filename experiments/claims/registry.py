@@ -34,6 +34,7 @@ TITLES = {
     "C26": "what an int8 KV cache's larger batch gives at full memory",
     "C27": "half of what static batches compute is not wanted",
     "C28": "dynamic batching's latency against static batches at the same load",
+    "C29": "grouped queries hardly cost quality",
     "C30": "CUDA cores suffice for decode attention",
     "C31": "a library's attention behind a pass that dequantizes",
     "C32": "below about 100 billion parameters a decode step stays under 50 ms",

@@ -1,0 +1,107 @@
+"""C29: grouped queries hardly cost quality.
+
+Models that differ in their KV heads alone (experiments.train_heads: same data, several seeds), by held-out text.
+`added` is by how many nats a token a model is worse than the one of the same seed whose query heads all have KV heads
+of their own. The full size is what a committed run of that command has; toy size trains models of a few thousand
+weights here.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from experiments.claims.claim import Claim, Row, Verdict
+from experiments.report.documents import RESULTS
+
+PATTERN = "train_heads-" + "[0-9]" * 8 + "-*.json"
+HARDLY = 0.02  # nats a token at most: 2 % of perplexity
+KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte")
+
+
+def measure(toy: bool) -> Iterator[Row]:
+    if toy:
+        yield from with_added(list(toy_rows()))
+        return
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(PATTERN))]
+    files = [document for document in files if document["complete"]]
+    if not files:
+        yield {
+            "error": "not measured yet: python -m experiments.train_heads --results experiments/results trains what this compares"
+        }
+        return
+    yield from with_added(files[-1]["rows"])
+
+
+def toy_rows() -> Iterator[Row]:
+    """Two numbers of KV heads, two seeds and twenty steps, on the text that the bundled model wrote."""
+    from experiments.texts.read import BUNDLED_TEXT, read_documents
+    from experiments.train_heads import CONFIG, RECIPE, family
+    from experiments.train_small import make_validation
+    from experiments.training.data import train_tokenizer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "head_dim": 8}
+    config = replace(CONFIG, **sizes, num_kv_heads=4, vocab_size=400, context=64)
+    recipe = replace(RECIPE, steps=20, rows=4, warmup=5, eval_every=20, lr=1e-2, compute="float32")
+    books = [text.split("\n") for text in read_documents(BUNDLED_TEXT)[:8]]
+    model = train_tokenizer(books, config.vocab_size)
+    valid = make_validation(books[6:], model, config.context)
+    yield from family(config, recipe, books[:6], model, valid, (4, 1), (0, 1))
+
+
+def with_added(rows: list[Row]) -> Iterator[Row]:
+    """The rows of the last step, each beside the model of its seed with all KV heads."""
+    last = max(row["step"] for row in rows)
+    rows = [{key: row[key] for key in KEPT} for row in rows if row["step"] == last]
+    whole = {row["seed"]: row["nats"] for row in rows if row["kv_heads"] == row["heads"]}
+    for row in rows:
+        yield row | {"added": round(row["nats"] - whole[row["seed"]], 5)}
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean, and its 95 % interval by Student's t."""
+    from scipy.stats import t
+
+    mean = statistics.mean(values)
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def by_heads(rows: list[Row]) -> dict[int, tuple[float, float, float]]:
+    counts = sorted({row["kv_heads"] for row in rows if row["kv_heads"] < row["heads"]}, reverse=True)
+    return {count: interval([row["added"] for row in rows if row["kv_heads"] == count]) for count in counts}
+
+
+def judge(rows: list[Row]) -> Verdict:
+    """By a quarter of the heads, or the share next to it that was trained."""
+    found, heads = by_heads(rows), rows[0]["heads"]
+    grouped = min(found, key=lambda count: abs(count - heads / 4))
+    mean, _, high = found[grouped]
+    texts = [f"{n} of {heads} KV heads: {m:+.4f} nats a token ({a:+.4f} to {b:+.4f})" for n, (m, a, b) in found.items()]
+    return Verdict("yes" if high <= HARDLY else "partly" if mean <= HARDLY else "no", "; ".join(texts))
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    axes, found = figure.subplots(), by_heads(rows)
+    at = range(len(found))
+    for i, count in enumerate(found):
+        added = [row["added"] for row in rows if row["kv_heads"] == count]
+        axes.plot([i] * len(added), added, ".", color="gray")
+    means = [mean for mean, *_ in found.values()]
+    error = [[mean - low for mean, low, _ in found.values()], [high - mean for mean, _, high in found.values()]]
+    axes.errorbar(at, means, yerr=error, fmt="o", capsize=4)
+    axes.axhline(HARDLY, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(at, [f"{count} of {rows[0]['heads']}" for count in found])
+    axes.set_xlabel("KV heads")
+    axes.set_ylabel("nats a token more than all KV heads")
+
+
+CLAIM = Claim(
+    id="C29",
+    stated="grouped queries hardly cost quality",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)

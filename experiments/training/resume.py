@@ -1,0 +1,72 @@
+"""A training run's state in a file, so that a run that was cut off goes on from its last evaluation."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.errors import InputFileError, OutputError
+from jllm.run_identity import differing
+
+FILE = "training_state.npz"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a run stands."""
+
+    state: Any  # a pytree of arrays
+    rows: list[dict[str, Any]]  # of its evaluations; the last one's "step" is where it goes on
+
+
+def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
+    """Replaces what is there at once. `run` says what decides the run. Raises OutputError."""
+    leaves = [_plain(leaf) for leaf in jax.tree.leaves(kept.state)]
+    about = np.frombuffer(json.dumps({"run": run, "rows": kept.rows}).encode(), np.uint8)
+    file, new = folder / FILE, folder / f"{FILE}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(new, "wb") as out:
+            np.savez(out, about=about, **{f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
+        os.replace(new, file)
+    except OSError as error:
+        raise OutputError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
+    """What was kept of the same run, as a pytree like `like`; None where there is nothing. Raises InputFileError for a
+    damaged file and for another run's."""
+    file = folder / FILE
+    if not file.exists():
+        return None
+    try:
+        with np.load(file) as found:
+            about = json.loads(found["about"].tobytes())
+            leaves = [found[f"leaf{i}"] for i in range(len(found.files) - 1)]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputFileError(f"{file}: is not the state of a training run: {error}") from None
+    if names := differing(about["run"], json.loads(json.dumps(run))):
+        raise InputFileError(
+            f"{file}: is of another run ({', '.join(names[:3])} differ): remove it, or use other --out"
+        )
+    old, tree = jax.tree.flatten(like)
+    if [np.shape(_plain(leaf)) for leaf in old] != [leaf.shape for leaf in leaves]:
+        raise InputFileError(f"{file}: has other shapes than this run: remove it, or use other --out")
+    state = [jax.random.wrap_key_data(x) if _is_key(leaf) else jax.numpy.asarray(x) for leaf, x in zip(old, leaves)]
+    return Kept(jax.tree.unflatten(tree, state), about["rows"])
+
+
+def forget(folder: Path) -> None:
+    (folder / FILE).unlink(missing_ok=True)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
