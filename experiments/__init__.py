@@ -4,10 +4,11 @@
                                 step_profile (by kernel)
     requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
     other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
-    what quantization costs     quant_accuracy, outliers, ptq_methods
+    what quantization costs     quant_accuracy, outliers, ptq_methods, long_context
     starts and memory           first_command, start_up, step_tracing (without a GPU), load_memory
     what others claimed         claims C1 ... C32
-    training                    train_small, train_card (the bundled model), train_length_predictor
+    training                    train_small, train_card (the bundled model), train_needle, train_heads (KV heads),
+                                train_length_predictor
     all that wants a GPU        measure_all, sanitizer
     what came out               results_page writes RESULTS.md and results/*.md
 

@@ -184,6 +184,14 @@ def with_the_head() -> list[float]:
     return [row["kl"] for scheme in ("w8a8-all", "w8a8-head") for row in found if row["scheme"] == scheme]
 
 
+def found_beside_outliers() -> list[float]:
+    """The shares of needles found beside the largest outliers: in 4 bits with one scale a head, with four, and at least
+    with 8 bits and rotated."""
+    found = {row["kv"]: row["accuracy"] for row in rows("long_context", "cpu", part="outlier", strength=32.0)}
+    rest = [share for kv, share in found.items() if kv.endswith("-h") or not kv.startswith("int4")]
+    return [found["int4-g128"], found["int4-g32"], min(rest)]
+
+
 QUOTES: dict[str, Callable[[], Any]] = {
     "costs the bundled model {:.3f} nats a token, `nvfp4-weight` {:.3f} and `mxfp4-weight` {:.3f};": lambda: (
         in_blocks("-weight")
@@ -194,6 +202,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
         left_by_channels(kv, 1.0) for kv in ("int4-g64", "int4-g64-zp")
     ],
     "with outliers 32 times as large as others {:.2f} or less.": lambda: [left_by_channels("int4-g64", 32.0)],
+    "32 times as large as other channels a share of {:.2f} is found with `int4-g128`, {:.2f} with `int4-g32`, and "
+    "{:.2f} or more with": found_beside_outliers,
     "outliers 64 times as large as others it leaves {:.3f} of `w8a8-all`'s divergence": lambda: [left_by_llm_int8()],
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [

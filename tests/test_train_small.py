@@ -3,6 +3,8 @@
 import json
 import math
 import random
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 import jllm
 from jllm.checkpoint import init_params, load_params
 from jllm.config import LlamaConfig, load_config
+from jllm.errors import InputFileError
 from jllm.model import Packed, packed_logits
 from jllm.pretrained import BUNDLED
 from jllm.safetensors_io import read_header
@@ -24,6 +27,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from experiments import train_small  # noqa: E402
 from experiments.train_small import Recipe, Validation, drop_units, hold_out, main, row_nats  # noqa: E402
+from experiments.training import resume  # noqa: E402
 from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
 
 TINY = LlamaConfig(
@@ -115,6 +119,39 @@ def test_training_keeps_the_best_and_stops_when_the_loss_rises(corpus, monkeypat
     seen = list(train_small.train(TINY, RECIPE, books, train_tokenizer(books, 300), Validation(None, 1, 1)))
     assert [row["valid_loss"] for row, _ in seen] == [3.0, 2.0, 2.6, 2.5]
     assert [params is not None for _, params in seen] == [True, True, False, False]
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(corpus, tmp_path):
+    books = read_books(corpus)
+    model = train_tokenizer(books, TINY.vocab_size)
+    valid = train_small.make_validation([books[0][:40]], model, TINY.context)
+    recipe, about = replace(RECIPE, patience=9), {"text": "this"}
+    whole = list(train_small.train(TINY, recipe, books, model, valid))
+    begun = train_small.train(TINY, recipe, books, model, valid, None, partial(resume.keep, tmp_path, about))
+    first = [next(begun)[0] for _ in range(3)]  # of which two were kept: the third was cut off
+    begun.close()
+    like = jax.eval_shape(lambda: train_small.begin(TINY, recipe, 0))
+    found = resume.kept(tmp_path, about, like)
+    assert found is not None
+    assert found.rows == first[:2]
+    rest = list(train_small.train(TINY, recipe, books, model, valid, found))
+    assert [row["step"] for row, _ in rest] == [30, 40]
+    assert [row["valid_loss"] for row, _ in rest] == [row["valid_loss"] for row, _ in whole[2:]]
+    jax.tree.map(np.testing.assert_array_equal, rest[-1][1], whole[-1][1])
+
+    with pytest.raises(InputFileError, match=r"another run \(text differ"):
+        resume.kept(tmp_path, {"text": "other"}, like)
+    with pytest.raises(InputFileError, match="other shapes"):
+        resume.kept(tmp_path, about, {"a": np.zeros(3)})
+    resume.forget(tmp_path)
+    assert resume.kept(tmp_path, about, like) is None
+
+
+def test_sizes_are_defaults(corpus):
+    args = train_small.parse_arguments(["--corpus", str(corpus), "--size", "subject", "--layers", "2"])
+    assert (args.vocab, args.width, args.layers, args.kv_heads, args.context) == (8192, 512, 2, 2, 1024)
+    bundled = train_small.parse_arguments(["--corpus", str(corpus)])
+    assert (bundled.vocab, bundled.width, bundled.layers, bundled.lr) == (4096, 256, 8, 3e-3)
 
 
 def test_an_interrupted_run_keeps_its_best_model(corpus, tmp_path, monkeypatch, capsys):

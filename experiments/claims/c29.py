@@ -27,9 +27,8 @@ def measure(toy: bool) -> Iterator[Row]:
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(PATTERN))]
     files = [document for document in files if document["complete"]]
     if not files:
-        yield {
-            "error": "not measured yet: python -m experiments.train_heads --results experiments/results trains what this compares"
-        }
+        command = "python -m experiments.train_heads --record"
+        yield {"error": f"not measured yet: {command} trains what this compares"}
         return
     yield from with_added(files[-1]["rows"])
 

@@ -388,6 +388,24 @@ ACCURACY = (
         of_bars("{:.2g} to {:.2g} of the divergence left"),
     ),
     Section(
+        "long_context",
+        "Long contexts by position: needles, perplexity, and a cache that forgets",
+        "Needles: the share of questions that a small model trained for it answers, with 95 % intervals by Wilson, by "
+        "depth of what is asked for. Outliers: the same beside outliers planted into two channels of each head's K and "
+        "V. Position: nats a token of the bundled model, whose context is 1,024, with 95 % intervals by bootstrap over "
+        "windows. `policy`: all tokens are kept, or the first and the last ones.",
+        (
+            Table(
+                ("tokens", "kv", "policy", "kept", "depth", "accuracy", "accuracy_95", "nats"),
+                "needles",
+                _is(part="needle"),
+            ),
+            Table(("strength", "kv", "accuracy", "accuracy_95", "nats"), "outliers", _is(part="outlier")),
+            Table(("kv", "policy", "upto", "nats", "nats_95"), "position", _is(part="position")),
+        ),
+    ),
+    Section("train_needle", "Training of the model that finds needles"),
+    Section(
         "continuations",
         "What quantization does to texts that are generated, and serving beside the forward pass",
         "Greedy continuations against those of the unquantized model: after how many tokens they become others "

@@ -38,7 +38,7 @@ def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
 
 
 def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
-    """What was kept of the same run, as a pytree like `like`; None where there is nothing. Raises InputFileError for a
+    """What was kept of the same run, as a pytree like `like`, of arrays or their shapes; None where there is nothing. Raises InputFileError for a
     damaged file and for another run's."""
     file = folder / FILE
     if not file.exists():
@@ -54,7 +54,7 @@ def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
             f"{file}: is of another run ({', '.join(names[:3])} differ): remove it, or use other --out"
         )
     old, tree = jax.tree.flatten(like)
-    if [np.shape(_plain(leaf)) for leaf in old] != [leaf.shape for leaf in leaves]:
+    if [_shape(leaf) for leaf in old] != [leaf.shape for leaf in leaves]:
         raise InputFileError(f"{file}: has other shapes than this run: remove it, or use other --out")
     state = [jax.random.wrap_key_data(x) if _is_key(leaf) else jax.numpy.asarray(x) for leaf, x in zip(old, leaves)]
     return Kept(jax.tree.unflatten(tree, state), about["rows"])
@@ -66,6 +66,11 @@ def forget(folder: Path) -> None:
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """As it is stored; of a key those of its words."""
+    return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
 
 
 def _plain(leaf: Any) -> np.ndarray:

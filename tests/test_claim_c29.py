@@ -1,0 +1,60 @@
+"""Claim C29: models that differ in KV heads alone."""
+
+import json
+
+import pytest
+
+from experiments.claims import __main__ as command
+from experiments.claims import c29
+
+
+def heads_rows(added, count=2):
+    """Of models with 8 and `count` KV heads and a seed for each of `added`, as C29 has them."""
+    kept = {"heads": 8, "step": 20, "parameters": 9, "bits_per_byte": 1.0}
+    whole = [{"kv_heads": 8, "seed": seed, "nats": 3.0 + seed} | kept for seed, _ in enumerate(added)]
+    grouped = [{"kv_heads": count, "seed": seed, "nats": 3.0 + seed + more} | kept for seed, more in enumerate(added)]
+    early = [{**row, "step": 10, "nats": 9.0} for row in grouped]
+    return list(c29.with_added([*whole, *early, *grouped]))
+
+
+def test_c29_compares_models_of_one_seed():
+    rows = heads_rows([0.010, 0.012, 0.011])
+    assert [row["added"] for row in rows] == [0, 0, 0, 0.01, 0.012, 0.011]
+    found = c29.judge(rows)
+    assert found.verdict == "yes"
+    mean, low, high = c29.by_heads(rows)[2]
+    half = 4.302653 * 0.001 / 3**0.5  # Student's t of two degrees of freedom
+    assert (mean, low, high) == pytest.approx((0.011, 0.011 - half, 0.011 + half))
+    assert "2 of 8 KV heads: +0.0110 nats a token (+0.0085 to +0.0135)" in found.measured
+    assert c29.judge(heads_rows([0.0, 0.02, 0.01])).verdict == "partly"  # by the mean alone
+    assert c29.judge(heads_rows([0.03, 0.031, 0.032])).verdict == "no"
+    one_head = heads_rows([0.5, 0.5, 0.5], count=1)
+    assert c29.judge([*rows, *(row for row in one_head if row["kv_heads"] == 1)]).verdict == "yes"  # is beside it
+
+
+def test_c29_without_a_file_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(c29, "RESULTS", tmp_path)
+    (row,) = c29.measure(False)
+    assert row["error"].startswith("not measured yet: ")
+    rows = [{**row, "epoch": 0} for row in heads_rows([0.1, 0.2])]
+    for complete, date in ((True, "20260101"), (False, "20260102")):
+        document = {"complete": complete, "rows": rows if complete else []}
+        (tmp_path / f"train_heads-{date}-cpu.json").write_text(json.dumps(document))
+    assert [row["added"] for row in c29.measure(False)] == [0, 0, 0.1, 0.2]
+
+
+def test_c29_trains_toys_that_differ_by_seed_and_heads():
+    pytest.importorskip("optax")
+    rows = list(c29.measure(True))
+    assert [(row["kv_heads"], row["seed"]) for row in rows] == [(4, 0), (4, 1), (1, 0), (1, 1)]
+    assert len({row["nats"] for row in rows}) == 4
+    assert all(3 < row["nats"] < 5.9 for row in rows)  # log(400) is 5.99
+    assert rows[0]["parameters"] - rows[2]["parameters"] == 32 * 2 * 3 * 8  # three heads of K and V fewer
+
+
+def test_c29_draws_its_rows(tmp_path):
+    path = tmp_path / "claims-C29.json"
+    rows = [*heads_rows([0.01, 0.02]), {"verdict": "yes"}]
+    path.write_text(json.dumps({"experiment": "claims-C29", "device": "cpu", "rows": rows}))
+    assert command.main(["--draw", str(path)]) == 0
+    assert path.with_suffix(".svg").read_text().count("<path") > 10
