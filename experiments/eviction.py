@@ -67,11 +67,9 @@ def read(model: Model, ids: np.ndarray, kv: str, policy: Policy | None = None, l
     states, held = [], 0
     ends = [*range(policy.chunk, L - 1 - last, policy.chunk), L - 1 - last, *([L - 1] if last else ())]
     for start, end in zip([0, *ends], ends):
-        rows = Chunks(
-            ids[:, start:end].reshape(-1),  # type: ignore[arg-type]
-            *(np.full(B, n, np.int32) for n in (held, end - start)),  # type: ignore[arg-type]
-            np.arange(B * pages, dtype=np.int32).reshape(B, pages),  # type: ignore[arg-type]
-        )
+        at, count = (np.full(B, n, np.int32) for n in (held, end - start))
+        table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
+        rows = Chunks(ids[:, start:end].reshape(-1), at, count, table)  # type: ignore[arg-type]
         paged = lay_out(no_segments(pages), rows, num_pages=B * pages, page_size=PAGE)
         x, new = backbone(model.params, model.config, paged, cache)
         assert new is not None

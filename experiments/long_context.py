@@ -193,7 +193,8 @@ def draw_result(document: Row, file: Path) -> Path | None:
     except ImportError:
         print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
         return None
-    with rc_context(OPTIONS):
+    options: Any = OPTIONS
+    with rc_context(options):
         figure = Figure(figsize=(12, 4), layout="constrained")
         panels = figure.subplots(1, 3)
         for part, axes, plot in zip(

@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in family(CONFIG, recipe, books, model, valid, args.kv_heads, args.seeds):
                 results.add(row)
                 print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            results.finish(complete=True)
+            results.finish(bars=[], complete=True)
     except JllmError as error:
         print(f"train_heads: {error}", file=sys.stderr)
         return 2

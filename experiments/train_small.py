@@ -380,15 +380,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for name, value, meaning in SHAPE:
         shape.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
     recipe = parser.add_argument_group("recipe (defaults: the bundled model's)")
-    for name, value, meaning in RECIPE:
-        recipe.add_argument(f"--{name}", type=type(value), metavar="X", help=f"{meaning} (default: {value})")
+    for name, default, meaning in RECIPE:
+        recipe.add_argument(f"--{name}", type=type(default), metavar="X", help=f"{meaning} (default: {default})")
     compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
     add_result_options(parser)
     args = parser.parse_args(argv)
-    for name, value, _ in (*SHAPE, *RECIPE):
+    for name, default, _ in (*SHAPE, *RECIPE):
         if getattr(args, name.replace("-", "_")) is None:
-            setattr(args, name.replace("-", "_"), SIZES[args.size].options.get(name, value))
+            setattr(args, name.replace("-", "_"), SIZES[args.size].options.get(name, default))
     return args
 
 

@@ -40,7 +40,7 @@ def toy_rows() -> Iterator[Row]:
     from experiments.train_small import make_validation
     from experiments.training.data import train_tokenizer
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "head_dim": 8}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "head_dim": 8}
     config = replace(CONFIG, **sizes, num_kv_heads=4, vocab_size=400, context=64)
     recipe = replace(RECIPE, steps=20, rows=4, warmup=5, eval_every=20, lr=1e-2, compute="float32")
     books = [text.split("\n") for text in read_documents(BUNDLED_TEXT)[:8]]

@@ -25,13 +25,13 @@ class Kept:
 
 def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
     """Replaces what is there at once. `run` says what decides the run. Raises OutputError."""
-    leaves = [_plain(leaf) for leaf in jax.tree.leaves(kept.state)]
+    leaves: dict[str, Any] = {f"leaf{i}": _plain(leaf) for i, leaf in enumerate(jax.tree.leaves(kept.state))}
     about = np.frombuffer(json.dumps({"run": run, "rows": kept.rows}).encode(), np.uint8)
     file, new = folder / FILE, folder / f"{FILE}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(new, "wb") as out:
-            np.savez(out, about=about, **{f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
+            np.savez(out, about=about, **leaves)
         os.replace(new, file)
     except OSError as error:
         raise OutputError(f"{file}: cannot be written: {error.strerror}") from None
