@@ -5,7 +5,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving
+from experiments.claims import __main__ as command
+from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving, shapes
 from experiments.claims.claim import draw
 from experiments.qps import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
@@ -109,6 +110,25 @@ def test_c24_compares_the_two_at_once_and_at_a_load(served, no_model):
     assert [(row["part"], row["policy"]) for row in rows] == [
         (part, policy) for part in ("at once", "at a load") for policy in ("merged", "separate")
     ]
+
+
+def test_c24_at_toy_size_through_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shapes, "TOY", shapes.TOY | {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32})
+    try:
+        assert command.main(["C24", "--toy", "--results", str(tmp_path), "--json"]) == 0
+    finally:
+        serving.make_model.cache_clear()
+        serving._served.cache_clear()
+    *rows, last = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C24"]["rows"]
+    assert last["verdict"] == "toy size: no verdict"
+    ours = [row for row in rows if row["part"] != "two policies"]
+    assert {(row["slots"], row["step_tokens"], row["source"]) for row in ours} == {(2, 6, "measured")}
+    assert [(row["policy"], "rate" in row) for row in ours] == [
+        ("merged", False), ("separate", False), ("merged", True), ("separate", True)
+    ]  # fmt: skip
+    merged, separate = ours[:2]
+    assert merged["steps"] < separate["steps"]
+    assert merged["requests"] == separate["requests"] == len(serving.TOY_LENGTHS)
 
 
 def c24_rows(*qps: tuple[float, float], part: str = "at once", **more) -> list[dict]:

@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 POLICIES = {"merged": "merge", "separate": "separate"}
 SLOTS, MEASURED = (32, 128, 512), 128
 STEPS = (128, 512, 1536)  # prompt tokens that fit a step in which every slot decodes
+TOY_SIZE = 2, 6
 COUNT = 512  # requests that a GPU is sent at once
 LOAD = 0.7
 SECONDS = {"measured": 20.0, "simulated": 300.0}
@@ -42,26 +43,27 @@ def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
     best: dict[str, Row] = {}
     for row in at_once(serve, toy, costs is not None):
         yield row
-        if row["slots"] == MEASURED or toy:
+        if toy or row["slots"] == MEASURED:
             best[row["policy"]] = max(best.get(row["policy"], row), row, key=lambda row: row["qps"])
     rate = round(LOAD * best["merged"]["qps"], 2)
     for policy, row in best.items():
-        settings = {} if toy else {"slots": row["slots"], "max_step_tokens": row["slots"] + row["step_tokens"]}
-        seconds = seconds or SECONDS["simulated" if costs else "measured"]
-        found = from_settled(serve, toy, rate, seconds, batching=POLICIES[policy], **settings)
-        yield {"part": "at a load", "policy": policy, **{k: row[k] for k in ("slots", "step_tokens")}, **found}
+        slots, tokens = row["slots"], row["step_tokens"]
+        settings = {"batching": POLICIES[policy], "slots": slots, "max_step_tokens": slots + tokens}
+        found = from_settled(serve, toy, rate, seconds or SECONDS["simulated" if costs else "measured"], **settings)
+        yield {"part": "at a load", "policy": policy, "slots": slots, "step_tokens": tokens, **found}
     if costs is not None:
         yield from of_shapes(costs)
     yield from recorded(RESULTS)
 
 
 def at_once(serve: Serve, toy: bool, simulated: bool) -> Iterator[Row]:
-    for slots, tokens in product(SLOTS, STEPS) if simulated else ((MEASURED, STEPS[1]),):
+    sizes = [TOY_SIZE] if toy else [*product(SLOTS, STEPS)] if simulated else [(MEASURED, STEPS[1])]
+    for slots, tokens in sizes:
         for policy, batching in POLICIES.items():
-            settings = {} if toy else {"slots": slots, "max_step_tokens": slots + tokens}
-            count = None if simulated else COUNT
-            about = {"part": "at once", "policy": policy, "slots": slots, "step_tokens": tokens}
-            yield about | serve(count=count, batching=batching, **settings)
+            found = serve(
+                count=None if simulated else COUNT, batching=batching, slots=slots, max_step_tokens=slots + tokens
+            )
+            yield {"part": "at once", "policy": policy, "slots": slots, "step_tokens": tokens} | found
 
 
 def of_shapes(costs: Costs) -> Iterator[Row]:

@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 SCHEMES = {"fp8": "fp8", "int8": "w8a8-all", "int4": "w4a16-g128"}  # all linear layers quantized
 TOY_INT4 = "w4a16-g32"  # a toy's rows are shorter than a group of 128
 SERVING = 64
+TOY_SLOTS = 2
 SLOTS, COUNT = 128, 512  # served at once on a GPU; simulated, too, and the whole workload in 512 slots
 ABOUT = 0.05  # how far apart two that are about equal may be
 
@@ -32,11 +33,11 @@ def measure(toy: bool) -> Iterator[Row]:
             if row["scheme"] == scheme:
                 kept = {key: row[key] for key in ("kind", "batch", "ms")}
                 yield {"part": "step", "format": name, "source": "measured", **kept, "file": file}
-    for slots, count in ((SLOTS, COUNT), (512, None)) if simulates(toy) else ((SLOTS, COUNT),):
+    sizes = [(TOY_SLOTS, None)] if toy else [(SLOTS, COUNT), (512, None)][: 1 + simulates(toy)]
+    for slots, count in sizes:
         for name, scheme in SCHEMES.items():
             costs = fitted(scheme, found, file) if simulates(toy) else None
-            settings = {"quantize": TOY_INT4 if toy and name == "int4" else scheme} | ({} if toy else {"slots": slots})
-            row = server(toy, costs)(count=count, **settings)
+            row = server(toy, costs)(count=count, slots=slots, quantize=TOY_INT4 if toy and name == "int4" else scheme)
             more = {} if costs is None else {"fit_error": round(costs.cost.shares.error or 0.0, 3)}
             yield {"part": "requests", "format": name, "slots": slots, **row, **more}
 
