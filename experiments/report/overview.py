@@ -33,7 +33,7 @@ SHORT = {  # which parts of a claim's figures are shown, where the first alone s
     "C25": (0, 2),
 }  # fmt: skip
 LONGEST = 150  # characters of a claim's figures
-MOST_MISSED = 18  # results with a row of their own among those that miss bars
+MOST_MISSED = 12  # results with a row of their own among those that miss bars
 
 
 def overview(results: Results) -> str:
