@@ -24,6 +24,7 @@ from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_tail import placed, settle
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
@@ -121,6 +122,7 @@ def _(
         out = causal_attention(q, k, v, batch.segments, **options)
     else:
         assert isinstance(batch, Paged), "with a cache, the batch is Paged"
+        pages = placed(pages, batch.places)
         if edited is not None:
             unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
             q, pages = cache_update(*edited, *unturned, pages, batch.page, batch.offset, backend=backend)
@@ -131,6 +133,7 @@ def _(
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         tap("weights", lambda: paged_weights(q, pages, batch, scale=options["scale"], window=window))
         out = paged_attention(q, pages, inputs, **options)
+        pages = settle(pages)
     out = tap.pass_on("attention", out.reshape(x.shape[0], -1))
     shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), pages

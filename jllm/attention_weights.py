@@ -19,7 +19,11 @@ def packed_weights(q: jax.Array, k: jax.Array, segments: jax.Array, *, scale: fl
 
 def paged_weights(q: jax.Array, pages: KVPages, batch: Paged, *, scale: float, window: int | None) -> jax.Array:
     """Of queries [T, H, D] over the keys as they are stored: [T, H, M P], by cache index. Rows that are not in use have
-    any. Raises EvaluationError for trees of drafts."""
+    any. Raises EvaluationError for trees of drafts, and where the newest keys are not in the pages (kv_pages.Kivi)."""
+    if pages.tail is not None:
+        raise EvaluationError(
+            f"attention weights cannot be tapped where K is stored as {pages.k.format.name}: take another KV format"
+        )
     if batch.segments is not None and batch.segments.ancestors is not None:
         raise EvaluationError("attention weights can be tapped of chains of drafts, not of trees")
     C = q.shape[0] - batch.short_rows

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.sampling import Sampling, neutral_sampling, write_row
+from pallas_kernels.kv_pages import Places
 from pallas_kernels.segments import Segments, depths
 
 NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
@@ -194,6 +195,7 @@ class Paged:
     chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
     segments: Segments | None = None  # which rows of each are in use, and what they see, where Q > 1
     width: int = field(default=1, metadata={"static": True})  # Q
+    places: Places | None = None  # of the T rows, where the cache has tails
 
     @property
     def short_rows(self) -> int:
@@ -201,8 +203,16 @@ class Paged:
         return self.decode_lengths.shape[0] * self.width
 
 
-def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_size: int) -> Paged:
-    """Where each row of a step stands in its sequence and in the page pool of N pages of P tokens."""
+def paged_batch(
+    short: ShortSegments,
+    chunks: Chunks,
+    *,
+    num_pages: int,
+    page_size: int,
+    slots: tuple[jax.Array, jax.Array] | None = None,
+) -> Paged:
+    """Where each row of a step stands in its sequence and in the page pool of N pages of P tokens. slots: i32[R] and
+    i32[B], those of the segments and of the chunks, for a cache with tails; drafts are chains there."""
     (R, Q), C = short.tokens.shape, chunks.tokens.shape[0]
     row = jnp.arange(Q, dtype=jnp.int32)[None, :]
     in_use = row < short.rows[:, None]
@@ -217,6 +227,18 @@ def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_si
     short_page = _page(short.pages, jnp.repeat(jnp.arange(R, dtype=jnp.int32), Q), index.reshape(-1), page_size)
     chunk_page = _page(chunks.pages, chunk, chunk_index, page_size)
     writes = jnp.concatenate([in_use.reshape(-1), in_chunk])
+    places = None
+    if slots is not None:
+        assert short.ancestors is None, "a cache with tails takes no trees of drafts"
+
+        def each(of_short: jax.Array, of_chunk: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.repeat(of_short, Q), _at(of_chunk, chunk) if C else of_chunk[:0]])
+
+        slot = jnp.where(writes, each(*slots), NOWHERE)
+        stop = each(short.start + short.rows, chunks.start + chunks.lengths)
+        index = jnp.concatenate([index.reshape(-1), chunk_index])
+        places = Places(slot, index, each(short.start, chunks.start), stop, R + chunks.lengths.shape[0])
+        index = index[: R * Q].reshape(R, Q)
     return Paged(
         tokens=jnp.concatenate([short.tokens.reshape(-1), chunks.tokens]),
         positions=jnp.concatenate([position, chunk_index]),
@@ -229,6 +251,7 @@ def paged_batch(short: ShortSegments, chunks: Chunks, *, num_pages: int, page_si
         chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
         segments=None if Q == 1 else Segments(short.rows, short.ancestors),
         width=Q,
+        places=places,
     )
 
 

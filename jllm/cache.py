@@ -4,7 +4,9 @@ A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_upda
 is the engine's matter (engine/pages.py).
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,11 @@ from jllm.errors import ConfigError
 from jllm.parallel.mesh import stored_kv_heads
 from jllm.parallel.ranks import HEADS
 from pallas_kernels import kv_pages
-from pallas_kernels.kv_pages import KVFormat, KVPages
+from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Tail
+from pallas_kernels.kv_tail import allocate_tail
 
 Cache = tuple[KVPages, ...]  # one a layer
+Tails = tuple[Tail, ...]  # likewise
 
 DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
 
@@ -27,13 +31,15 @@ KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, or formats as ob
 
 def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
     """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype. Formats
-    themselves are taken as they are."""
+    themselves are taken as they are. One of K per channel has V per token beside it."""
     if isinstance(name, KVFormat | tuple):
         formats = (name, name) if isinstance(name, KVFormat) else name
+        if isinstance(name, Kivi):
+            formats = name, name.of_values()
         for fmt in formats:
             if not fmt.fits(config.head_dim):
                 raise ConfigError(f"KV format {fmt.name} does not fit the head dim {config.head_dim}: {fmt}")
-        return formats
+        return _check_values(*formats)
     if name is None:
         name = DTYPE_NAMES[jnp.dtype(dtype).name]
     names = {"k": name, "v": name}
@@ -46,9 +52,67 @@ def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KV
         k, v = (kv_pages.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
     except ValueError as e:
         raise ConfigError(f"KV cache format {name!r}: {e}") from None
+    if isinstance(k, Kivi) and names["k"] == names["v"] == name:
+        v = k.of_values()
+        if not v.fits(config.head_dim):
+            raise ConfigError(
+                f"KV cache format {name!r}: V has groups of {k.group} along the head dim {config.head_dim}, which they "
+                f"do not divide; give k={name},v=FORMAT"
+            )
+    _check_values(k, v)
     if "float64" in (k.dtype, v.dtype) and not jax.config.jax_enable_x64:
         raise ConfigError(f"KV cache format {name!r}: f64 needs JAX's 64-bit mode (jax.enable_x64)")
     return k, v
+
+
+def _check_values(k: KVFormat, v: KVFormat) -> tuple[KVFormat, KVFormat]:
+    if isinstance(v, Kivi):
+        raise ConfigError(f"KV format {v.name} is one of K, per channel: V is per token, as {v.of_values().name} is")
+    return k, v
+
+
+def shared_block(kv_cache: KVCache | None, config: LlamaConfig) -> int:
+    """The tokens of which what sequences share is a whole multiple (Kivi.residual); 1 where the pages hold all."""
+    k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
+    return k.residual if isinstance(k, Kivi) else 1
+
+
+def make_tails(
+    config: LlamaConfig,
+    formats: tuple[KVFormat, KVFormat],
+    dtype: Any,
+    slots: int,
+    page_size: int,
+    rows: int = 1,
+) -> Tails | None:
+    """Empty tails of S slots, in a float dtype, where K is stored as Kivi; else None. `rows`: of a short segment at
+    most. ConfigError for pages that do not hold whole groups, and for a mesh."""
+    k, _ = formats
+    if not isinstance(k, Kivi):
+        return None
+    if page_size % (k.group or 1):
+        raise ConfigError(
+            f"KV format {k.name} has groups of {k.group} tokens, each in one page: page_size must be a multiple of "
+            f"{k.group}, not {page_size}"
+        )
+    if config.mesh is not None:
+        raise ConfigError(f"KV format {k.name} runs on one device, and this model is spread over several: take another")
+    fmt = KVFormat(jnp.dtype(dtype).name)
+    sizes = slots, stored_kv_heads(config), config.head_dim, k.residual + rows - 1
+    return tuple(allocate_tail(*sizes, fmt) for _ in range(config.num_layers))
+
+
+def with_tails(cache: Cache, tails: Tails | None) -> Cache:
+    """The cache as layers take it."""
+    return (
+        cache if tails is None else tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
+    )
+
+
+def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:
+    """The reverse."""
+    tails = tuple(pages.tail for pages in cache if pages.tail is not None)
+    return tuple(replace(pages, tail=None) for pages in cache), tails or None
 
 
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:

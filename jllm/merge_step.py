@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.batch import Chunks, Paged, RaggedBatch, chunk_of_row
+from jllm.cache import with_tails, without_tails
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
@@ -88,7 +89,8 @@ def forward(
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
-    paged, rows = lay_out(slots, state.drafts, batch, state.cache[0].k.num_pages, state.cache[0].k.page_size)
+    sizes = state.cache[0].k.num_pages, state.cache[0].k.page_size
+    paged, rows = lay_out(slots, state.drafts, batch, *sizes, tails=state.tails is not None)
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
 
@@ -106,9 +108,11 @@ def forward(
         if edits is not None:
             of_head, of_prompt = replace(edits, rows=hook_rows), replace(edits, rows=prompt)
     options: dict[str, Any] = {"backend": backend}
-    found = tapped_backbone(params, config, paged, state.cache, variant.taps, **options, edits=edits)
+    given = with_tails(state.cache, state.tails)
+    found = tapped_backbone(params, config, paged, given, variant.taps, **options, edits=edits)
     hidden, cache, taps = _without_gradient(found[0]), *found[1:]
     assert cache is not None
+    cache, tails = without_tails(cache)
     picked = pick(hidden)
     whole = not (parts and draws_apart(config, picked.shape[0]))
     values = head(params, config, picked, **options, edits=of_head, whole=whole)
@@ -121,7 +125,7 @@ def forward(
         assert counts is not None, "the penalties variant needs State.counts"
         counts = _count_prompt(counts, batch, paged.positions[short:])
     logits = Logits(values, rows, *scores, taps, picked, hidden[short:], hook_rows)
-    return replace(state, cache=cache, slots=slots, counts=counts), logits
+    return replace(state, cache=cache, tails=tails, slots=slots, counts=counts), logits
 
 
 def sample(

@@ -110,10 +110,10 @@ class Rows:
 
 
 def lay_out(
-    slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int
+    slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int, tails: bool = False
 ) -> tuple[Paged, Rows]:
     """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
-    on."""
+    on. tails: whether the cache has tails, which are the slots' own."""
     S, Q = slots.token.shape[0], batch.width
     in_use = batch.decode_slot < S
     decode_slot = jnp.where(in_use, batch.decode_slot, 0)
@@ -139,6 +139,7 @@ def lay_out(
         Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[chunk_slot]),
         num_pages=num_pages,
         page_size=page_size,
+        slots=(decode_slot, chunk_slot) if tails else None,
     )
     valid = jnp.concatenate([live, batch.chunk_final == 1])
     slot = jnp.concatenate([decode_slot, chunk_slot])

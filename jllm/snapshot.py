@@ -28,7 +28,7 @@ import numpy as np
 from jllm.errors import CheckpointError, SnapshotError
 from jllm.model import Cache
 from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
-from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, parse_format
+from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, dim_of, parse_format
 
 KIND = "jllm-kv-snapshot"
 OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file
@@ -234,7 +234,7 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
         name = f"layers.{i}.{which}"
         values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
         stored = metadata[f"{which}_format"]
-        fmt = own.get(stored) or parse_format(stored, values.shape[-1] * (2 if stored.startswith("int4") else 1))
+        fmt = own.get(stored) or parse_format(stored, dim_of(stored, values.shape[-1]))
         dim = values.shape[-1] * 8 * fmt.storage_dtype.itemsize // fmt.bits
         scales: Any = arrays[f"{name}.scales"] if fmt.group else None
         used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.cache import KVCache, make_cache, parse_kv_cache
+from jllm.cache import KVCache, Tails, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
 from jllm.parallel.ranks import WHOLE, place
 from jllm.sampling import Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.rejection import check_acceptance
 from pallas_kernels.numerics import compute_dtype
 
@@ -54,6 +56,7 @@ class State:
     guidance: Guidance | None = None  # only while guides are asked for
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
+    tails: Tails | None = None  # of the slots; only where K is stored as kv_pages.Kivi
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +133,9 @@ def init_state(
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
-    state = place_state(State(make_cache(config, num_pages, page_size, formats), make_slots(slots, table)), config)
+    tails = make_tails(config, formats, dtype, slots, page_size, 1 if drafter is None else drafter.tree.size)
+    cache = make_cache(config, num_pages, page_size, formats)
+    state = place_state(State(cache, make_slots(slots, table), tails=tails), config)
     return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
 
 
@@ -142,6 +147,10 @@ def place_state(state: State, config: LlamaConfig) -> State:
 def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
     """No drafts yet, for the slots and pages of a state; see init_state."""
     check_acceptance(drafter, acceptance)
+    if state.tails is not None and (isinstance(drafter, QuantizedCopy) or not drafter.tree.is_chain):
+        what = "by the model's own pages" if drafter.tree.is_chain else "trees"
+        name, others = state.cache[0].k.format.name, "take ngram, a draft model, or Medusa or EAGLE heads, in a chain"
+        raise ConfigError(f"{type(drafter).__name__} drafts {what}, which KV format {name} does not have: {others}")
     (S, M), pool = state.slots.pages.shape, state.cache[0].k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)

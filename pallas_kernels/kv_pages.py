@@ -4,11 +4,15 @@ One layer keeps K and V each as a pool of N pages: values [N, K, P, D], so that 
 copy. Quantized formats add float16 scales [N, K, P * G], G = D / group: flat, because a copy engine wants every stride
 but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. With zero points
 each token has the zeros of its G groups after its scales: 2G numbers. int4 packs two values a byte along D, the even
-one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8 [N, K, P, D / 2]. fp8 is stored as
+one in the low nibble (the order of `bitcast_convert_type` to int4): values are uint8 [N, K, P, D / 2]; int2 likewise
+four. fp8 is stored as
 its bits, uint8 too: where XLA has no native fp8 (the CPU), a gather or scatter of it converts the whole pool.
 
 What a format with `hadamard` stores is rotated along D (hadamard.turn). Attention then rotates its queries instead of
 all keys, and its result instead of all values.
+
+Kivi stores K in groups of tokens, channel by channel, so that the newest tokens, which are no whole group yet, lie
+elsewhere: see Tail, and kv_tail.py.
 """
 
 import re
@@ -23,12 +27,14 @@ from pallas_kernels.numerics import compute_dtype
 
 FP8 = "float8_e4m3fn"
 FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": FP8}
-LARGEST_CODE = {"int8": 127, "int4": 7}  # symmetric: -128 and -8 are written with zero points only
+# Symmetric: -128, -8 and -2 are written with zero points only, and int2 has no other codes.
+LARGEST_CODE = {"int8": 127, "int4": 7, "int2": 1}
+RESIDUAL = 128  # tokens: the paper's
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K or V is stored: a float type, or "int8"/"int4" with one scale per `group` values along D.
+    """How K or V is stored: a float type, or "int8"/"int4"/"int2" with one scale per `group` values along D.
 
     A format of one's own is a frozen dataclass that inherits from this one, with its own `bits`, `encode` and `decode`,
     and what of the rest differs: `dtype` is then that of the values array. Plain jnp stores and reads it; kernels list
@@ -37,7 +43,7 @@ class KVFormat:
 
     dtype: str
     group: int | None = None
-    zero_point: bool = False  # a group has its least value beside its scale, and all 256 or 16 codes
+    zero_point: bool = False  # a group has its least value beside its scale, and all 256, 16 or 4 codes
     hadamard: bool = False  # what is stored is rotated
 
     @property
@@ -63,12 +69,12 @@ class KVFormat:
     @property
     def storage_dtype(self) -> jnp.dtype:
         """The dtype of the values array."""
-        return jnp.dtype("uint8" if self.dtype in ("int4", FP8) else self.dtype)
+        return jnp.dtype("uint8" if self.dtype in ("int4", "int2", FP8) else self.dtype)
 
     @property
     def bits(self) -> int:
         """Of a value along D, as stored."""
-        return 4 if self.dtype == "int4" else 8 * self.storage_dtype.itemsize
+        return {"int4": 4, "int2": 2}.get(self.dtype) or 8 * self.storage_dtype.itemsize
 
     def row(self, head_dim: int) -> int:
         """Entries of the values array per token and head."""
@@ -93,6 +99,54 @@ class KVFormat:
     def numbers(self, head_dim: int) -> int:
         """Entries of the scales array per token and head: scales, and zeros where there are any."""
         return self.groups(head_dim) * (2 if self.zero_point else 1)
+
+
+@dataclass(frozen=True)
+class Kivi(KVFormat):
+    """K per channel (KIVI, arXiv 2402.02750): `group` tokens of a channel share a scale and a zero point.
+
+    Codes lie where those of other formats do. The scales of a group's D channels and then their zeros, 2 D numbers,
+    take the places of its tokens one after another, 2 D / group each. A sequence's tokens come in blocks of `residual`:
+    a query reads its own block, as far as it sees it, as it was computed (Tail), and all blocks before as they are
+    stored. So what it reads follows from its place alone, and whole blocks need nothing but their pages.
+    """
+
+    zero_point: bool = True
+    residual: int = RESIDUAL
+
+    @property
+    def name(self) -> str:
+        return f"{self.codes}-g{self.group}" + (f"-r{self.residual}" if self.residual != RESIDUAL else "")
+
+    @property
+    def codes(self) -> str:
+        return f"kivi{self.bits}"
+
+    def fits(self, head_dim: int) -> bool:
+        group = self.group or 0
+        whole = group > 0 and self.residual > 0 == self.residual % group == 2 * head_dim % group
+        return whole and not self.hadamard and head_dim * self.bits % 8 == 0
+
+    def numbers(self, head_dim: int) -> int:
+        return 2 * head_dim // (self.group or 1)
+
+    def of_values(self) -> KVFormat:
+        """That of V beside it: per token."""
+        return KVFormat(self.dtype, self.group, zero_point=True)
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [..., t, D] of whole groups: values [..., t, D bits / 8], scales float16 [..., t, 2 D / group]."""
+        codes, numbers = _quantize(x.swapaxes(-1, -2), self)  # [..., D, t], [..., D, 2 G]
+        numbers = numbers.reshape(*numbers.shape[:-1], 2, -1).swapaxes(-1, -3)  # [..., G, 2, D]
+        return _pack(codes.swapaxes(-1, -2), self.bits), numbers.reshape(*x.shape[:-1], -1)
+
+    def decode(self, values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        assert scales is not None
+        codes, leading = _unpack(values, self.bits).astype(dtype), values.shape[:-2]
+        dim = codes.shape[-1]
+        numbers = scales.astype(dtype).reshape(*leading, -1, 2, 1, dim)
+        groups = codes.reshape(*leading, -1, self.group or 1, dim) + (LARGEST_CODE[self.dtype] + 1)
+        return (groups * numbers[..., 0, :, :] + numbers[..., 1, :, :]).reshape(codes.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -124,11 +178,37 @@ class Pages:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Places:
+    """Whose each of a step's T rows is, and which of its sequence's."""
+
+    slot: jax.Array  # i32[T], out of range for a row that is not in use
+    index: jax.Array  # i32[T], the cache index
+    start: jax.Array  # i32[T], that of its sequence's first row in the step
+    stop: jax.Array  # i32[T], that after its last
+    sequences: int = field(metadata={"static": True})  # at most
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tail:
+    """K and V of each slot's newest tokens as they were computed, a ring of W tokens: that of cache index i is at
+    i % W."""
+
+    k: Pages  # [S, K, W, D] of a float type: a page a slot
+    v: Pages
+    # While a layer computes a step: where its rows are, and their K and V [T, K, D] in the dtype of the rings.
+    places: Places | None = None
+    rows: tuple[jax.Array, jax.Array] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVPages:
     """The KV cache of one layer."""
 
     k: Pages
     v: Pages
+    tail: Tail | None = None  # where K is stored as Kivi, while steps run
 
     @property
     def narrow(self) -> bool:
@@ -137,19 +217,23 @@ class KVPages:
 
 
 def parse_format(name: str, head_dim: int) -> KVFormat:
-    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN[-zp] or int4-gN[-zp] with groups of N values
-    along D; each also with -h, rotated.
+    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN[-zp], int4-gN[-zp] or int2-gN-zp with groups
+    of N values along D; each also with -h, rotated. And kivi4-gN[-rR] or kivi2-gN[-rR], of K alone, with groups of N
+    tokens and blocks of R.
 
-    Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`.
+    Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`; of Kivi,
+    dividing R and 2 `head_dim`.
     """
+    if name.startswith("kivi"):
+        return _parse_kivi(name, head_dim)
     base, hadamard = name.removesuffix("-h"), name.endswith("-h")
     if base in FLOATS:
         return KVFormat(FLOATS[base], hadamard=hadamard)
-    match = re.fullmatch(r"(int8|int4)-g([1-9][0-9]*)(-zp)?", base)
+    match = re.fullmatch(r"(int8|int4|int2(?=.*-zp))-g([1-9][0-9]*)(-zp)?", base)
     if match is None:
         raise ValueError(
             f"unknown KV format {name!r}; formats: {', '.join(FLOATS)}, int8-gN, int4-gN (N = 8, 16, ..), these two "
-            "also with -zp, and all with -h"
+            "also with -zp, int2-gN-zp, all these with -h, and kivi4-gN, kivi2-gN"
         )
     group = int(match[2])
     if group % 8 or group > head_dim or head_dim % group:
@@ -157,6 +241,27 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
             f"KV format {name!r}: group {group} must be a multiple of 8 that divides the head dim {head_dim}"
         )
     return KVFormat(match[1], group, match[3] is not None, hadamard)
+
+
+def _parse_kivi(name: str, head_dim: int) -> Kivi:
+    match = re.fullmatch(r"kivi([24])-g([1-9][0-9]*)(?:-r([1-9][0-9]*))?", name)
+    if match is None:
+        raise ValueError(
+            f"unknown KV format {name!r}: kivi2 and kivi4 have groups of N tokens (-gN) and blocks of R (-rR, by "
+            f"default {RESIDUAL}), as in kivi2-g32"
+        )
+    fmt = Kivi(f"int{match[1]}", int(match[2]), residual=int(match[3] or RESIDUAL))
+    if int(match[2]) % 8 or not fmt.fits(head_dim):
+        raise ValueError(
+            f"KV format {name!r}: its group must be a multiple of 8 that divides its block of {fmt.residual} "
+            f"tokens and twice the head dim {head_dim}"
+        )
+    return fmt
+
+
+def dim_of(name: str, entries: int) -> int:
+    """The head dim whose row in the format called `name`, none of the caller's own, has so many entries."""
+    return entries * {"4": 2, "2": 4}.get(name.removeprefix("int").removeprefix("kivi")[:1], 1)
 
 
 def allocate(
@@ -189,9 +294,9 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
 
     Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range; values are x over
     the *rounded* scale, to nearest even, clipped. With zero points: zero = the least value, rounded to float16 (to 0
-    below its normal range), and scale = (the largest - zero) / 255 (int4: 15), rounded as above; values are
-    (x - zero) / scale, less 128 (int4: 8). fp8 saturates at 448. With `hadamard` all that is of x rotated, in float32
-    at least.
+    below its normal range), and scale = (the largest - zero) / 255 (int4: 15, int2: 3), rounded as above; values are
+    (x - zero) / scale, less 128 (int4: 8, int2: 2). fp8 saturates at 448. With `hadamard` all that is of x rotated, in
+    float32 at least.
     """
     if fmt.hadamard:
         x = turn(x.astype(compute_dtype(x.dtype)))
@@ -204,9 +309,15 @@ def _encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
         return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(FP8), jnp.uint8), None
     if fmt.group is None:
         return x.astype(fmt.dtype), None
+    codes, scales = _quantize(x, fmt)
+    return _pack(codes, fmt.bits), scales
+
+
+def _quantize(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array]:
+    """Codes int8 [..., n] of x [..., n] in groups along the last axis, and their scales [..., G], zeros after them."""
     largest = LARGEST_CODE[fmt.dtype]
     x = x.astype(compute_dtype(x.dtype))
-    groups = x.reshape(*x.shape[:-1], -1, fmt.group)
+    groups = x.reshape(*x.shape[:-1], -1, fmt.group or x.shape[-1])
     f16 = jnp.finfo(jnp.float16)
     zeros = None
     if fmt.zero_point:
@@ -224,11 +335,28 @@ def _encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
         scales = jnp.concatenate([scales, zeros], axis=-1)
     else:
         codes = jnp.clip(codes, -largest, largest)
-    codes = codes.astype(jnp.int8).reshape(x.shape)
-    if fmt.dtype == "int4":
-        low, high = codes[..., 0::2], codes[..., 1::2]
-        codes = jax.lax.bitcast_convert_type((high << 4) | (low & 0xF), jnp.uint8)
-    return codes, scales
+    return codes.astype(jnp.int8).reshape(x.shape), scales
+
+
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Codes int8 [..., D] as they are, or of fewer bits several in a byte, the first in its lowest bits."""
+    if bits == 8:
+        return codes
+    mask, each = (1 << bits) - 1, 8 // bits
+    byte = codes[..., 0::each] & mask
+    for i in range(1, each):
+        byte |= (codes[..., i::each] & mask) << (bits * i)
+    return jax.lax.bitcast_convert_type(byte, jnp.uint8)
+
+
+def _unpack(values: jax.Array, bits: int) -> jax.Array:
+    """The reverse."""
+    if bits == 8:
+        return values
+    packed = jax.lax.bitcast_convert_type(values, jnp.int8)
+    # Arithmetic shifts extend the sign.
+    parts = [(packed << (8 - bits * (i + 1))) >> (8 - bits) for i in range(8 // bits)]
+    return jnp.stack(parts, axis=-1).reshape(*values.shape[:-1], -1)
 
 
 def _to_float16(x: jax.Array) -> jax.Array:
@@ -249,10 +377,7 @@ def _decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: D
     if fmt.group is None:
         return values.astype(dtype)
     assert scales is not None
-    if fmt.dtype == "int4":
-        packed = jax.lax.bitcast_convert_type(values, jnp.int8)
-        low, high = (packed << 4) >> 4, packed >> 4  # arithmetic shifts extend the sign
-        values = jnp.stack([low, high], axis=-1).reshape(*values.shape[:-1], -1)
+    values = _unpack(values, fmt.bits)
     groups = values.reshape(*values.shape[:-1], -1, fmt.group).astype(dtype)
     scales = scales.astype(dtype)[..., None]
     if not fmt.zero_point:
@@ -266,20 +391,24 @@ def write(pages: Pages, x: jax.Array, page: jax.Array, offset: jax.Array) -> Pag
 
     A row whose page is outside of [0, N) is dropped.
     """
-    values, scales = encode(x, pages.format)
+    return store(pages, *encode(x, pages.format), page, offset)
+
+
+def store(pages: Pages, values: jax.Array, scales: jax.Array | None, page: jax.Array, offset: jax.Array) -> Pages:
+    """write of what is encoded: values [T, K, D] as stored, scales [T, K, numbers] of each token."""
     num_pages, num_heads, page_size, _ = pages.values.shape
     heads = jnp.arange(num_heads, dtype=jnp.int32)
 
     # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.
-    def store(pool: jax.Array, rows: jax.Array) -> jax.Array:
+    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
         at = pool.at[page[:, None], heads[None, :], offset[:, None]]
         return at.set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
-    new = replace(pages, values=store(pages.values, values))
+    new = replace(pages, values=put(pages.values, values))
     if scales is None:
         return new
     assert pages.scales is not None
-    rows = store(pages.scales.reshape(num_pages, num_heads, page_size, -1), scales)
+    rows = put(pages.scales.reshape(num_pages, num_heads, page_size, -1), scales)
     return replace(new, scales=rows.reshape(pages.scales.shape))
 
 

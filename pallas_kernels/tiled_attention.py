@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hadamard import turn
 from pallas_kernels.kv_pages import KVPages, gather
+from pallas_kernels.kv_tail import is_new, newest
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.segments import WORD
 
@@ -39,12 +40,14 @@ def attend(
     scale: float,
     window: int | None,
     trees: Trees | None = None,
+    own_row: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of W tiles of Q query rows: q [W, Q, H, D] -> [W, Q, H, D].
 
     tables i32[W, M] is the page table of each tile's sequence, positions i32[W, Q] each row's own position in it, -1
     for an unused row, which comes out zero. A row sees the keys up to its own position; with trees, those before
-    `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile.
+    `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile. Pages with a
+    tail need own_row i32[W], a row of the step that is of each tile's sequence.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.k.values.shape[1:3]
@@ -79,13 +82,27 @@ def attend(
         else:
             mask = _visible(key, trees, first) & used[:, :, None]
         k, v = (gather(part.as_stored, page, compute) for part in (pages.k, pages.v))  # [W, K, t, D]
-        v = jnp.where(jnp.any(mask, axis=1)[:, None, :, None], v, 0)
+        new = None
+        if pages.tail is not None:
+            assert own_row is not None
+            index = block * KV_BLOCK + tokens
+            new = is_new(pages.k.format, index[None, None, :], positions[:, :, None])
+            at = jnp.broadcast_to(index, (num_tiles, KV_BLOCK))
+            own_k, own_v = (x.astype(compute) for x in newest(pages.tail, own_row, at))
+            own_v = jnp.where(jnp.any(mask & new, axis=1)[:, None, :, None], own_v, 0)
+        stored = mask if new is None else mask & ~new
+        v = jnp.where(jnp.any(stored, axis=1)[:, None, :, None], v, 0)
         mask = mask[:, None, :, None, :]
         logits = jnp.einsum("wkqgd,wktd->wkqgt", q, k, precision="highest")
+        if new is not None:
+            new = new[:, None, :, None, :]
+            logits = jnp.where(new, jnp.einsum("wkqgd,wktd->wkqgt", q, own_k, precision="highest"), logits)
         new_peak = jnp.maximum(peak, jnp.max(jnp.where(mask, logits, lowest), axis=-1))
         p = jnp.where(mask, jnp.exp(logits - new_peak[..., None]), 0)
         decay = jnp.exp(peak - new_peak)
-        pv = jnp.einsum("wkqgt,wktd->wkqgd", p, v, precision="highest")
+        pv = jnp.einsum("wkqgt,wktd->wkqgd", p if new is None else jnp.where(new, 0, p), v, precision="highest")
+        if new is not None:
+            pv += jnp.einsum("wkqgt,wktd->wkqgd", jnp.where(new, p, 0), own_v, precision="highest")
         return new_peak, total * decay + jnp.sum(p, axis=-1), acc * decay[..., None] + pv
 
     zeros = jnp.zeros(q.shape[:-1], compute)

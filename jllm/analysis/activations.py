@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.batch import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
-from jllm.cache import Cache, KVCache, make_cache, parse_kv_cache
+from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Taps, backbone, head, head_taps, tapped_backbone
@@ -84,7 +84,8 @@ def tap(
         raise EvaluationError(f"segment must be in 1 .. {MOST_ROWS}, not {segment}")
     taps = resolve_taps(names, c.num_layers)
     pages = -(-T // page_size)
-    cache = make_cache(c, pages, page_size, parse_kv_cache(kv_cache, c, model.params.dtype))
+    formats, dtype = parse_kv_cache(kv_cache, c, model.params.dtype), model.params.dtype
+    cache = with_tails(make_cache(c, pages, page_size, formats), make_tails(c, formats, dtype, 1, page_size, segment))
     parts: list[Taps] = []
     for start, stop in [(0, first), *((i, min(T, i + segment)) for i in range(first, T, segment))]:
         batch = _paged(ids[start:stop], start, pages, page_size, width=segment if start else None)
@@ -102,7 +103,9 @@ def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, width: in
         rows = ShortSegments(padded, at, n, table), no_chunks(pages)  # type: ignore[arg-type]
     else:
         rows = no_segments(pages), Chunks(ids, at, n, table)  # type: ignore[arg-type]
-    return _lay_out(*rows, num_pages=pages, page_size=page_size)
+    one = np.zeros(1, np.int32), np.zeros(0, np.int32)  # the slot, of either
+    slots = one if width is not None else one[::-1]
+    return _lay_out(*rows, num_pages=pages, page_size=page_size, slots=slots)
 
 
 @partial(jax.jit, static_argnames=("config", "taps", "backend"), donate_argnames="cache")

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jllm.analysis.protocols import Window
 from jllm.batch import Chunks, Paged, no_segments, paged_batch
-from jllm.cache import Cache, KVCache, make_cache, parse_kv_cache
+from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.merge_step import PROMPT_LOGPROB_ROWS
@@ -86,17 +86,19 @@ def pack(
     B, C, M = sizes.slots, sizes.tokens, sizes.max_pages
     tokens, targets = np.zeros(C, np.int32), np.zeros(C, np.int32)
     start, lengths, pages = np.zeros(B, np.int32), np.zeros(B, np.int32), np.zeros((B, M), np.int32)
+    slots = np.zeros(B, np.int32)
     at = 0
     for b, chunk in enumerate(chunks):
         window, n = windows[chunk.window], chunk.stop - chunk.start
         text = ids[window.text][window.start : window.stop]
         tokens[at : at + n] = text[chunk.start : chunk.stop]
         targets[at : at + n] = text[chunk.start + 1 : chunk.stop + 1]
-        start[b], lengths[b] = chunk.start, n
+        start[b], lengths[b], slots[b] = chunk.start, n, chunk.slot
         pages[b] = chunk.slot * M + np.arange(M)
         at += n
     rows = Chunks(tokens, start, lengths, pages)  # type: ignore[arg-type]
-    return lay_out(no_segments(M), rows, num_pages=B * M, page_size=sizes.page_size), targets
+    places = {"num_pages": B * M, "page_size": sizes.page_size, "slots": (np.zeros(0, np.int32), slots)}
+    return lay_out(no_segments(M), rows, **places), targets
 
 
 @partial(jax.jit, static_argnames=("configs", "backend"))
@@ -160,8 +162,9 @@ class Reader:
         if self.states is not None:
             return ()
         c = self.model.config
-        formats = parse_kv_cache(self.kv_cache, c, self.model.params.dtype)
-        return make_cache(c, sizes.slots * sizes.max_pages, sizes.page_size, formats)
+        formats, dtype = parse_kv_cache(self.kv_cache, c, self.model.params.dtype), self.model.params.dtype
+        cache = make_cache(c, sizes.slots * sizes.max_pages, sizes.page_size, formats)
+        return with_tails(cache, make_tails(c, formats, dtype, sizes.slots, sizes.page_size))
 
     def read(self, batch: Paged, chunks: list[Chunk], cache: Cache, backend: str | None) -> tuple[jax.Array, Cache]:
         """The hidden states [C, E] of a step's rows, and the cache after it."""

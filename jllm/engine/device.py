@@ -14,7 +14,7 @@ import numpy as np
 
 from jllm import fingerprint
 from jllm.batch import Bucket
-from jllm.cache import COPIES, jit_copy_pages, make_cache, parse_kv_cache
+from jllm.cache import COPIES, jit_copy_pages, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
@@ -110,7 +110,10 @@ class Device:
     def _fresh(self) -> State:
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
-        state = place_state(State(cache, make_slots(limits.max_slots, self.sizes.max_pages)), self._config)
+        how = self._params.dtype, limits.max_slots, limits.page_size, limits.short_rows
+        tails = make_tails(self._config, self._formats, *how)
+        slots = make_slots(limits.max_slots, self.sizes.max_pages)
+        state = place_state(State(cache, slots, tails=tails), self._config)
         if self._drafter is not None:
             how = self._config, self._params.dtype, self._options.acceptance
             state = replace(state, drafts=init_drafts(self._drafter, state, *how))

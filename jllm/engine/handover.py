@@ -191,6 +191,7 @@ class PrefillEngine(Engine):
 
     def _kv_of_prompt(self, seq: Sequence) -> Any:
         length = 0 if seq.slot is None else min(known_tokens(seq), len(seq.prompt))
+        length = self._scheduler.sharing.whole(length)
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         if not length:
             return None

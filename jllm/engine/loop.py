@@ -232,7 +232,7 @@ class Engine:
         snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
         self._check_open()
         seq = self._find(request_id, sample).seq
-        length = 0 if seq.slot is None else known_tokens(seq)
+        length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
         return replace(value, weights=self._device.weights, guided=seq.guided if seq.params.guide else None)

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from jllm.batch import FEW_SLOTS, Bucket, make_buckets
-from jllm.cache import KVCache
+from jllm.cache import KVCache, shared_block
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy
 from jllm.engine.pages import PagePool
@@ -253,5 +253,6 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         max_deltas=most_deltas(S, tokens, P, rows),
         short_rows=rows,
         short_decodes=max((r.decodes for r in buckets if r.rows >= rows), default=short),
+        block=shared_block(options.kv_cache, config),
     )
     return EngineSizes(limits, min(whole, num_pages), buckets)

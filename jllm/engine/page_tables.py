@@ -20,7 +20,7 @@ class PageTables:
 
     def __init__(self, limits: Limits, policy: Callable[[PagePool], Policy], prefix_cache: bool):
         self.limits, self.make_policy = limits, policy
-        self.sharing = Sharing(prefix_cache)
+        self.sharing = Sharing(prefix_cache, limits.block)
         self.counts = ScheduleCounts()
         self.running: list[Sequence] = []
         self.dispatched = -1  # newest step planned

@@ -27,6 +27,7 @@ class Limits:
     max_deltas: int  # page table changes in a step
     short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
     short_decodes: int | None = None  # most decodes of a step in which they have more than one; None: max_slots
+    block: int = 1  # tokens of which what a sequence takes from elsewhere is a whole multiple
 
     def __post_init__(self):
         for f in fields(self):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jllm.batch import Bucket
-from jllm.cache import cache_bytes
+from jllm.cache import cache_bytes, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.guides import words
 from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
@@ -113,6 +113,9 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
 def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
     found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
     drafter = drafter_of(options)
+    formats, rows = parse_kv_cache(options.kv_cache, config, dtype), 1 if drafter is None else drafter.tree.size
+    tails = dtype, options.max_slots, options.page_size, rows
+    found += tree_bytes(jax.eval_shape(lambda: make_tails(config, formats, *tails)))
     if drafter is not None:  # its memory
         sizes = {"num_pages": 1, "page_size": options.page_size, "max_tokens": max(1, max_pages) * options.page_size}
         found += tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, slots=options.max_slots, **sizes)[1]))

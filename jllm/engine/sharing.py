@@ -6,7 +6,7 @@ its own (copy on write); its last token is always computed, since its logits are
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jllm.engine.pages import PagePool
 from jllm.engine.prefix_cache import PrefixCache, PrefixCounts
@@ -30,9 +30,11 @@ class ReusedPrefix:
 
 
 class Sharing:
-    """Reused prefixes of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache."""
+    """Reused prefixes of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache. `block`:
+    prefixes are whole multiples of so many tokens, where K and V of newer ones are not in the pages (kv_pages.Kivi)."""
 
-    def __init__(self, keep: bool):
+    def __init__(self, keep: bool, block: int = 1):
+        self.block = block
         self.counts = PrefixCounts()
         self.keep = keep
         self.cache: PrefixCache | None = None
@@ -67,16 +69,19 @@ class Sharing:
     def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
         """What seq could begin with, best first. If it is alone, the last one leaves it all pages of the pool."""
         if seq.snapshot is not None and not self._continues(seq).tokens:
-            yield ReusedPrefix(tokens=min(seq.snapshot.length, seq.length - 1), snapshot=True)
+            yield ReusedPrefix(tokens=self.whole(min(seq.snapshot.length, seq.length - 1)), snapshot=True)
             return
         best = self._continues(seq)
         if self.cache is not None and seq.snapshot is None and _may_skip(seq):
             match = self.cache.lookup(seq.tokens)
             if match.tokens >= best.tokens:
                 best = ReusedPrefix(match.pages, match.source, match.tokens, cached=True)
+        best = self._cut(best, self.whole(best.tokens))
         yield best
         if best.source is not None:  # that page is held besides seq's own until it is copied
-            yield ReusedPrefix(best.pages, None, len(best.pages) * self.pool.page_size, cached=best.cached)
+            size = self.pool.page_size
+            full = next(n for n in range(len(best.pages), -1, -1) if self.whole(n * size) == n * size)
+            yield self._cut(best, full * size)
         if alone and best.pages:  # where they lie, they may leave no run of pages that is long enough
             yield ReusedPrefix()
 
@@ -107,20 +112,30 @@ class Sharing:
     def on_first_token(self, seq: Sequence) -> None:
         """The first token since seq was admitted has been read, and so has all that it prefilled."""
         if self.cache is not None and not seq.private:
-            self.cache.insert(seq.tokens[: seq.prefill_end], seq.pages)
+            self.cache.insert(seq.tokens[: self.whole(seq.prefill_end)], seq.pages)
 
     def on_release(self, seq: Sequence) -> None:
         """seq is about to free its pages, and nothing writes them any more."""
         # Logits that are not finite may come from K and V that are not.
         if self.cache is not None and not seq.private and seq.finish_reason != "error":
-            self.cache.insert(seq.tokens[: known_tokens(seq)], seq.pages, leaving=True)
+            self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, leaving=True)
+
+    def whole(self, tokens: int) -> int:
+        """How many of a sequence's first tokens others can begin with."""
+        return tokens - tokens % self.block
+
+    def _cut(self, reused: ReusedPrefix, tokens: int) -> ReusedPrefix:
+        """Its first tokens alone."""
+        full, part = divmod(tokens, self.pool.page_size)
+        pages = (*reused.pages, reused.source)
+        return replace(reused, pages=reused.pages[:full], source=pages[full] if part else None, tokens=tokens)
 
     def _continues(self, seq: Sequence) -> ReusedPrefix:
         """What seq can have of the sequence that it continues, as long as that one holds its pages."""
         origin = seq.origin
         if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
             return ReusedPrefix()
-        tokens = min(known_tokens(origin), seq.common, seq.length - 1)
+        tokens = self.whole(min(known_tokens(origin), seq.common, seq.length - 1))
         full, part = divmod(tokens, self.pool.page_size)
         return ReusedPrefix(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
 

@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.kv_pages import KVPages, write
+from pallas_kernels import kv_tail
+from pallas_kernels.kv_pages import Kivi, KVPages, write
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
 
@@ -21,4 +22,6 @@ def cache_update(
     """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py."""
     compute = compute_dtype(k.dtype)
     k = rotate(k, cos, sin, compute)
+    if isinstance(pages.k.format, Kivi):
+        return rotate(q, cos, sin), kv_tail.update(pages, k, v, page, offset)
     return rotate(q, cos, sin), KVPages(write(pages.k, k, page, offset), write(pages.v, v, page, offset))

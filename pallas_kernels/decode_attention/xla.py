@@ -27,9 +27,9 @@ def decode_attention(
     Q = q.shape[0] // R
     if segments is None:
         segments = Segments(jnp.where(lengths > 0, Q, 0))
-    tiles = q.reshape(R, Q, *q.shape[1:])
+    tiles, own_row = q.reshape(R, Q, *q.shape[1:]), Q * jnp.arange(R, dtype=jnp.int32)
     if Q == 1 and segments.ancestors is None:
-        out = attend(tiles, pages, page_table, lengths[:, None] - 1, scale, window)
+        out = attend(tiles, pages, page_table, lengths[:, None] - 1, scale, window, own_row=own_row)
         return out.reshape(q.shape).astype(q.dtype)
     row, start = jnp.arange(Q, dtype=jnp.int32)[None, :], lengths - segments.rows
     trees, depth = None, row
@@ -37,5 +37,5 @@ def decode_attention(
         depth = depths(segments.ancestors)
         trees = Trees(start, segments.ancestors, depth)
     positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1)
-    out = attend(tiles, pages, page_table, positions, scale, window, trees)
+    out = attend(tiles, pages, page_table, positions, scale, window, trees, own_row)
     return out.reshape(q.shape).astype(q.dtype)

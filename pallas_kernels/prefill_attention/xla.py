@@ -45,7 +45,9 @@ def prefill_attention(
     rows = rows[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]  # [W, tile]
     used = rows < end[chunk][:, None]
     positions = jnp.where(used, rows - end[chunk][:, None] + kv_lens[chunk][:, None], -1)
-    out = attend(q.at[rows].get(mode="clip"), pages, page_table[chunk], positions, scale, window)
+    first = 0 if pages.tail is None or pages.tail.rows is None else pages.tail.rows[0].shape[0] - num_rows
+    own = first + rows[:, 0]  # among all rows of the step, of which the chunks' are the last
+    out = attend(q.at[rows].get(mode="clip"), pages, page_table[chunk], positions, scale, window, own_row=own)
 
     row = jnp.arange(num_rows, dtype=jnp.int32)
     chunk = owner(end, row)

@@ -1,0 +1,102 @@
+"""K and V of a step where K is stored per channel (kv_pages.Kivi): the newest tokens as they were computed, and groups of
+tokens that go to the pages once they are whole.
+
+A step's rows are at hand, and what came before them lies in the tail's rings. So the rows' K and V are kept beside the
+rings until attention has read both, and go there at its end: a prompt's chunk may be longer than a ring.
+
+A group is stored whenever its last token is written, and read as stored only by queries of a later block. So if a
+draft among its tokens is rejected, the group is stored again, with what took the draft's place, before it is read.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Pages, Places, Tail, encode, store, write
+
+
+def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:
+    """Rings of `tokens` tokens for each of S slots, of a float format, all zero."""
+
+    def ring() -> Pages:
+        return Pages(jnp.zeros((slots, num_kv_heads, tokens, head_dim), fmt.storage_dtype), None, fmt)
+
+    return Tail(ring(), ring())
+
+
+def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array) -> KVPages:
+    """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]): groups
+    that they complete are stored there, and the rows are beside the tail. ValueError without a tail and its places."""
+    fmt, tail = pages.k.format, pages.tail
+    if tail is None or tail.places is None:
+        raise ValueError(
+            f"K is stored as {fmt.name}, whose newest tokens need a tail and the places of the step's rows"
+        )
+    assert isinstance(fmt, Kivi)
+    assert fmt.group is not None
+    T, group, dtype, places = k.shape[0], fmt.group, tail.k.values.dtype, tail.places
+    tail = replace(tail, rows=(k.astype(dtype), v.astype(dtype)))
+    written = (page >= 0) & (page < pages.k.num_pages)
+    most = min(T, T // group + places.sequences)
+    (last,) = jnp.nonzero(written & (places.index % group == group - 1), size=most, fill_value=T)
+    token = jnp.arange(group, dtype=jnp.int32)[None, :]
+    index = places.index.at[last].get(mode="clip")[:, None] - (group - 1) + token
+    to = page.at[last].get(mode="fill", fill_value=pages.k.num_pages)
+    to = jnp.broadcast_to(to[:, None], index.shape).reshape(-1)
+    at = (offset.at[last].get(mode="clip")[:, None] - (group - 1) + token).reshape(-1)
+
+    def put(part: Pages, x: jax.Array) -> Pages:  # x [n, K, g, D]
+        rows = (
+            None if y is None else y.swapaxes(1, 2).reshape(-1, y.shape[1], y.shape[3]) for y in encode(x, part.format)
+        )
+        values, scales = rows
+        assert values is not None
+        return store(part, values, scales, to, at)
+
+    whole_k, whole_v = newest(tail, last, index)
+    return KVPages(put(pages.k, whole_k), put(pages.v, whole_v), tail)
+
+
+def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V, as they were computed, of cache indices i32[n, t] of the sequences of rows i32[n]: [n, K, t, D] each.
+    Those before a sequence's block come out as anything."""
+    places, rows = tail.places, tail.rows
+    assert places is not None
+    assert rows is not None
+    slot, start, own = (x.at[row].get(mode="clip")[:, None] for x in (places.slot, places.start, places.index))
+    at_hand = (index >= start)[:, None, :, None]
+    at = row[:, None] + index - own
+
+    def find(ring: Pages, new: jax.Array) -> jax.Array:
+        heads = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :, None]
+        older = ring.values.at[slot[..., None], heads, (index % ring.page_size)[:, None, :]].get(mode="clip")
+        return jnp.where(at_hand, new.at[at[:, None, :], heads].get(mode="clip"), older)
+
+    return find(tail.k, rows[0]), find(tail.v, rows[1])
+
+
+def settle(pages: KVPages) -> KVPages:
+    """At the end of a layer: the last of a step's rows in the rings, and none beside them. Pages without a tail as they
+    are."""
+    tail = pages.tail
+    if tail is None:
+        return pages
+    places, rows = tail.places, tail.rows
+    assert places is not None
+    assert rows is not None
+    kept = places.index >= places.stop - tail.k.page_size
+    to = jnp.where(kept & (places.slot >= 0), places.slot, tail.k.num_pages)
+    at = places.index % tail.k.page_size
+    return replace(pages, tail=Tail(write(tail.k, rows[0], to, at), write(tail.v, rows[1], to, at)))
+
+
+def placed(pages: KVPages, places: Places | None) -> KVPages:
+    """At the beginning of a layer: with the places of the step's rows, where there is a tail."""
+    return pages if pages.tail is None else replace(pages, tail=replace(pages.tail, places=places))
+
+
+def is_new(fmt: KVFormat, index: jax.Array, positions: jax.Array) -> jax.Array:
+    """Whether queries at some positions read the keys at some indices as they were computed, not as stored."""
+    assert isinstance(fmt, Kivi)
+    return index >= positions - positions % fmt.residual
