@@ -15,8 +15,9 @@ a rotation's first step, which takes weights of norms into what reads them, undo
 four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales of channels that
 are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. Part "learned", which takes
 minutes a row and must be named: the outliers of part "stream" with the model as it is, rotated, and by a rotation that
-is learned from there (SpinQuant, arXiv 2405.16406; `--steps`, `--rate`), all rounded. A run that was interrupted goes
-on where it stopped.
+is learned from there (SpinQuant, arXiv 2405.16406; `--steps`, `--rate`), all rounded. Part "channel": the model of
+part "kv" with K in 4 and 2 bits with zero points, per token and per channel (KIVI, arXiv 2402.02750), and V per token,
+each beside the other in the model's dtype, and both. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -34,6 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.accuracy.rows import PLAIN_KV, kv_name
 from experiments.arguments import positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile
@@ -41,6 +43,7 @@ from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Recorded, evaluate, record
 from jllm.analysis.outliers import plant
 from jllm.analysis.own_tokens import own_tokens
+from jllm.cache import least_page
 from jllm.errors import JllmError
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
@@ -59,18 +62,27 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
 STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
 LEARNED = ("mxfp4", "nvfp4")  # by rounding, of weights and of what they read
-PARTS = ("kv", "weights", "stream", "smooth", "learned")
+PARTS = ("kv", "weights", "stream", "smooth", "channel", "learned")
 BY_KEY = ("stream", "learned")  # whose rows come with what makes their models
 ALPHAS = (0.0, 0.5, 1.0)
 RATE = 5.0
 NONE = "none"  # in place of a rotation
 CHANNELS = 4  # that have outliers
+PAGE = 16  # tokens, where the KV format does not ask for more
 HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
 
 
 def kv_formats(head_dim: int) -> tuple[str, ...]:
     base = f"int4-g{head_dim}"
     return base, f"{base}-h", f"{base}-zp", f"{base}-zp-h", "int4-g32", "int4-g32-h"
+
+
+# K by what shares a scale, channels of a token or tokens of a channel, beside V in 16 bits; V beside such K; and both.
+CHANNEL = (
+    *(f"k={fmt},v={PLAIN_KV}" for fmt in ("int4-g32-zp", "kivi4-g32-r32", "int2-g32-zp", "kivi2-g32-r32", "kivi2-g32")),
+    *(f"k={PLAIN_KV},v={fmt}" for fmt in ("int4-g32-zp", "int2-g32-zp")),
+    *("int4-g32-zp", "kivi4-g32-r32", "int2-g32-zp", "kivi2-g32-r32", "kivi2-g32"),
+)
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
@@ -94,6 +106,11 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
         for name in kv_formats(model.config.head_dim) if "kv" in args.parts else ():
             key = {"part": "kv", "strength": strength, "seed": seed, "kv": name}
             yield done.get(json.dumps(key)) or key | score(of_kv, ids, protocol, recorded, kv_cache=name)
+        for name in CHANNEL if "channel" in args.parts else ():
+            key = {"part": "channel", "strength": strength, "seed": seed, "kv": name}
+            kv = kv_name(name, model.params.dtype)
+            options = {"kv_cache": kv, "page_size": max(PAGE, least_page(kv, model.config))}
+            yield done.get(json.dumps(key)) or key | score(of_kv, ids, protocol, recorded, **options)
         for alpha in ALPHAS if "smooth" in args.parts else ():
             smoothed = replace(of_kv, params=ptq.smooth_attention(of_kv, tokens, alpha=alpha)) if alpha else of_kv
             for name in kv_formats(model.config.head_dim)[:4]:
@@ -185,6 +202,12 @@ def bars(found: list[Row]) -> Iterator[Row]:
         worst = max(smooth[name, 1.0, seed] / smooth[name, 0.0, seed] for other, _, seed in smooth if other == name)
         text = f"{name} with scales of channels found ahead over without, strength {greatest:g}, worst seed"
         yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
+    by_k = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "channel"}
+    for bits in (4, 2):
+        ours, theirs = (f"k={name},v={PLAIN_KV}" for name in (f"kivi{bits}-g32-r32", f"int{bits}-g32-zp"))
+        if worst := max((by_k[ours, seed] / by_k[theirs, seed] for name, seed in by_k if name == ours), default=0):
+            text = f"K per channel over per token, {bits} bits, strength {greatest:g}, worst seed"
+            yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
     plain_kv = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
     for name in dict.fromkeys(name for name, _ in plain_kv if f"{name}-h" in {other for other, _ in plain_kv}):
         worst = max(plain_kv[f"{name}-h", seed] / plain_kv[name, seed] for other, seed in plain_kv if other == name)

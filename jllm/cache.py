@@ -77,6 +77,12 @@ def shared_block(kv_cache: KVCache | None, config: LlamaConfig) -> int:
     return k.residual if isinstance(k, Kivi) else 1
 
 
+def least_page(kv_cache: KVCache | None, config: LlamaConfig) -> int:
+    """The tokens of which a page has a whole multiple (Kivi.group); 1 where any page will do."""
+    k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
+    return k.group or 1 if isinstance(k, Kivi) else 1
+
+
 def make_tails(
     config: LlamaConfig,
     formats: tuple[KVFormat, KVFormat],
@@ -104,9 +110,9 @@ def make_tails(
 
 def with_tails(cache: Cache, tails: Tails | None) -> Cache:
     """The cache as layers take it."""
-    return (
-        cache if tails is None else tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
-    )
+    if tails is None:
+        return cache
+    return tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
 
 
 def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:

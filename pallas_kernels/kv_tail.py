@@ -1,5 +1,5 @@
-"""K and V of a step where K is stored per channel (kv_pages.Kivi): the newest tokens as they were computed, and groups of
-tokens that go to the pages once they are whole.
+"""K and V of a step where K is stored per channel (kv_pages.Kivi): the newest tokens as they were computed, and groups
+of tokens that go to the pages once they are whole.
 
 A step's rows are at hand, and what came before them lies in the tail's rings. So the rows' K and V are kept beside the
 rings until attention has read both, and go there at its end: a prompt's chunk may be longer than a ring.
@@ -26,8 +26,8 @@ def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt
 
 
 def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array) -> KVPages:
-    """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]): groups
-    that they complete are stored there, and the rows are beside the tail. ValueError without a tail and its places."""
+    """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]):
+    groups that they complete are stored there, and the rows are beside the tail. ValueError without tail and places."""
     fmt, tail = pages.k.format, pages.tail
     if tail is None or tail.places is None:
         raise ValueError(
@@ -47,15 +47,16 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
     at = (offset.at[last].get(mode="clip")[:, None] - (group - 1) + token).reshape(-1)
 
     def put(part: Pages, x: jax.Array) -> Pages:  # x [n, K, g, D]
-        rows = (
-            None if y is None else y.swapaxes(1, 2).reshape(-1, y.shape[1], y.shape[3]) for y in encode(x, part.format)
-        )
-        values, scales = rows
-        assert values is not None
-        return store(part, values, scales, to, at)
+        values, scales = encode(x, part.format)
+        return store(part, _flat(values), None if scales is None else _flat(scales), to, at)
 
     whole_k, whole_v = newest(tail, last, index)
     return KVPages(put(pages.k, whole_k), put(pages.v, whole_v), tail)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[n, K, g, ...] as rows [n g, K, ...]."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

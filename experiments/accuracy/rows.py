@@ -14,7 +14,7 @@ import numpy as np
 from jllm.analysis.activations import compare_layers, tap
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.cache import cache_bytes, least_page, make_cache, parse_kv_cache
 from jllm.params import Params, linears
 from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model, rotate
@@ -28,6 +28,7 @@ PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 INTERVALS = ("perplexity", "added", "kl", "top1")
 GROUPS = (8, 16, 32, 64, 128)
+PAGE = 16  # tokens, where the KV format does not ask for more
 WIDE_BYTES = 2  # of a weight or value that is not quantized: 16 bits, whatever a CPU widens it to
 
 
@@ -40,14 +41,16 @@ def kv_name(kv: str, dtype: Any) -> str | None:
 
 
 def default_kv(head_dim: int) -> list[str]:
-    """Groups of 8, of 32 and of a head, for both, and K and V apart; int4 rotated and with zero points."""
+    """Groups of 8, of 32 and of a head, for both, and K and V apart; int4 rotated and with zero points; K per channel,
+    and what V is beside K in 2 bits, for both."""
     groups = dict.fromkeys(group for group in (8, 32, head_dim) if head_dim % group == 0)
     both = ["fp8", *(f"{codes}-g{group}" for codes in ("int8", "int4") for group in groups)]
     apart = [f"k={k}-g8,v={v}-g8" for k, v in (("int8", "int4"), ("int4", "int8"))]
     alone = [
         name for codes in ("int8", "int4") for name in (f"k={codes}-g8,v={PLAIN_KV}", f"k={PLAIN_KV},v={codes}-g8")
     ]
-    return [*both, f"int4-g{head_dim}-h", f"int4-g{head_dim}-zp", *alone, *apart]
+    per_channel = ["kivi4-g32", "kivi2-g32", "int2-g32-zp"] if head_dim % 32 == 0 else []
+    return [*both, f"int4-g{head_dim}-h", f"int4-g{head_dim}-zp", *per_channel, *alone, *apart]
 
 
 # Part "scheme"
@@ -65,7 +68,8 @@ def scheme_row(
 ) -> Iterator[Row]:
     quantized = quantize_model(model, scheme)
     name = kv_name(kv, model.params.dtype)
-    found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, backend=backend)
+    options = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
+    found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, **options)
     yield {
         "part": "scheme",
         "scheme": find_scheme(scheme).name,
@@ -99,7 +103,7 @@ def bytes_per_weight(params: Params) -> float:
 
 def bytes_per_kv(model: Model, kv: str) -> float:
     """Bytes of a value of K or V, 16 bits where they are not quantized."""
-    c, tokens = model.config, 16
+    c, tokens = model.config, PAGE
     formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.dtype)
     page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
     return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
