@@ -31,7 +31,7 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
     fmt, tail = pages.k.format, pages.tail
     if tail is None or tail.places is None:
         raise ValueError(
-            f"K is stored as {fmt.name}, whose newest tokens need a tail and the places of the step's rows"
+            f"K stored as {fmt.name} needs a tail for the newest tokens, and the places of the step's rows"
         )
     assert isinstance(fmt, Kivi)
     assert fmt.group is not None
@@ -40,6 +40,7 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
     written = (page >= 0) & (page < pages.k.num_pages)
     most = min(T, T // group + places.sequences)
     (last,) = jnp.nonzero(written & (places.index % group == group - 1), size=most, fill_value=T)
+    last = last.astype(jnp.int32)  # in 64-bit mode it is not
     token = jnp.arange(group, dtype=jnp.int32)[None, :]
     index = places.index.at[last].get(mode="clip")[:, None] - (group - 1) + token
     to = page.at[last].get(mode="fill", fill_value=pages.k.num_pages)
