@@ -30,9 +30,7 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
     groups that they complete are stored there, and the rows are beside the tail. ValueError without tail and places."""
     fmt, tail = pages.k.format, pages.tail
     if tail is None or tail.places is None:
-        raise ValueError(
-            f"K stored as {fmt.name} needs a tail for the newest tokens, and the places of the step's rows"
-        )
+        raise ValueError(f"K stored as {fmt.name} needs a tail for the newest tokens, and places of the step's rows")
     assert isinstance(fmt, Kivi)
     assert fmt.group is not None
     T, group, dtype, places = k.shape[0], fmt.group, tail.k.values.dtype, tail.places

@@ -142,7 +142,7 @@ def plans(draw):
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plan=plans(), seed=st.integers(0, 9))
 def test_what_a_query_reads_follows_from_its_place_alone(plan, seed):
     with jax.enable_x64(True):

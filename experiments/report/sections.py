@@ -446,6 +446,7 @@ ACCURACY = (
             Table(("strength", "scheme", "method", "seed"), "weights", _is(part="weights"), pivot=("rotate", "kl")),
             Table(("channels", "scheme", "seed"), "the stream", _is(part="stream"), pivot=("rotate", "kl")),
             Table(("strength", "kv", "seed"), "channels scaled ahead", _is(part="smooth"), pivot=("alpha", "kl")),
+            Table(("strength", "kv", "seed", "kl", "kl_95"), "K per channel and per token", _is(part="channel")),
         ),
         of_bars("{:.2g} to {:.2g} of the divergence left"),
     ),

@@ -57,7 +57,8 @@ exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept.
 
 KV_FORMATS = (
     "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension), these two also with "
-    "zero points (-zp), all also rotated (-h)"
+    "zero points (-zp), int2-gN-zp, all also rotated (-h); kivi4-gN, kivi2-gN (K per channel, V per token; page_size a "
+    "multiple of N)"
 )
 SCHEMES = (
     "bf16, w8a16, w8a8 (w8a8-talk: not the O projection; w8a8-all: every linear layer; w8a8-head: and the output "

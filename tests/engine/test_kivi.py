@@ -22,7 +22,7 @@ from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree
 from jllm.state import init_state
-from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
+from tests.engine.test_oracle import COMPANY, TINY, Job, alone, assert_same, play
 from tests.tiny import CONFIG, greedy, tiny_model
 
 KIVI, BLOCK = "kivi2-g8-r16", 16
@@ -54,7 +54,7 @@ def asked(model64):
         return these, found
 
 
-@pytest.mark.parametrize("more", [*COMPANY, "drafts"])
+@pytest.mark.parametrize("more", [TINY, "pool that forces preemption", "drafts"])
 def test_any_company_same_tokens(model64, asked, more):
     these, want = asked
     drafts = {"speculate": NGram(drafts=3), "drafts": 3}
@@ -90,7 +90,7 @@ def test_a_block_within_a_page_is_copied(model64):
         assert tokens_of(alone)[apart[0], 0] == done[samples, 0]
 
 
-@pytest.mark.parametrize("steps", [2, 9, 12, 13, 26])
+@pytest.mark.parametrize("steps", [2, 12, 13])
 def test_forks_and_snapshots_go_on_as_if_nothing_had_been(model64, steps, tmp_path):
     """Before, at and past the end of a block."""
     with jax.enable_x64(True):
@@ -154,11 +154,11 @@ def test_tails_are_counted_as_memory():
         sizes[kv] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.tails))
     ring = BLOCK + 3  # and the drafts
     assert sizes == {KIVI: 2 * 2 * 3 * ring * CONFIG.num_kv_heads * CONFIG.head_dim * 4, "int2-g8-zp": 0}
-    pages = {}
-    for slots in (1, 8):
-        options = EngineOptions(max_slots=slots, kv_cache=KIVI, buckets=(Bucket(8, 8, 8),), max_step_tokens=16)
-        pages[slots] = sizes_for(options, model.config, model.params, 1 << 20).limits.num_pages
-    assert pages[1] >= pages[8]
+    pages = []
+    for kv in (KIVI, "kivi2-g8-r64"):
+        options = EngineOptions(max_slots=8, kv_cache=kv, buckets=(Bucket(8, 8, 8),), max_step_tokens=16)
+        pages.append(sizes_for(options, model.config, model.params, 330_000).limits.num_pages)
+    assert pages[0] > 2 * pages[1] > 16, "longer tails leave less for pages"
 
 
 def test_taps_and_evaluations_read_it_as_serving_does():
@@ -173,7 +173,7 @@ def test_taps_and_evaluations_read_it_as_serving_does():
     plain = tap(model, ids, ["logits"], page_size=8)["logits"]
     assert np.abs(plain - parts[0])[:BLOCK].max() < 2e-4, "the first block is read as it was computed"
     assert np.abs(plain - parts[0])[BLOCK:].max() > 1e-2
-    protocol = Protocol("tiny", context=64)
+    protocol = Protocol("tiny", context=48)
     found = [evaluate(model, ids, protocol, kv_cache=KIVI, max_step_tokens=n).perplexity for n in (64, 7)]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0] != pytest.approx(evaluate(model, ids, protocol).perplexity, rel=1e-4)
