@@ -104,7 +104,7 @@ def _(
         tap("attn_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
         qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
     qkv = tap.pass_on("qkv", qkv)
-    edited = None
+    edited = kept = None
     if tap.edits_any("q", "k", "v"):
         q, k, v = _split_qkv(p, qkv, config)
         edited = tap.pass_on("q", rotate(q, cos, sin)), tap.pass_on("k", rotate(k, cos, sin)), tap.pass_on("v", v)
@@ -133,10 +133,10 @@ def _(
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         tap("weights", lambda: paged_weights(q, pages, batch, scale=options["scale"], window=window))
         out = paged_attention(q, pages, inputs, **options)
-        pages = settle(pages)
+        kept = settle(pages)
     out = tap.pass_on("attention", out.reshape(x.shape[0], -1))
     shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
-    return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), pages
+    return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), kept
 
 
 def _split_qkv(p: AttentionParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

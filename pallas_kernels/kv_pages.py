@@ -208,7 +208,7 @@ class KVPages:
 
     k: Pages
     v: Pages
-    tail: Tail | None = None  # where K is stored as Kivi, while steps run
+    tail: Tail | None = field(default=None, kw_only=True)  # where K is stored as Kivi, while a step runs
 
     @property
     def narrow(self) -> bool:

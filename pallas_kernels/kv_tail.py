@@ -50,7 +50,7 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
         return store(part, _flat(values), None if scales is None else _flat(scales), to, at)
 
     whole_k, whole_v = newest(tail, last, index)
-    return KVPages(put(pages.k, whole_k), put(pages.v, whole_v), tail)
+    return KVPages(put(pages.k, whole_k), put(pages.v, whole_v), tail=tail)
 
 
 def _flat(x: jax.Array) -> jax.Array:

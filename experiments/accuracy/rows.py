@@ -68,7 +68,7 @@ def scheme_row(
 ) -> Iterator[Row]:
     quantized = quantize_model(model, scheme)
     name = kv_name(kv, model.params.dtype)
-    options = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
+    options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, **options)
     yield {
         "part": "scheme",

@@ -110,8 +110,8 @@ class Device:
     def _fresh(self) -> State:
         limits = self.sizes.limits
         cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
-        how = self._params.dtype, limits.max_slots, limits.page_size, limits.short_rows
-        tails = make_tails(self._config, self._formats, *how)
+        sizes = limits.max_slots, limits.page_size, limits.short_rows
+        tails = make_tails(self._config, self._formats, self._params.dtype, *sizes)
         slots = make_slots(limits.max_slots, self.sizes.max_pages)
         state = place_state(State(cache, slots, tails=tails), self._config)
         if self._drafter is not None:

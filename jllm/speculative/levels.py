@@ -139,7 +139,7 @@ def draft_levels(
             pages=advance.pages,
             ancestors=None if tree.is_chain else jnp.stack([_ancestors(tree, end)] * G),
         )
-        paged = paged_batch(segments, no_chunks(advance.pages.shape[1]), **sizes)
+        paged = paged_batch(segments, no_chunks(advance.pages.shape[1]), **sizes)  # type: ignore[arg-type]
         hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
     needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
