@@ -269,8 +269,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "With {:.0f} % added, the most that one of ten measured steps took over its estimate, models below 100 billion "
     "parameters decode one sequence in at most {:.0f} ms on whatever H200s or H100s hold them, and a batch that fills "
     "the memory in under 50 ms in {} of {} cases": below_a_hundred_billion,
-    "On the bundled model `kivi2-g32` adds {:.1f} % to perplexity and `kivi2-g32-r32` {:.1f} % at 0.375 bytes a value (tails "
-    "apart); `int4-g32` {:.1f} % at 0.56, and 2 bits per token (`int2-g32-zp`) {:.0f} %": per_channel,
+    "On the bundled model `kivi2-g32` adds {:.1f} % to perplexity and `kivi2-g32-r32` {:.1f} % at 0.375 bytes a value "
+    "(tails apart); `int4-g32` {:.1f} % at 0.56, and 2 bits per token (`int2-g32-zp`) {:.0f} %": per_channel,
     "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
         spread([-100 * row["sim_error"] for row in rows("kv_measured")])
     ),
