@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.accuracy.rows import kv_name
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
 from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import Scheme
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.kv_pages import Places
 
 TOKENS, PAGE = 128, 16  # of the step that is tried
 
@@ -57,14 +60,16 @@ def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
     first = quantize_model(_shapes(model, layers=1), scheme)
     c, dtype = first.config, model.params.dtype
-    formats = parse_kv_cache(kv_name(kv, dtype), c, dtype)
-    cache = jax.eval_shape(lambda: make_cache(c, TOKENS // PAGE, PAGE, formats))
+    formats, page = parse_kv_cache(kv_name(kv, dtype), c, dtype), max(PAGE, least_page(kv_name(kv, dtype), c))
+    tails = partial(make_tails, c, formats, dtype, 1, page)
+    cache = jax.eval_shape(lambda: with_tails(make_cache(c, TOKENS // page, page, formats), tails()))
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
     rows = [ints(TOKENS)] * 4
-    batch = Paged(*rows, ints(0, TOKENS // PAGE), ints(0), ints(1, TOKENS // PAGE), ints(2), ints(1))  # type: ignore[call-arg,arg-type]
+    places: Any = Places(*rows, sequences=1)  # type: ignore[arg-type]
+    batch = Paged(*rows, ints(0, TOKENS // page), ints(0), ints(1, TOKENS // page), ints(2), ints(1), places=places)  # type: ignore[misc,arg-type]
     jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), first.params, batch, cache)
 
 
