@@ -69,7 +69,8 @@ def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
 
     rows = [ints(TOKENS)] * 4
     places: Any = Places(*rows, sequences=1)  # type: ignore[misc,arg-type]
-    batch = Paged(*rows, ints(0, TOKENS // page), ints(0), ints(1, TOKENS // page), ints(2), ints(1), places=places)  # type: ignore[call-arg,arg-type]
+    batch = Paged(*rows, ints(0, TOKENS // page), ints(0), ints(1, TOKENS // page), ints(2), ints(1))  # type: ignore[call-arg,arg-type]
+    batch = replace(batch, places=places)
     jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), first.params, batch, cache)
 
 
