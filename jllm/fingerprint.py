@@ -16,6 +16,7 @@ import numpy as np
 
 from jllm.checkpoint_files import stored_tensors
 from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
 from jllm.parallel.shares import places
 from jllm.param_specs import param_specs
 from jllm.params import Params
@@ -73,6 +74,18 @@ def of_shares(params: Params, config: LlamaConfig) -> str | None:
     sums = jax.device_get([s for *_, s in found])
     named = [(name, shape, int(s)) for (name, shape, _), s in zip(found, sums)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
+
+
+def of_model(params: Params, config: LlamaConfig) -> str:
+    """The fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their dtype and
+    formats, and the config. ConfigError for quantized weights on a mesh, which have none."""
+    weights = of_params(params) if config.mesh is None else of_shares(params, config)
+    if weights is None:
+        raise ConfigError("quantized weights on a mesh have no fingerprint to compare: load the model without a mesh")
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    formats = [leaf.format if isinstance(leaf, QuantizedWeight) else None for leaf in leaves]
+    found = f"{weights} {params.dtype} {formats} {config} {config.activation_parts}"
+    return hashlib.sha256(found.encode()).hexdigest()[:32]
 
 
 def of_norms(params: Params) -> str:

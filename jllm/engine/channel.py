@@ -5,6 +5,7 @@ import select
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,9 @@ from jllm.errors import RemoteError
 from jllm.safetensors_io import NAMES, STORED
 
 MOST = 1 << 26  # bytes of a message without its arrays
+# A host that vanished is noticed after 50 seconds in which nothing came. There is no TCP_USER_TIMEOUT, which would also
+# end a connection to one who is alive, and reads nothing while it compiles.
+ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
@@ -23,6 +27,10 @@ class Channel:
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in ALIVE.items():
+            if hasattr(socket, name):  # not on every platform
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket = connection
 
     def waiting(self, seconds: float | None) -> bool:
@@ -68,7 +76,13 @@ class Channel:
             view = view[count:]
         return out
 
+    def end(self) -> None:
+        """Ends what other threads wait for here, and tells the other end; nothing is said after it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        self.end()
         self._socket.close()
 
 

@@ -68,13 +68,18 @@ class Disaggregated(Replicas):
 
     @classmethod
     def over(cls, prefill: RemotePrefill, decode: DecodeEngine) -> Self:
-        """With prompts that another process computes. It is to have the same weights and KV formats (else RemoteError),
-        and pages of any size; when it goes, all is computed here."""
-        ours = identity(decode)
+        """With prompts that another process computes. It is to have the same model and KV formats (else RemoteError),
+        and pages of any size; when it goes, all is computed here, and when the engine here fails, step() raises.
+        ConfigError for a model that cannot be compared, as identity has it."""
+        try:
+            ours = identity(decode)
+        except ConfigError:
+            prefill.close()
+            raise
         for name, theirs in prefill.identity.items():
             if theirs != ours[name]:
                 prefill.close()
-                what = {"weights": "other weights", "formats": f"K and V in {theirs}", "shape": "another shape"}[name]
+                what = {"model": "another model", "formats": f"K and V in {theirs}", "shape": "another shape"}[name]
                 raise RemoteError(f"{prefill.address} has {what} than this engine ({ours[name]}): load the same there")
         self = cls.__new__(cls)
         self._begin_empty(decode.has_text)
@@ -110,8 +115,8 @@ class Disaggregated(Replicas):
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> list[int]:
         """The prompt's token ids, if submit would take it; else the error that submit would raise. Either engine may
         have to serve it alone."""
-        first, *others = self._alive()
-        ids = first.engine.check(prompt, sampling)
+        *others, last = self._alive()
+        ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
         for other in others:
             other.engine.check(ids, sampling)
         return ids
@@ -170,6 +175,12 @@ class Disaggregated(Replicas):
         self._decode.submit(replace(request, snapshot=given))  # type: ignore[arg-type]
         if request.id in self._unwanted:
             self._decode.abort(request)
+
+    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+        if replica is self._decode and isinstance(self._prefill.engine, RemotePrefill):
+            replica.failed = True
+            raise error  # nobody else decodes
+        return super()._move(replica, error)
 
     def _reserve(self, samples: int) -> bool:
         """Whether there is room for so many where they decode; it is theirs then."""

@@ -3,8 +3,8 @@
     store = KVStore("/shared/kv", max_bytes=100 << 30)
     engine = StoringEngine(model, store, max_slots=64)     # in each process
 
-A file has a block of tokens, and its name is a digest of the weights, the KV formats and all tokens up to the block's
-end: so what one engine computed is found by every other with the same weights, on any page size, and nothing else is
+A file has a block of tokens, and its name is a digest of the model, the KV formats and all tokens up to the block's
+end: so what one engine computed is found by every other with the same model, on any page size, and nothing else is
 ever taken for it. Files appear by rename, whole. A store that is full, unreadable or damaged costs one line on the way,
 never a request: what cannot be had is computed.
 """
@@ -12,7 +12,8 @@ never a request: what cannot be had is computed.
 import os
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import numpy as np
 
+from jllm import fingerprint
 from jllm.engine.checks import Prompt
 from jllm.engine.loop import Engine
 from jllm.engine.options import EngineKeywords
@@ -52,19 +54,21 @@ class KVStore:
         """K and V of as many first blocks of `tokens` as there are, as a snapshot with all of the tokens; None for
         none. `about` is what K and V depend on besides tokens. A block that is damaged is removed, with a warning."""
         found: list[Snapshot] = []
-        for path, block in self._blocks(tokens, about):
-            if not path.exists():
+        blocks = self._blocks(tokens, about)
+        for path, block in blocks:
+            if not os.path.exists(path):
                 break
             try:
                 one = load(path, formats)
                 if np.asarray(one.tokens).tolist() != block or (found and _kinds(one) != _kinds(found[0])):
                     raise SnapshotError(f"{path}: has other tokens or formats than its name says")
-                os.utime(path)
             except (SnapshotError, OSError) as error:
                 warnings.warn(f"a block of stored K and V is computed again: {error}", stacklevel=2)
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
                 break
             found.append(one)
+        _touch([path for path, _ in blocks[: len(found)]])
         if not found:
             return None
         cache = jax.tree.map(lambda *parts: np.concatenate(parts, axis=2), *(one.cache for one in found))
@@ -72,25 +76,30 @@ class KVStore:
 
     def lacks(self, tokens: Sequence[int], about: str) -> bool:
         """Whether a full block of these is not there."""
-        return any(not path.exists() for path, _ in self._blocks(tokens, about))
+        return any(not os.path.exists(path) for path, _ in self._blocks(tokens, about))
 
     def keep(self, snapshot: Snapshot, about: str) -> None:
-        """Writes the blocks of a snapshot that are not there. Where it cannot, a warning says why."""
-        tokens = np.asarray(snapshot.tokens)[: snapshot.length].tolist()
-        for i, (path, block) in enumerate(self._blocks(tokens, about)):
-            if path.exists():
+        """Writes the blocks of a snapshot that are not there, as many first ones as there may be room for. Where it
+        cannot, a warning says why."""
+        blocks = self._blocks(np.asarray(snapshot.tokens)[: snapshot.length].tolist(), about)
+        chain = [path for path, _ in blocks]
+        for i, (path, block) in enumerate(blocks):
+            if os.path.exists(path):
                 continue
             span = slice(i * self.block, (i + 1) * self.block)
             one = Snapshot(np.asarray(block, np.int32), _span(snapshot.cache, span), snapshot.weights)
-            own = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}")
+            own = path.with_suffix(f"{SUFFIX}-{os.getpid()}-{time.monotonic_ns()}")
             try:
-                self._make_room(sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache)))
+                if not self._make_room(sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache)), set(chain)):
+                    break
                 save(own, one)
                 os.replace(own, path)
             except OSError as error:  # OutputError is one
-                own.unlink(missing_ok=True)
+                with suppress(OSError):
+                    own.unlink()
                 warnings.warn(f"K and V are not stored: {error}", stacklevel=2)
-                return
+                break
+        _touch(chain)
 
     def _blocks(self, tokens: Sequence[int], about: str) -> list[tuple[Path, list[int]]]:
         """The file of each full block, and its tokens."""
@@ -101,21 +110,26 @@ class KVStore:
             found.append((self.folder / (name.hex() + SUFFIX), block))
         return found
 
-    def _make_room(self, nbytes: int) -> None:
-        """For one more block. OutputError where it alone is too large."""
+    def _make_room(self, nbytes: int, chain: Collection[Path]) -> bool:
+        """For one more block, of others than those of its own chain; returns whether there can be. What writers that
+        died have left counts, and goes, as blocks do. OutputError where the block alone is too large."""
         if self.max_bytes is None:
-            return
+            return True
         if nbytes > self.max_bytes:
             raise OutputError(f"{self.folder} may take {self.max_bytes} bytes, and a block has {nbytes}")
         there = [
-            (stat.st_mtime_ns, stat.st_size, path) for path in self.folder.glob("*" + SUFFIX) if (stat := _stat(path))
+            (stat.st_mtime_ns, stat.st_size, path) for path in self.folder.glob(f"*{SUFFIX}*") if (stat := _stat(path))
         ]
-        total = sum(size for _, size, _ in there)
-        for _, size, path in sorted(there):
-            if total + nbytes <= self.max_bytes:
-                return
+        others = sorted(one for one in there if one[2] not in chain)
+        total = nbytes + sum(size for _, size, _ in there)
+        if total - sum(size for _, size, _ in others) > self.max_bytes:
+            return False
+        for _, size, path in others:
+            if total <= self.max_bytes:
+                break
             path.unlink(missing_ok=True)
             total -= size
+        return True
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -124,6 +138,15 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
+
+
+def _touch(chain: Sequence[Path]) -> None:
+    """These blocks were used. Each is a microsecond newer than the next one, which is of no use without it, and so
+    goes first. In a folder where one may only read they stay as they are."""
+    now = time.time_ns()
+    for i, path in enumerate(chain):
+        with suppress(OSError):
+            os.utime(path, ns=(now - 1000 * i, now - 1000 * i))
 
 
 def _kinds(snapshot: Snapshot) -> Any:
@@ -146,14 +169,17 @@ def _span(cache: Cache, tokens: slice) -> Cache:
 
 class StoringEngine(Engine):
     """An Engine that looks into a store for what a prompt begins with, and puts there what it has computed once the
-    first token has come. Requests that need their prompt computed (its log-probabilities, penalties) don't look."""
+    first token has come, unless that was the last. Requests that need their prompt computed (its log-probabilities,
+    penalties) don't look."""
 
     def __init__(self, model: "Model", store: KVStore, **options: Unpack[EngineKeywords]):
+        """ConfigError for quantized weights on a mesh, whose blocks cannot be told from those of others."""
+        about = fingerprint.of_model(model.params, model.config)
         super().__init__(model, **options)
         self._store, self._to_keep = store, dict[int, tuple[int, ...]]()
         self.stored_tokens = 0  # of prompts, that were found there
         layer = self._device._state.cache[0]  # type: ignore[union-attr]
-        self._about = f"{self._device.weights} {layer.k.format.name} {layer.v.format.name}"
+        self._about = f"{about} {layer.k.format.name} {layer.v.format.name}"
         own = self._options.kv_cache
         self._formats = () if isinstance(own, str | None) else (own,) if isinstance(own, KVFormat) else own
 

@@ -7,11 +7,13 @@ go to pages of any size.
     # the other one
     engine = Disaggregated.over(RemotePrefill("127.0.0.1:7001"), DecodeEngine(model, max_slots=64))
 
-Both have the same weights and KV formats, which is checked when they meet. Nothing is encrypted, and nobody is asked
+Both have the same model and KV formats, which is checked when they meet. Nothing is encrypted, and nobody is asked
 who he is: this is for networks whose machines trust each other.
 """
 
+import queue
 import socket
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jllm import fingerprint
 from jllm.engine.channel import Channel, connect
 from jllm.engine.guide import Guide
 from jllm.engine.handover import Begun, Handover, PrefillEngine
@@ -35,7 +38,8 @@ PATIENCE = 30.0  # seconds for the other process to answer when they meet
 
 def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
     """Computes prompts for whoever connects, one after another, until the listener is closed. `engine` has no device to
-    send pages to."""
+    send pages to. ConfigError as identity has it."""
+    about = identity(engine)
     while True:
         try:
             connection, _ = listener.accept()
@@ -44,7 +48,7 @@ def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
         channel = Channel(connection)
         known: dict[int, int] = {}  # requests of the engine: what the other process calls them
         try:
-            _serve(engine, channel, known)
+            _serve(engine, about, channel, known)
         except RemoteError as error:
             if known:
                 warnings.warn(f"{error}; {len(known)} requests of it end", stacklevel=2)
@@ -57,9 +61,9 @@ def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
                 engine.step()
 
 
-def _serve(engine: PrefillEngine, channel: Channel, known: dict[int, int]) -> None:
+def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known: dict[int, int]) -> None:
     sizes, left_of = engine.sizes, dict[int, int]()  # samples of each request that have not ended
-    channel.send({"limits": asdict(sizes.limits), "max_pages": sizes.max_pages, **identity(engine)})
+    channel.send({"limits": asdict(sizes.limits), "max_pages": sizes.max_pages, **about})
     while True:
         while channel.waiting(0 if engine.has_work else None):
             message, _ = channel.receive()
@@ -84,10 +88,10 @@ def _serve(engine: PrefillEngine, channel: Channel, known: dict[int, int]) -> No
                 channel.send({"event": event, "completion": _plain(one.completion)})
             else:
                 kv: Snapshot | None = one.kv
-                arrays, about = ({}, {}) if kv is None else as_arrays(kv)
+                arrays, metadata = ({}, {}) if kv is None else as_arrays(kv)
                 left = {"id": known[one.id], "seed": one.seed, "started": one.started}
                 left["samples"] = [_begun(begun) for begun in one.samples]
-                channel.send({"left": left, "about": about}, arrays)
+                channel.send({"left": left, "about": metadata}, arrays)
                 del known[one.id], left_of[one.id]
             if isinstance(one, Event) and one.completion is not None:
                 left_of[one.id] -= 1
@@ -96,10 +100,12 @@ def _serve(engine: PrefillEngine, channel: Channel, known: dict[int, int]) -> No
 
 
 def identity(engine: Any) -> dict[str, Any]:
-    """What two engines must have alike for the one to go on with what the other began."""
+    """What two engines must have alike for the one to go on with what the other began. ConfigError as
+    fingerprint.of_model has it: for quantized weights on a mesh."""
     layer = engine._device._state.cache[0]
     shape = [len(engine._device._state.cache), layer.k.values.shape[1], layer.k.head_dim]
-    return {"weights": engine._device.weights, "formats": [layer.k.format.name, layer.v.format.name], "shape": shape}
+    model = fingerprint.of_model(engine._device._params, engine._config)
+    return {"model": model, "formats": [layer.k.format.name, layer.v.format.name], "shape": shape}
 
 
 class RemotePrefill:
@@ -116,15 +122,18 @@ class RemotePrefill:
         hello, _ = self._channel.receive()
         try:
             self.sizes = EngineSizes(Limits(**hello.pop("limits")), hello.pop("max_pages"), ())
-            self.identity = {name: hello[name] for name in ("weights", "formats", "shape")}
+            self.identity = {name: hello[name] for name in ("model", "formats", "shape")}
         except (KeyError, TypeError, ValueError) as error:
             raise RemoteError(f"{address} is no process that computes prompts: {error}") from None
         self.closed = False
         self.slots, self.room = self.sizes.limits.max_slots, lambda samples: True
-        self._broken: RemoteError | None = None
         self._known: dict[int, tuple[tuple[int, ...], SamplingParams, float]] = {}
         self._left: dict[int, int] = {}  # samples that have not ended
         self._next_id = 0
+        # A thread of its own sends: one that did both would wait here while the other process waits to be read.
+        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=_send_all, args=(self._channel, self._outbox), daemon=True)
+        self._sender.start()
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +153,7 @@ class RemotePrefill:
         self._known[name] = tuple(prompt), sampling, time.perf_counter()
         self._left[name] = sampling.n
         given = {"id": name, "prompt": list(prompt), "sampling": _said(sampling), "priority": priority}
-        self._say(given)
+        self._outbox.put(given)
         return name
 
     def resume(self, snapshot: Any, *given: Any, **more: Any) -> int:
@@ -157,10 +166,10 @@ class RemotePrefill:
         raise RequestError(f"request {request_id} is with another process until its first token has come")
 
     def abort(self, request_id: int) -> None:
-        self._say({"abort": request_id})
+        self._outbox.put({"abort": request_id})
 
     def reset_prefix_cache(self) -> None:
-        self._say({"forget": True})
+        self._outbox.put({"forget": True})
 
     def compile_ahead(self, samplings: Any = (), *, wait: bool = True) -> int:
         """The other process has its own steps."""
@@ -175,6 +184,7 @@ class RemotePrefill:
     def close(self, reason: str = "it was closed") -> None:
         if not self.closed:
             self.closed = True
+            self._outbox.put(None)
             self._channel.close()
 
     def step(self) -> list[Any]:
@@ -182,8 +192,6 @@ class RemotePrefill:
         if self.closed:
             raise EngineClosed("this process computes no more prompts: it has gone, or was closed")
         try:
-            if self._broken is not None:
-                raise self._broken
             news: list[Any] = []
             wait = POLL
             while self._channel.waiting(wait):
@@ -193,13 +201,6 @@ class RemotePrefill:
         except (JllmError, LookupError, TypeError, ValueError) as error:
             self.close()
             raise RemoteError(f"{self.address}: {error}") from None
-
-    def _say(self, message: dict[str, Any]) -> None:
-        """An error is the next step's."""
-        try:
-            self._channel.send(message)
-        except RemoteError as error:
-            self._broken = error
 
     def _take(self, message: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Any]:
         if "event" in message:
@@ -242,6 +243,16 @@ class RemotePrefill:
             if not self._left[name]:
                 del self._left[name], self._known[name]
         return Event(name, sample, text, tuple(ids), end, tuple(_logprob(*one) for one in logprobs))
+
+
+def _send_all(channel: Channel, outbox: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
+    """Sends until there is None. An error ends the connection, which the next step says."""
+    try:
+        with suppress(RemoteError):
+            while (message := outbox.get()) is not None:
+                channel.send(message)
+    finally:
+        channel.end()
 
 
 # Values as JSON

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 from jllm.engine.kv_store import SUFFIX, KVStore, StoringEngine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
+from jllm.fingerprint import of_params
+from jllm.quant.quantize import quantize
+from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.tiny import serve, tiny_model
 
 PROMPT = [int(x) for x in np.random.default_rng(0).integers(3, 97, 21)]
@@ -64,6 +68,28 @@ def test_other_weights_and_formats_find_nothing(model, tmp_path):
     assert run(model, store, kv_cache="fp8")[1] == 0
 
 
+@pytest.mark.parametrize("change", [{"rope_theta": 500.0}, {"norm_eps": 1e-3}, {"windows": (4, None)}], ids=str)
+def test_the_same_weights_in_another_config_find_nothing(model, tmp_path, change):
+    store, other = KVStore(tmp_path, block=4), replace(model, config=replace(model.config, **change))
+    run(model, store)
+    assert run(other, store)[1] == 0
+    assert run(other, store)[1] == 35
+
+
+def test_the_same_codes_that_meet_other_inputs_find_nothing(model, tmp_path):
+    store = KVStore(tmp_path, block=4)
+    eight = replace(model, params=quantize(model.params, "w8a8"))
+
+    def without(leaf):
+        return replace(leaf, format=replace(leaf.format, activations=None)) if is_quantized(leaf) else leaf
+
+    plain = replace(model, params=jax.tree.map(without, eight.params, is_leaf=is_quantized))
+    assert of_params(eight.params) == of_params(plain.params)
+    run(eight, store)
+    assert run(plain, store)[1] == 0
+    assert run(eight, store)[1] == 35
+
+
 @pytest.mark.parametrize("fault", ["cut", "other", "empty"])
 def test_a_damaged_block_is_computed_and_written_anew(model, wanted, tmp_path, fault):
     store = KVStore(tmp_path, block=4)
@@ -103,13 +129,76 @@ def test_the_least_recently_used_blocks_go_first(model, wanted, tmp_path):
     block = 2 * 2 * 2 * 16 * 4 * 8  # layers, K and V, heads, head_dim, tokens, bytes
     store = KVStore(tmp_path, block=4, max_bytes=int(3.9 * block))
     assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0)
-    there = {path.name for path in tmp_path.iterdir()}
-    names = [path.name for path, _ in store._blocks(PROMPT, engine_about(model, store))]
-    assert there == set(names[-len(there) :])
-    assert 1 <= len(there) <= 3
-    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0), "blocks whose beginning is gone are of no use"
+    there = [path for path, _ in store._blocks(PROMPT, engine_about(model, store))]
+    assert kept(tmp_path) == there[:3], "a block whose beginning is gone would be of no use"
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 12)
+    other = [50, *PROMPT[:8]]
+    run(model, store, [other])
+    found = [path for path, _ in store._blocks(other, engine_about(model, store))]
+    assert kept(tmp_path) == [*found, there[0]], "the beginning goes last"
     with pytest.warns(UserWarning, match="may take 100 bytes, and a block has"):
         assert run(model, KVStore(tmp_path / "small", 100, 4), PROMPTS[:1]) == (wanted[:1], 0)
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedWeight)
+
+
+def kept(folder):
+    """Blocks from the newest to the oldest."""
+    return sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)
+
+
+def test_what_a_killed_writer_left_counts_and_goes(model, wanted, tmp_path):
+    store = KVStore(tmp_path, block=4, max_bytes=100_000)
+
+    def killed(*_):
+        raise KeyboardInterrupt  # nothing is tidied up
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jllm.safetensors_io.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, store, PROMPTS[:1])
+    (left,) = tmp_path.iterdir()
+    with left.open("ab") as file:
+        file.truncate(90_000)
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 0)
+    assert not left.exists()
+    assert run(model, store, PROMPTS[:1]) == (wanted[:1], 20)
+
+
+def test_a_store_that_may_only_be_read_costs_no_block_and_no_request(model, wanted, tmp_path, monkeypatch):
+    store = KVStore(tmp_path, block=4)
+    run(model, store, PROMPTS[:1])
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr("jllm.engine.kv_store.os.utime", refuse)
+        assert run(model, store, PROMPTS[:1]) == (wanted[:1], 20)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+    damaged = store._blocks(PROMPT, engine_about(model, store))[1][0]
+    damaged.write_bytes(b"")
+    monkeypatch.setattr("jllm.engine.kv_store.Path.unlink", refuse)
+    with pytest.warns(UserWarning, match="is computed again"):
+        assert run(model, store, PROMPTS[:1]) == (wanted[:1], 4)
+
+
+def test_a_folder_that_cannot_be_reached_costs_no_request(model, wanted, tmp_path, monkeypatch):
+    store, stat = KVStore(tmp_path / "kv", block=4), os.stat
+
+    def unreachable(path, *given, **more):
+        if "kv" in os.fspath(path):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *given, **more)
+
+    run(model, store, PROMPTS[:1])
+    monkeypatch.setattr("os.stat", unreachable)
+    assert store.find(PROMPT, engine_about(model, store)) is None
+    assert store.lacks(PROMPT, engine_about(model, store))
 
 
 def test_what_needs_its_prompt_computed_looks_for_nothing(model, tmp_path):

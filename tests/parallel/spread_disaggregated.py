@@ -3,25 +3,32 @@ one of them goes."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import pytest
 
 from jllm.batch import Bucket
+from jllm.engine.channel import Channel
 from jllm.engine.disaggregated import Disaggregated
-from jllm.engine.handover import DecodeEngine, DevicePages, Joining
+from jllm.engine.handover import DecodeEngine, DevicePages, Joining, PrefillEngine
+from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
-from jllm.engine.remote import RemotePrefill
+from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
-from jllm.errors import ConfigError, RemoteError, RequestError
+from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
+from jllm.quant.quantize import quantize
+from tests.ascii import TOKENIZER
+from tests.parallel.meshes import on_mesh
 from tests.parallel.spread_replicas import JOBS, SIZES, alone, finish, same
 from tests.tiny import tiny_model
 
@@ -276,7 +283,7 @@ def test_another_process_computes_prompts_for_pages_of_another_size(model, wante
 def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_process):
     address, process = prefill_process()
     other, _ = prefill_process(1)
-    with pytest.raises(RemoteError, match="has other weights than this engine"):
+    with pytest.raises(RemoteError, match="has another model than this engine"):
         Disaggregated.over(RemotePrefill(other), DecodeEngine(model, **SIZES))
     with pytest.raises(RemoteError, match="an address must be HOST:PORT"):
         RemotePrefill("nowhere")
@@ -291,3 +298,116 @@ def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_pro
     assert sorted({name for name, _ in ends}) == names
     same(samples(ends), wanted)
     engine.close()
+
+
+def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefill_process):
+    address, _ = prefill_process()
+    engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
+    place, placed = engine._place, []
+
+    def count(request):
+        placed.append(request.id)
+        assert len(placed) <= 3 * len(SEEDED), "requests go round and round"
+        return place(request)
+
+    def fails():
+        raise RuntimeError("this device is gone")
+
+    engine._place, engine._decode.engine._advance = count, fails
+    names = [engine.submit(prompt, params) for prompt, params in SEEDED]
+    found = []
+    with pytest.raises(RuntimeError, match="this device is gone"):
+        found += engine.run()
+    ends = [event for event in (*found, *engine.last_events) if event.completion]
+    assert {event.id for event in ends} == set(names)
+    assert {event.completion.finish_reason for event in engine.last_events if event.completion} == {"error"}
+    with pytest.raises(EngineClosed):
+        engine.submit([5], SamplingParams())
+
+
+def test_a_prompt_of_text(model, prefill_process):
+    address, _ = prefill_process()
+    params = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
+    text = replace(model, tokenizer=TOKENIZER)
+    ids = TOKENIZER.encode("to be")
+    engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(text, **SIZES))
+    assert engine.check("to be", params) == ids
+    engine.submit("to be", params)
+    (end,) = finish(engine).values()
+    (wanted,) = alone(text, [(ids, params)])
+    assert (end.token_ids, end.text) == (wanted.token_ids, wanted.text)
+    engine.close()
+
+
+@pytest.fixture
+def other_end():
+    """A RemotePrefill, and the channel of the process that it takes this one for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        met = []
+
+        def greet():
+            met.append(Channel(listener.accept()[0]))
+            limits = Limits(1, 9, 8, 1, 8, 9, 9)
+            met[0].send({"limits": asdict(limits), "max_pages": 9, "model": "", "formats": [], "shape": []})
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
+        greeting.join()
+        yield prefill, met[0]
+        prefill.close()
+        met[0].close()
+
+
+def test_prompts_and_what_comes_back_do_not_wait_for_each_other(other_end):
+    prefill, channel = other_end
+    count, prompt, heard = 16, [9_000_000] * 200_000, []  # more than sockets hold
+
+    def submit():
+        for _ in range(count):
+            prefill.submit(prompt, SamplingParams(seed=1))
+
+    def answer():  # says all before it reads anything
+        for i in range(count):
+            channel.send({"refused": i, "why": "9" * 2_000_000})
+        for _ in range(count):
+            heard.append(channel.receive()[0]["id"])
+
+    first, other = (threading.Thread(target=target, daemon=True) for target in (submit, answer))
+    first.start()
+    first.join(60)
+    assert not first.is_alive()
+    other.start()
+    left = []
+    while len(left) < count:
+        left += prefill.step()
+    other.join(60)
+    assert [given.id for given in left] == heard == list(range(count))
+    assert not prefill.has_work
+
+
+def test_closing_wakes_who_sends_and_a_host_that_vanishes_is_noticed(other_end):
+    prefill, channel = other_end
+    for end in (prefill._channel, channel):
+        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 20
+    for _ in range(16):
+        prefill.submit([9_000_000] * 200_000, SamplingParams())
+    sender = prefill._sender
+    assert sender.is_alive()
+    prefill.close()
+    sender.join(60)
+    assert not sender.is_alive()
+
+
+def test_quantized_weights_on_a_mesh_cannot_be_compared(model, tmp_path, other_end):
+    quantized = on_mesh(replace(model, params=quantize(model.params, "w8a16")), 2)
+    why = "have no fingerprint to compare: load the model without a mesh"
+    with pytest.raises(ConfigError, match=why):
+        StoringEngine(quantized, KVStore(tmp_path), **SIZES)
+    with socket.socket() as nowhere, pytest.raises(ConfigError, match=why):
+        serve_prefills(PrefillEngine(quantized, **SIZES), nowhere)
+    prefill, _ = other_end
+    with pytest.raises(ConfigError, match=why):
+        Disaggregated.over(prefill, DecodeEngine(quantized, **SIZES))
+    assert prefill.closed
