@@ -34,7 +34,19 @@ PROCESS = """
     from tests.test_processes import PARAMS, PROMPTS, SIZES
     from tests.tiny import tiny_model
 
-    engine = jllm.Engine(on_mesh(tiny_model("float64"), 2), buckets=(Bucket(2, 14, 2),), **SIZES)
+    model = on_mesh(tiny_model("float64"), 2)
+    engine = jllm.Engine(model, buckets=(Bucket(2, 14, 2),), **SIZES)
+    for what in (
+        lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.5)),
+        lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.0), deadline=1.0),
+        lambda: jllm.Engine(model, **SIZES | {"num_pages": None}),
+    ):
+        try:
+            what()
+            print("this was taken", file=sys.stderr)
+            os._exit(3)
+        except (jllm.RequestError, jllm.ConfigError) as error:
+            assert "processes share this model, and each " in str(error), error
     for prompt, params in zip(PROMPTS, PARAMS):
         engine.submit(prompt, params)
     ends, steps = {}, 0

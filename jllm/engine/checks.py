@@ -11,6 +11,7 @@ import numpy as np
 from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
+from jllm.parallel.mesh import has_processes
 
 if TYPE_CHECKING:
     from jllm.tokenizer import Tokenizer
@@ -59,6 +60,8 @@ def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfi
         raise RequestError(f"a prompt of {len(ids)} tokens is too long: {room}")
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+    if has_processes(config) and params.seed is None and params.temperature > 0.0:
+        raise RequestError("processes share this model, and each would draw a seed of its own: give one")
 
 
 def _are_ints(tokens: Collection[object]) -> bool:
@@ -66,10 +69,12 @@ def _are_ints(tokens: Collection[object]) -> bool:
     return set(map(type, tokens)) == {int}
 
 
-def check_urgency(priority: int, deadline: float | None) -> None:
-    """RequestError for what is no priority, or no deadline."""
+def check_urgency(priority: int, deadline: float | None, config: LlamaConfig | None = None) -> None:
+    """RequestError for what is no priority, or no deadline, or one where processes share the model of this config."""
     if not isinstance(priority, Integral) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer, not {priority!r}")
     number = isinstance(deadline, Real) and not isinstance(deadline, bool)
     if deadline is not None and not (number and 0.0 <= deadline < math.inf):
         raise RequestError(f"deadline must be seconds, a finite number >= 0, or None, not {deadline!r}")
+    if deadline is not None and config is not None and has_processes(config):
+        raise RequestError("processes share this model, and each has a clock of its own: leave the deadline out")

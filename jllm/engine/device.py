@@ -31,7 +31,7 @@ from jllm.memory import Memory
 from jllm.merge_step import Logits
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
-from jllm.parallel.mesh import free_of, rank_config
+from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, place, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import HEAD, Params, linears
@@ -73,6 +73,8 @@ class Device:
             raise ConfigError(
                 "compile_processes trace steps of one device, and this model is spread over several: leave them out"
             )
+        if options.num_pages is None and has_processes(config):
+            raise ConfigError("processes share this model, and each would see other free memory: give num_pages")
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -95,8 +97,7 @@ class Device:
         """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
         do programs and their files: one that was loaded may be what failed. EngineClosed where other processes have a
         part of it."""
-        mesh = self._config.mesh
-        if self._state is not None and mesh is not None and mesh.is_multi_process:
+        if self._state is not None and has_processes(self._config):
             raise EngineClosed(
                 "a device of this model, or a process that has one, has failed: start all processes anew"
             )

@@ -163,7 +163,7 @@ class Engine:
         what waits (scheduler.py says who starves). In the first step after `deadline` seconds all of its samples that
         have not ended do, with finish_reason "deadline" and what they have."""
         ids = tuple(self.check(prompt, sampling))
-        check_urgency(priority, deadline)
+        check_urgency(priority, deadline, self._config)
         with self._turns.take():
             return self._submit(ids, sampling, priority, deadline)
 
@@ -258,7 +258,7 @@ class Engine:
         if sampling.prompt_logprobs or sampling.counts_tokens:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
-        check_urgency(priority, deadline)
+        check_urgency(priority, deadline, self._config)
         known = jax.device_get(snapshot)
         with self._turns.take():  # not before: a large schema, which is compiled above, does not hold up steps
             self._check_open()

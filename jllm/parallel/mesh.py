@@ -83,6 +83,11 @@ def ranks_of(config: LlamaConfig) -> int:
     return 1 if config.mesh is None else config.mesh.size
 
 
+def has_processes(config: LlamaConfig) -> bool:
+    """Whether several processes have a part of the model each, so that none may decide by what it alone knows."""
+    return config.mesh is not None and config.mesh.is_multi_process
+
+
 def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
     """Bytes that are free on each device of a mesh, without one on this device, by default that which arrays go to;
     None where one of them does not say. CPU devices share this machine's memory."""
