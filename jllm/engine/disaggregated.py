@@ -92,7 +92,6 @@ class Disaggregated(Replicas):
         self._prefill, self._decode = self._all
         self._reserved = 0  # samples that were let go, and are not yet known to go on
         self._moved: dict[int, int] = {}  # those that went on, by request
-        self._unwanted: set[int] = set()  # requests that were aborted, while they may have been between the engines
         self._prefill.engine.room = self._reserve  # type: ignore[attr-defined]
 
     @property
@@ -121,12 +120,6 @@ class Disaggregated(Replicas):
             other.engine.check(ids, sampling)
         return ids
 
-    def abort(self, request_id: int) -> None:
-        """As Engine.abort."""
-        self._find(request_id)
-        self._unwanted.add(request_id)
-        super().abort(request_id)
-
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         try:
             return super()._call(method, request_id, sample)
@@ -152,15 +145,19 @@ class Disaggregated(Replicas):
         with self._lock:
             for one in news:
                 if isinstance(one, Handover):
-                    self._go_on(one)
+                    found += self._go_on(one)
         return found
 
-    def _go_on(self, given: Handover) -> None:
-        """Gives a request that has left the one engine to the other."""
+    def _go_on(self, given: Handover) -> list[Event]:
+        """Gives a request that has left the one engine to the other, or begins it again where that has failed: the ends
+        of its samples that cannot."""
         self._reserved = max(0, self._reserved - len(given.samples))  # another process asks for no room
         request, where = self._requests.get(given.id, (None, None))
         if request is None or where is not self._prefill:
-            return
+            return []
+        ends = super()._take(where, request.ends_of_forks(self._has_text)) if self._decode.failed else []
+        if not request.left:
+            return ends
         self._moved[request.id] = len(given.samples)
         request.moved = True
         for sent in request.sent.values():
@@ -169,12 +166,11 @@ class Disaggregated(Replicas):
         self._prefill.forget(request)
         if self._decode.failed:
             self._place(request)
-            return
+            return ends
         self._decode.tokens += request.tokens
         self._requests[request.id] = request, self._decode
         self._decode.submit(replace(request, snapshot=given))  # type: ignore[arg-type]
-        if request.id in self._unwanted:
-            self._decode.abort(request)
+        return ends
 
     def _move(self, replica: Replica, error: BaseException) -> list[Event]:
         if replica is self._decode and isinstance(self._prefill.engine, RemotePrefill):
@@ -194,4 +190,3 @@ class Disaggregated(Replicas):
     def _drop(self, request: Request, replica: Replica) -> None:
         super()._drop(request, replica)
         self._moved.pop(request.id, None)
-        self._unwanted.discard(request.id)

@@ -61,6 +61,7 @@ class Request:
     deadline: float | None = None  # seconds, from `submitted` on
     tokens: int = 0  # that are still to be computed, at most
     moved: bool = False  # whether it has begun again
+    unwanted: bool = False  # whether it was aborted
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
 
     def urgency(self) -> dict[str, Any]:
@@ -87,8 +88,11 @@ class Request:
         """The end of a sample that no engine has."""
         timings = Timings(None, time.perf_counter() - self.submitted, len(self.prompt), 0)
         text, seed = "" if with_text else None, self.sampling.seed or 0
-        self.left.discard(sample)
         return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
+
+    def ends_of_forks(self, with_text: bool) -> list[Event]:
+        """Of those that are left, where the request begins again: they do not, since their tokens began in another."""
+        return [self.end(sample, "error", with_text) for sample in sorted(self.left) if sample >= self.sampling.n]
 
 
 class Replica:
@@ -106,7 +110,10 @@ class Replica:
         self._prefixes: OrderedDict[int, None] = OrderedDict()  # of prompts that it was given lately, newest last
 
     def submit(self, request: Request) -> Future[None]:
-        return self._thread.submit(self._submit, request)
+        done = self._thread.submit(self._submit, request)
+        if request.unwanted:  # where it was before, which did not come to it
+            self.abort(request)
+        return done
 
     def abort(self, request: Request) -> None:
         def abort() -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -106,26 +106,22 @@ class Replicas:
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """As Engine.compile_ahead, on all devices at once. With files of compiled steps the first makes them."""
-        samplings, alive, done = list(samplings), self._alive(), []
+        samplings, alive = list(samplings), self._alive()
 
-        def compile_one(replica: Replica) -> None:
-            done.append(replica.engine.compile_ahead(samplings, wait=wait))
+        def compile_one(replica: Replica) -> int:
+            return replica.engine.compile_ahead(samplings, wait=wait)
 
-        if self._shares_files:
-            compile_one(alive.pop(0))
-        threads = [threading.Thread(target=compile_one, args=(replica,)) for replica in alive]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return max(done)
+        found = [compile_one(alive.pop(0))] if self._shares_files else []
+        with ThreadPoolExecutor(max(1, len(alive))) as threads:
+            return max([*found, *threads.map(compile_one, alive)])
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """The prompt's token ids, if submit would take it; else the error that submit would raise."""
+        """The prompt's token ids, if submit would take it; else the error that submit would raise. It has to fit the
+        engine with the fewest pages, since it may run on any."""
         while True:
-            one, *_ = self._alive()
+            least = min(self._alive(), key=lambda replica: replica.engine.sizes.limits.num_pages)
             with suppress(EngineClosed):  # it fails just now, and another one knows as well
-                return one.engine.check(prompt, sampling)
+                return least.engine.check(prompt, sampling)
 
     def submit(
         self,
@@ -182,8 +178,10 @@ class Replicas:
 
     def abort(self, request_id: int) -> None:
         """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
-        request, replica = self._find(request_id)
-        replica.abort(request)
+        with self._lock:
+            request, replica = self._find(request_id)
+            request.unwanted = True
+            replica.abort(request)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; what runs goes on."""
@@ -334,8 +332,8 @@ class Replicas:
             if all(one.engine.closed for one in self._all):
                 raise error
             last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
-            forked = [last[r.id, s] for r in mine for s in sorted(r.left) if s >= r.sampling.n and (r.id, s) in last]
-            ends = self._take(replica, forked)
+            forked = [end for r in mine for end in r.ends_of_forks(self._has_text)]
+            ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
             mine = [request for request in mine if request.left]
             what = f"what ran there, {len(mine)} requests, begins again elsewhere"
             warnings.warn(f"{replica.device} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)

@@ -156,13 +156,11 @@ def test_a_request_that_is_between_the_engines_can_be_aborted_and_forked(model):
     assert len(ends[names[1], 0].token_ids) < 60
     for name in (names[0], names[2]):
         assert len(ends[name, 0].token_ids) == 60
-    if twins:
-        fork = ends[names[0], twins[names[0]]]
-        common = os.path.commonprefix([fork.token_ids, ends[names[0], 0].token_ids])
-        assert 1 <= len(common) < 60
+    fork = ends[names[0], twins[names[0]]]
+    common = os.path.commonprefix([fork.token_ids, ends[names[0], 0].token_ids])
+    assert 1 <= len(common) < 60
     with pytest.raises(RequestError, match="has ended or was never submitted"):
         engine.abort(names[1])
-    assert engine._unwanted == set()
     engine.close()
 
 
@@ -208,6 +206,27 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
     same(samples(by_job), alone(model, SEEDED))
     assert again.token_ids == by_job[0, 0].token_ids
     assert sum("begins again elsewhere" in str(each.message) for each in told) == (left[0] < 0)
+    engine.close()
+
+
+def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model):
+    engine = Disaggregated(model, **SIZES)
+    engine._prefill.engine.room = lambda samples: False
+    params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=60, ignore_eos=True)
+    name = engine.submit([5, 6, 7], params)
+    while not any(event.token_ids for event in engine.step()):
+        pass
+    fork, ends = engine.fork(name), {}
+    engine._decode.failed = True  # just now
+    room = iter([True])
+    engine._prefill.engine.room = lambda samples: next(room, False)
+    engine._decode.engine.close()
+    while (name, 0) not in ends:
+        ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
+    assert not engine.has_work
+    assert ends[name, fork].finish_reason == "error"
+    assert ends[name, 0].token_ids == alone(model, [((5, 6, 7), params)])[0].token_ids
+    assert [replica.tokens for replica in engine._all] == [0, 0]
     engine.close()
 
 

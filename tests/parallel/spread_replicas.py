@@ -280,17 +280,70 @@ def test_priorities_and_deadlines_go_along_and_a_deadline_is_of_the_first_begin(
     engine.close()
 
 
-def test_forks_of_a_device_that_failed_end_with_an_error(model):
+def wait_for_the_failure(engine, place):
+    while not engine._all[place].engine.closed:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["there", "on its way there"])
+def test_forks_of_a_device_that_failed_end_with_an_error(model, known):
     greedy = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
     engine = Replicas(model, 2, make=partial(Failing, fails={0: 12}), **SIZES)
     name = engine.submit((5, 6, 7), greedy)
     while not any(event.token_ids for event in engine.step()):
         pass
     sample = engine.fork(name)
+    wait_for_the_failure(engine, 0)
+    if not known:
+        engine._all[0].engine._last = ()
+    ends = {}
     with pytest.warns(RuntimeWarning):
-        ends = {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
+        while (name, 0) not in ends:
+            ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
+    assert not engine.has_work
     assert ends[name, sample].finish_reason == "error"
+    assert engine._all[1].tokens == 0
     assert ends[name, 0].token_ids == serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
+    engine.close()
+
+
+def test_an_abort_that_a_failed_device_did_not_come_to_holds_on_the_next(model):
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 4}), **SIZES)
+    name = engine.submit((5, 6, 7), SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True))
+    wait_for_the_failure(engine, 0)
+    engine.abort(name)
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        ends = finish(engine)
+    assert ends[name, 0].finish_reason == "abort"
+    engine.close()
+
+
+def test_a_request_has_to_fit_the_engine_with_the_fewest_pages(model):
+    def make(here, **options):
+        pages = 60 if jax.devices()[0] in here.params.norm.devices() else 4
+        return Engine(here, **{**options, "num_pages": pages})
+
+    engine = Replicas(model, 2, make=make, **SIZES)
+    with pytest.raises(RequestError, match="the page pool has 4"):
+        engine.submit((5, 6, 7), SamplingParams(max_new_tokens=40))
+    engine.submit((5, 6, 7), SamplingParams(max_new_tokens=20))
+    assert len(finish(engine)) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_what_cannot_be_compiled_on_one_device_is_an_error(model, files):
+    def fail(samplings, *, wait):
+        raise RuntimeError("no program for this device")
+
+    engine = Replicas(model, 3, **SIZES)
+    engine._shares_files = files
+    for replica in engine._all:
+        replica.engine.compile_ahead = lambda samplings, *, wait: 1
+    assert engine.compile_ahead() == 1
+    engine._all[1].engine.compile_ahead = fail
+    with pytest.raises(RuntimeError, match="no program for this device"):
+        engine.compile_ahead()
     engine.close()
 
 
