@@ -320,3 +320,9 @@ def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: 
     """The smallest bucket that holds a step."""
     fits = [r for r in buckets if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks and r.rows >= rows]
     return min(fits, key=lambda r: (r.size, r))
+
+
+if __name__ == "__main__":  # `python -m jllm.batch` is the command of that name, which is elsewhere
+    import runpy
+
+    runpy.run_module("jllm.serve.batch", run_name="__main__")

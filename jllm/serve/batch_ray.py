@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from pallas_kernels.one_writer import only_writer
 
 SHARD_ROWS = 256
 TRIES = 3  # to start a cluster on a busy machine
+LOSSES = 5  # of workers over one item, after which it is done no more: it may be what kills them
 
 
 def run_on_workers(args: Namespace, started: float) -> int:
@@ -99,8 +101,8 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
     import ray
     import ray.data
 
-    for name in ("ray", "ray.data"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # whose errors have pages, and are raised too
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
     for left in reversed(range(TRIES)):
         try:
@@ -136,13 +138,17 @@ def mapped(
 ) -> Iterator[dict[str, Any]]:
     """What workers of this kind make of items, as it comes: each is made in one of `places` places, on `gpus` GPUs, and
     is given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one fails in
-    a way that it does not tell."""
-    data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        kind, fn_constructor_args=given, concurrency=places, batch_size=1, batch_format="pyarrow",
-        num_gpus=gpus, num_cpus=0 if gpus else 1,
-    )  # fmt: skip
+    a way that it does not tell, or an item loses too many."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other place yet
+        data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+            kind, fn_constructor_args=given, concurrency=places, batch_size=1, batch_format="pyarrow",
+            num_gpus=gpus, num_cpus=0 if gpus else 1, max_task_retries=LOSSES - 1,
+        )  # fmt: skip
     try:
         yield from data.iter_rows()
+    except ray.exceptions.RayActorError:
+        raise RemoteError(f"a worker was lost {LOSSES} times over one item: it may be what ends them") from None
     except ray.exceptions.RayError as error:
         raise _failed(error) from None
 

@@ -7,12 +7,13 @@ else decides its result, so whoever does it, and however often, writes the same 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jllm.cli.jsonl import Job, jobs_of, read_lines, settings_of
 from jllm.engine.request import SamplingParams
-from jllm.errors import InputFileError, OutputError
+from jllm.errors import ConfigError, InputFileError, OutputError
 from jllm.run_identity import digest
 from jllm.serve.batch_file import Task, tasks_of
 
@@ -59,6 +60,8 @@ def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    if find_spec("pyarrow") is None:
+        raise ConfigError("a .parquet file needs pyarrow: pip install 'jllm[ray]'")
     import pyarrow
     from pyarrow import parquet
 

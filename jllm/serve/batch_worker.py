@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.cli.jsonl import Job, record, to_json
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import JllmError, OutputError
+from jllm.errors import CheckpointError, JllmError, OutputError
+from jllm.run_identity import differing
 from jllm.serve.batch_file import answer_line, parse
 from jllm.serve.batch_rows import Row, Shard
 from jllm.serve.errors import http_error
@@ -46,6 +47,8 @@ class Worker:
         from jllm.serve.arguments import served_name
         from jllm.serve.requests import Served
 
+        if odd := differing(run, identify(args)):
+            raise CheckpointError(f"{model_folder(args)} has another {odd[0]} here than where the job was started")
         self._args, self._run, self._folder = args, run, folder
         self._cache = compile_cache(args)  # that of all workers of this machine, or of all that see the folder
         model = load(model_folder(args), dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
@@ -76,11 +79,13 @@ class Worker:
                 ready[row.id] = (row, *self._prepare(row))
             except JllmError as error:
                 found[row.id] = [_error_line(row, error)]
+        if not ready:  # nor is there an engine, whose sizes are to suit what runs
+            return [line for row in rows for line in found[row.id]], len(found)
         engine = self._engine_for(ready.values())
         running: dict[int, tuple[Row, int]] = {}
         left: dict[str, int] = {}
         ends: dict[str, list[Event]] = {}
-        for id, (row, prompts, _) in ready.items():
+        for id, (row, prompts, wanted) in ready.items():
             try:
                 for ids, sampling in prompts:
                     engine.check(ids, sampling)
@@ -89,8 +94,9 @@ class Worker:
                 continue
             left[id] = sum(sampling.n for _, sampling in prompts)
             ends[id] = []
+            priority = 0 if wanted is None else wanted.priority
             for place, (ids, sampling) in enumerate(prompts):
-                running[engine.submit(ids, sampling)] = row, place
+                running[engine.submit(ids, sampling, priority=priority)] = row, place
         for event in engine.run():
             if event.completion is None:
                 continue
@@ -134,8 +140,7 @@ class Worker:
             given = {name: getattr(self._args, name) for name in ENGINE_FLAGS}
             options = options_for_run([(len(ids), sampling) for ids, sampling in prompts], given)
             self._engine = Engine(self._model, **options, executables=self._cache)
-            if prompts:
-                self._engine.compile_ahead(sampling for _, sampling in prompts)
+            self._engine.compile_ahead(sampling for _, sampling in prompts)
         return self._engine
 
     def _result_lines(self, row: Row, ends: list[Event], wanted: "Wanted | None") -> list[str]:

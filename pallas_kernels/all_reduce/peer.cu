@@ -208,7 +208,10 @@ __global__ void __launch_bounds__(kOneThreads)
       const long i = first + u * kOneThreads + threadIdx.x;
       if (i < end) o.out[i] = finished(o, sums[u], i);
     }
-    if (first + kOnePacks < end) __threadfence_system();  // else the kernel's end is one
+    if (first + kOnePacks < end) {  // else the kernel's end is both
+      __threadfence_system();
+      __syncthreads();  // a thread without packs in the last round learns by the others that a peer has read its last
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) *e.counter(0) = turn;

@@ -91,8 +91,12 @@ def refusal(gpus: tuple[int, ...]) -> str | None:
 @functools.cache
 def register() -> ctypes.CDLL:
     """Makes XLA know the call, and returns its library. Raises RuntimeError where there is no nvcc, or where it refuses
-    the source."""
-    library = ctypes.CDLL(str(compiled(capability().replace(".", ""))))
+    the source, and for a library that is damaged."""
+    path = compiled(capability().replace(".", ""))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}): remove it, and it is compiled again") from None
     stages = {"initialize": library.peer_all_reduce_initialize, "execute": library.peer_all_reduce}
     jax.ffi.register_ffi_target(TARGET, {k: jax.ffi.pycapsule(v) for k, v in stages.items()}, platform="CUDA")
     return library

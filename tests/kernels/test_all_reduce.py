@@ -73,6 +73,15 @@ def test_the_source_is_compiled_once_for_a_capability(monkeypatch, tmp_path):
     assert sorted(first.parent.iterdir()) == sorted([first, other]), "nothing half made is left"
 
 
+def test_a_library_that_is_damaged_is_said_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(peer, "capability", lambda: "9.0")
+    compiler(tmp_path, 'for last; do :; done; echo library > "$last"')
+    with pytest.raises(RuntimeError, match="^/.*so cannot be loaded .*: remove it, and it is compiled again$"):
+        peer.register.__wrapped__()
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [

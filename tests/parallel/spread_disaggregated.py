@@ -29,7 +29,7 @@ from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
 from jllm.quant.quantize import quantize
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
-from tests.parallel.spread_replicas import JOBS, SIZES, alone, finish, same
+from tests.parallel.spread_replicas import JOBS, SIZES, alone, finish, same, until
 from tests.tiny import tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -216,13 +216,12 @@ def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model)
     name = engine.submit([5, 6, 7], params)
     while not any(event.token_ids for event in engine.step()):
         pass
-    fork, ends = engine.fork(name), {}
+    fork = engine.fork(name)
     engine._decode.failed = True  # just now
     room = iter([True])
     engine._prefill.engine.room = lambda samples: next(room, False)
     engine._decode.engine.close()
-    while (name, 0) not in ends:
-        ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
+    ends = until(engine, (name, 0))
     assert not engine.has_work
     assert ends[name, fork].finish_reason == "error"
     assert ends[name, 0].token_ids == alone(model, [((5, 6, 7), params)])[0].token_ids

@@ -45,14 +45,20 @@ def test_logits_are_those_of_one_device(devices):
 
 @pytest.mark.parametrize(
     ("scheme", "devices"),
-    [("w8a16", 8), ("w4a16-g32", 4), ("w4a16-g32-zp", 2), ("nf4-dq", 2), ("uint8-zp", 4), ("fp8-weight", 2)],
-)
+    [
+        ("w8a16", 8), ("w4a16-g32", 4), ("w4a16-g32-zp", 2), ("nf4-dq", 2), ("uint8-zp", 4), ("fp8-weight", 2),
+        ("fp4", 2), ("fp4-dq", 2),
+    ],
+)  # fmt: skip
 def test_quantized_weights_are_cut_to_the_same_numbers(scheme, devices):
     model = model_of()
     check(replace(model, params=quantize(model.params, scheme)), devices)
 
 
-@pytest.mark.parametrize(("scheme", "devices"), [("w8a8", 2), ("fp8", 4)])
+@pytest.mark.parametrize(
+    ("scheme", "devices"),
+    [("w8a8", 2), ("fp8", 4), *((f"w8a8-{part}", 2) for part in ("talk", "all", "head", "tensor")), ("llm-int8", 2)],
+)
 def test_quantized_activations_have_a_scale_a_part(scheme, devices):
     model = model_of()
     model = replace(model, params=quantize(model.params, scheme))

@@ -280,6 +280,14 @@ def test_priorities_and_deadlines_go_along_and_a_deadline_is_of_the_first_begin(
     engine.close()
 
 
+def until(engine, key):
+    """The completions up to that of a sample."""
+    ends = {}
+    while key not in ends:
+        ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
+    return ends
+
+
 def wait_for_the_failure(engine, place):
     while not engine._all[place].engine.closed:
         time.sleep(0.01)
@@ -296,10 +304,8 @@ def test_forks_of_a_device_that_failed_end_with_an_error(model, known):
     wait_for_the_failure(engine, 0)
     if not known:
         engine._all[0].engine._last = ()
-    ends = {}
-    with pytest.warns(RuntimeWarning):
-        while (name, 0) not in ends:
-            ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        ends = until(engine, (name, 0))
     assert not engine.has_work
     assert ends[name, sample].finish_reason == "error"
     assert engine._all[1].tokens == 0

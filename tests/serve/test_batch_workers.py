@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import InputFileError, OutputError
+from jllm.errors import CheckpointError, ConfigError, InputFileError, OutputError
 from jllm.serve.batch import main, parse_args
 from jllm.serve.batch_rows import SHARDS, Shard, read_done, read_rows, shards_of, with_ids
 from jllm.serve.batch_worker import ShardsOfTable, Worker, identify
@@ -84,6 +86,35 @@ def test_rows_that_are_wrong_stop_no_other(job, tmp_path):
     assert errors.keys() == {"long", "odd"}
     assert "is too long" in errors["long"]
     assert "stop_token_ids" in errors["odd"]
+
+
+def test_sizes_suit_the_first_shard_that_has_something_to_run(job):
+    _, rows, worker = job([{"id": "long", "prompt": [5] * 10_000}, *ROWS[:2]])
+    one, (first, second) = worker(), (Shard(tuple(rows[:1])), Shard(tuple(rows[1:])))
+    assert one.do(first) == 1
+    assert one._engine is None
+    assert one.do(second) == 0
+    assert one._engine.sizes.limits.max_slots == 4
+
+
+def test_a_worker_that_has_another_model_under_the_path_is_refused(job, tmp_path):
+    args, _, _ = job(ROWS)
+    run = identify(args)
+    with pytest.raises(CheckpointError, match="has another weights here than where the job was started"):
+        Worker(args, {**run, "weights": "of another file"}, tmp_path / "out")
+
+
+def test_requests_of_a_lower_priority_go_first(job, monkeypatch):
+    _, rows, worker = job([{**RIGHT[0], "body": {**RIGHT[0]["body"], "priority": 3}}])
+    one, asked = worker(), []
+    monkeypatch.setattr("jllm.engine.loop.Engine.submit", noting(Engine.submit, asked))
+    assert one.do(Shard(tuple(rows))) == 0
+    assert asked
+    assert {more["priority"] for more in asked} == {3}
+
+
+def noting(method, asked):
+    return lambda self, *given, **more: asked.append(more) or method(self, *given, **more)
 
 
 def test_openai_s_requests_are_answered_as_without_workers(job, tmp_path):
@@ -182,6 +213,18 @@ def test_wrong_flags(capsys, flags, says):
     assert (end.value.code, capsys.readouterr().err) == (2, f"error: {says} (see --help)\n")
 
 
+def test_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setattr("jllm.serve.batch_rows.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape("a .parquet file needs pyarrow: pip install 'jllm[ray]'")):
+        read_rows(tmp_path / "rows.parquet", {})
+
+
+def test_the_command_by_the_name_of_the_module():
+    done = subprocess.run([sys.executable, "-m", "jllm.batch"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: give --input FILE and --output FILE (see --help)\n"
+
+
 def test_without_ray(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("jllm.serve.batch_ray.find_spec", lambda name: None)
     command = ["--input", write(tmp_path / "in.jsonl", ROWS), "--output", tmp_path / "out", "--workers", "local"]
@@ -189,7 +232,31 @@ def test_without_ray(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err == "error: --workers needs Ray: pip install 'jllm[ray]'\n"
 
 
-# A cluster of three workers
+# Clusters
+
+
+KILLED = """if True:
+    import os
+    from jllm.errors import RemoteError
+    from jllm.serve import batch_ray
+
+    class Dies:
+        def __call__(self, table):
+            os._exit(1)
+
+    batch_ray.LOSSES = 2
+    with batch_ray.cluster("local", 1) as ray:
+        try:
+            list(batch_ray.mapped(ray, [{"x": 1}], Dies, (), 1, 0))
+        except RemoteError as error:
+            print(error)
+"""
+
+
+def test_an_item_that_kills_its_workers_ends_the_job():
+    pytest.importorskip("ray", reason="needs the extra ray")
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "a worker was lost 2 times over one item: it may be what ends them\n", done.stderr
 
 
 def processes(mark: str, name: str) -> list[int]:
