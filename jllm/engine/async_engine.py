@@ -178,7 +178,7 @@ class AsyncEngine:
                     await asyncio.sleep(min(0.02, grace))
         with self._changed:
             self._stop = True
-            self._changed.notify()
+            self._wake()
         await self._finished.wait()
         self._thread.join()
         ends = (event.completion for event in self._engine.last_events)  # a step that still ran may have ended others
@@ -193,7 +193,12 @@ class AsyncEngine:
     def _ask(self, action: Callable[[], None]) -> None:
         with self._changed:
             self._inbox.append(action)
-            self._changed.notify()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify()
+        if isinstance(self._engine, Replicas):  # one whose devices are busy would keep idle ones waiting
+            self._engine.wake()
 
     def _deliver(self, news: list[tuple[Stream, Event | JllmError]]) -> None:
         for stream, one in news:

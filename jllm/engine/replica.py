@@ -160,7 +160,9 @@ class Replica:
             self._stepping = self.engine.has_work
             if self._stepping:
                 self._thread.submit(self._step)
-        except BaseException as error:  # the engine has closed itself
+        except BaseException as error:
+            with suppress(Exception):  # which it does itself where its step fails
+                self.engine.close("what follows its step failed")
             self._news.put((self, error))
 
     # Which prompts it has seen, as the others may read it at any time

@@ -189,13 +189,15 @@ class Replicas:
             replica.forget_prefixes()
 
     def step(self) -> list[Event]:
-        """Waits until an engine has something new, and returns what all have. After an exception all are closed, and
-        last_events has the ends of all requests."""
+        """Waits until an engine has something new, or for wake(), and returns what all have. After an exception all
+        are closed, and last_events has the ends of all requests."""
         self._check_open()
         try:
             events: list[Event] = []
-            while self.has_work and not events:
+            woken = False
+            while self.has_work and not events and not woken:
                 for replica, news in itertools.chain([self._news.get()], self._waiting()):
+                    woken = woken or news == []
                     events += (
                         self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
                     )
@@ -205,6 +207,10 @@ class Replicas:
             what = "was interrupted" if interrupted else f"failed ({_line(error)})"
             self._close(f"a step {what} half-way", "abort" if interrupted else "error")
             raise
+
+    def wake(self) -> None:
+        """Has a step() that waits return (from any thread), or the next one, if with nothing."""
+        self._news.put((self._all[0], []))
 
     def run(self) -> Iterator[Event]:
         """Steps until nothing is left; yields events as they come."""
@@ -241,6 +247,8 @@ class Replicas:
             events += [request.end(sample, ended, self._has_text) for sample in sorted(request.left)]
         self._requests.clear()
         self._last = tuple(events)
+        if self._all:
+            self.wake()
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -262,8 +270,9 @@ class Replicas:
             raise RequestError(f"request {request_id} is not running: it has ended or was never submitted") from None
 
     def _waiting(self) -> Iterator[News]:
-        while not self._news.empty():  # there is one reader
-            yield self._news.get()
+        with suppress(queue.Empty):  # close() may read them in another thread
+            while True:
+                yield self._news.get_nowait()
 
     # Where requests run
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -376,6 +377,66 @@ def test_an_asynchronous_engine_over_replicas(model, wanted):
 
     found = asyncio.run(run())
     assert sorted(end.token_ids for end in found) == sorted(end.token_ids for end in wanted)
+
+
+def test_a_device_without_work_does_not_wait_for_one_that_has(model):
+    class Held(Engine):
+        def step(self):
+            if jax.devices()[0] in self._device._params.norm.devices():
+                free.wait(60)
+            return super().step()
+
+    async def run():
+        host = AsyncEngine(Replicas(model, 2, make=Held, **SIZES))
+        try:
+            held = await host.submit(*JOBS[0])
+            await asyncio.sleep(0.3)  # step() waits by now
+            events = await asyncio.wait_for(ends_of(await host.submit(*JOBS[5])), 40)
+            assert not held._events
+            free.set()
+            return events + await ends_of(held)
+        finally:
+            free.set()
+            await host.close()
+
+    async def ends_of(stream):
+        return [event async for event in stream if event.completion]
+
+    free = threading.Event()
+    assert len(asyncio.run(run())) == 2
+
+
+def test_a_step_that_waits_ends_where_another_thread_closes(model):
+    class Silent(Slow):
+        def step(self):
+            time.sleep(0.02)
+            return []
+
+    engine = Replicas(model, 2, make=Silent, **SIZES)
+    engine.submit(*JOBS[0])
+    waits = threading.Thread(target=engine.step, daemon=True)
+    waits.start()
+    time.sleep(0.1)
+    engine.close()
+    waits.join(60)
+    assert not waits.is_alive()
+    assert [event.completion.finish_reason for event in engine.last_events] == ["abort"]
+
+
+def test_an_engine_whose_events_cannot_be_named_is_closed(model, wanted):
+    engine = Replicas(model, 2, **SIZES)
+
+    def fail(events):
+        raise KeyError(1)
+
+    replica = engine._all[0]
+    replica.named, named = fail, replica.named
+    name = engine.submit(*JOBS[1])
+    wait_for_the_failure(engine, 0)
+    replica.named = named
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        same([finish(engine)[name, 0]], wanted[1:2])
+    engine.close()
 
 
 def test_drafters_have_their_weights_on_each_device(model, wanted):
