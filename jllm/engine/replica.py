@@ -159,7 +159,8 @@ class Replica:
                 self._news.put((self, events))
             self._stepping = self.engine.has_work
             if self._stepping:
-                self._thread.submit(self._step)
+                with suppress(RuntimeError):  # close() is under way, and has the thread take nothing more
+                    self._thread.submit(self._step)
         except BaseException as error:
             with suppress(Exception):  # which it does itself where its step fails
                 self.engine.close("what follows its step failed")

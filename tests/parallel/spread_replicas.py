@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -412,10 +413,16 @@ def test_a_step_that_waits_ends_where_another_thread_closes(model):
             time.sleep(0.02)
             return []
 
-    engine = Replicas(model, 2, make=Silent, **SIZES)
+    def step():
+        begun.set()
+        with suppress(EngineClosed):  # a busy machine comes to it late
+            engine.step()
+
+    engine, begun = Replicas(model, 2, make=Silent, **SIZES), threading.Event()
     engine.submit(*JOBS[0])
-    waits = threading.Thread(target=engine.step, daemon=True)
+    waits = threading.Thread(target=step, daemon=True)
     waits.start()
+    begun.wait()
     time.sleep(0.1)
     engine.close()
     waits.join(60)
