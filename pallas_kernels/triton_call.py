@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jaxlib.mlir import ir
 
+from pallas_kernels.backends import capability
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -32,6 +34,7 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
 
     from pallas_kernels import triton_lowering  # noqa: F401  (lowers it so that CUDA graphs take it in)
 
+    of = capability()  # jax_triton would ask a device, and a process that traces for another one sees none
     return jax_triton.triton_call(
         *arrays,
         kernel=launch.kernel,
@@ -41,6 +44,7 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         input_output_aliases=dict(launch.aliases),
+        compute_capability=int(of.replace(".", "")) if of else None,
         **launch.constants,
     )
 

@@ -4,7 +4,8 @@ Everything else is the same: requests, engine and device; requests join and leav
 batches cost is C1). A step of prompts comes as soon as there is a prompt and a free slot, and who decodes sits it out.
 
 `at once`: requests of the QPS workload, all there from the start, so that slots are refilled all the time. `at a load`:
-those that arrive in some seconds at LOAD of what merged steps served at once; the first third is not counted. `shapes`,
+those that arrive in some seconds at LOAD of what merged steps served at once; of the first third times
+between tokens count alone. `shapes`,
 simulated alone: prompts and outputs of half to three halves of a mean length, four times as many as slots. Each policy
 counts with the step size that is its best; a GPU measures STEPS' middle one at MEASURED slots, and no shapes. `two
 policies`: what a result file of experiments.disaggregation measured of the same two, of which device and layers it

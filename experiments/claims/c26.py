@@ -135,6 +135,16 @@ def no_more_memory(rows: list[Row]) -> dict[tuple[int, int], tuple[float, float]
     return found
 
 
+def off_by(rows: list[Row]) -> list[float]:
+    """What int8 gives over bf16 at the same batch by the cost model, less what it gave when it was measured."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "recorded":
+            found.setdefault((row["batch"], row["input"], row["output"]), {})[row["kv"]] = row
+    both = [(of[SMALL], of[WIDE]) for of in found.values() if len(of) == 2]
+    return [s["simulated_tokens_s"] / w["simulated_tokens_s"] - s["tokens_s"] / w["tokens_s"] for s, w in both]
+
+
 def judge(rows: list[Row]) -> Verdict:
     full, served = gains(rows, "full"), gains(rows, "requests")
     if not full:
@@ -147,7 +157,11 @@ def judge(rows: list[Row]) -> Verdict:
         parts.append(f"measured in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}")
     errors = [row["simulated_tokens_s"] / row["tokens_s"] - 1 for row in rows if row["part"] == "recorded"]
     if errors:
-        parts.append(f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches")
+        off = off_by(rows)
+        parts.append(
+            f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches, and int8's "
+            f"gain by {100 * min(off):+.0f} to {100 * max(off):+.0f} points where both formats have the same"
+        )
     decided = [*full.values(), *served.values()]
     enough = [gain >= LEAST for gain in decided]
     return Verdict("yes" if all(enough) else "partly" if any(gain > 0 for gain in decided) else "no", "; ".join(parts))

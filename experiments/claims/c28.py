@@ -2,8 +2,8 @@
 
 The same requests of the QPS workload arrive at the same rates (Poisson), to the same engine under its two policies.
 Static: whoever waits when a batch has ended makes the next one, so that a batch is never waited for, and it decodes
-until its longest member has ended. The first third of the seconds is not counted. What becomes of latency where there
-is more to do than either can serve is C1's.
+until its longest member has ended. Of the first third of the seconds times between tokens count alone. What becomes of
+latency where there is more to do than either can serve is C1's.
 """
 
 from collections.abc import Iterator

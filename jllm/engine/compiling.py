@@ -86,6 +86,7 @@ class Compiler:
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
         self._tracers = Tracers(processes) if processes else None
+        self._reasons: set[str] = set()  # for which a step was traced here, as was said
 
     def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
         return self._pool.submit(self._behind, recipe, own_settings())
@@ -142,7 +143,10 @@ class Compiler:
                     self._compiled.elsewhere += 1
                 return lowered
             except TracingFailed as why:
-                warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
+                with self._lock:
+                    said, _ = str(why) in self._reasons, self._reasons.add(str(why))
+                if not said:
+                    warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
         with self._tracing:
             if self._closed:
                 raise CancelledError

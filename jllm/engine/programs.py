@@ -155,8 +155,10 @@ class Programs:
         wait_for(self._jobs.values(), seconds, FIRST_COMPLETED)
 
     def forget_files(self) -> None:
-        """Drops programs, and the files of those that were loaded: one of them may be what failed."""
-        self._kept.clear()
+        """Drops programs where there are files, and the files of those that were loaded: one of them may be what
+        failed."""
+        if self._files is not None:
+            self._kept.clear()
         for path in self._loaded:
             path.unlink(missing_ok=True)
         self._loaded.clear()

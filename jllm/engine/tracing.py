@@ -11,6 +11,7 @@ the arguments registered.)
 """
 
 import contextlib
+import io
 import os
 import pickle
 import queue
@@ -22,6 +23,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -36,6 +38,8 @@ from pallas_kernels.backends import TARGET, capability
 OF_DEVICES = ("jax_platform", "jax_default_device", "jax_num_cpu_devices", "jax_pjrt", "jax_mock", "mock")
 # Custom calls whose meaning JAX does not promise to keep from one version to the next: both processes run the same.
 CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
+# Whose code another process has as this one has it. A caller's own may depend on what this process did to its modules.
+SAME = (*PACKAGES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names - {"__main__"})
 
 
 class TracingFailed(Exception):
@@ -59,8 +63,8 @@ class Tracers:
         """packed_step for such arguments, arrays or shapes, with the JAX settings of this thread. Raises TracingFailed
         where a process cannot do that, and CancelledError once this is closed."""
         try:
-            job = pickle.dumps((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
+        except Exception as error:  # whatever an object of the caller's raises
             raise TracingFailed(f"{error}") from None
         tracer = self._idle.get()
         try:
@@ -93,7 +97,7 @@ class Tracers:
         self._check_open()
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         own = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, TARGET: capability()}
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         # In a session of its own: Ctrl+C is for this process, which then ends it.
         tracer = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=os.environ | own, start_new_session=True)
         with self._lock:
@@ -117,6 +121,20 @@ class Tracers:
     def _check_open(self) -> None:
         if self._closed:
             raise CancelledError
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__.partition(".")[0] not in SAME:
+            raise pickle.PicklingError(f"{value.__module__}.{value.__qualname__} is code that only this process has")
+        return NotImplemented
+
+
+def _pickled(job: Any) -> bytes:
+    """A pickle of bytes, which can be read whole whatever they hold. Raises PicklingError for code of the caller's."""
+    inner = io.BytesIO()
+    _Pickler(inner).dump(job)
+    return pickle.dumps(inner.getvalue())
 
 
 def _shape(leaf: Any) -> Any:
@@ -158,14 +176,15 @@ def main() -> None:
     os.dup2(2, 1)  # what is printed while tracing is no answer
     with contextlib.suppress(EOFError, OSError):  # whose engine is gone
         while True:
-            answer = _answer(*pickle.load(sys.stdin.buffer))
+            answer = _answer(pickle.load(sys.stdin.buffer))
             answers.write(answer)
             answers.flush()
 
 
-def _answer(arguments: Any, static: dict[str, Any], platform: str, settings: dict[str, Any], loaded: float) -> bytes:
+def _answer(job: bytes) -> bytes:
     """A pickle of what was exported, or of None, and why."""
     try:
+        arguments, static, platform, settings, loaded = pickle.loads(job)
         for name, value in settings.items():
             if getattr(jax.config, name, value) != value:
                 jax.config.update(name, value)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.checks import check_paged
+from pallas_kernels.checks import check_paged, check_run
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
@@ -74,10 +74,11 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: i
     queries = min(q.shape[1] // pages.k.values.shape[1], most // rows) * rows
     stored = pages.k.format.dtype, pages.v.format.dtype
     large = queries > 8 if head_dim == 256 else head_dim == 128 and 8 < queries <= 16  # beyond: one head a CTA
-    if q.dtype == "float16" and stored == ("bfloat16", "bfloat16") and large:
+    numbers = pages.v.format.dtype == "int8" and 8 * pages.v.format.numbers(head_dim) > head_dim  # int8-g8-zp
+    if q.dtype == "float16" and stored[0] == "bfloat16" and (stored[1] == "bfloat16" or numbers) and large:
         raise NotImplementedError(  # for copies of both in the queries' dtype
-            f"the mosaic kernel has no room for float16 queries over bfloat16 K and V of head dim {head_dim} with "
-            f"{queries} queries a KV head (heads times rows); supported: up to 8"
+            f"the mosaic kernel has no room for float16 queries over bfloat16 K and V in {pages.v.format.name} of head "
+            f"dim {head_dim} with {queries} queries a KV head (heads times rows); supported: up to 8"
         )
 
 
@@ -85,6 +86,7 @@ def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int 
     """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
     arguments get it when it is named, not by default."""
     check_supported(q, pages, rows)
+    check_run(pages)
     group = q.shape[1] // pages.k.values.shape[1]
     if group > 16 and q.shape[-1] <= 128:
         raise NotImplementedError(

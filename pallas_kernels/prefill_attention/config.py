@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.checks import check_paged
+from pallas_kernels.checks import check_paged, check_run
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
@@ -79,6 +79,12 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: 
     if not scale > 0:
         raise NotImplementedError(f"scale is {scale}: the mosaic kernel takes positive ones")
     check_paged(str(q.dtype), q.shape[-1], pages, FORMATS)
+
+
+def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:
+    """The same for what it does without being named."""
+    check_supported(q, pages, scale)
+    check_run(pages)
 
 
 @dataclass(frozen=True)

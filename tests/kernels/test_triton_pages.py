@@ -144,7 +144,8 @@ def test_hopper_runs_it_unasked_where_mosaic_would_have_to_be_named():
     many = jax.ShapeDtypeStruct((4, 40, 64), q.dtype)  # query heads a KV head
     zeros = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-zp", 64)] * 2))
     for kind, queries, stored, expected in (
-        ("hopper", q, zeros, "mosaic"), ("hopper", many, pages, "triton"), ("ampere", q, zeros, "triton"),
+        ("hopper", q, pages, "mosaic"), ("hopper", q, zeros, "triton"), ("mosaic", q, zeros, "mosaic"),
+        ("hopper", many, pages, "triton"), ("ampere", q, zeros, "triton"),
     ):  # fmt: skip
         assert choose(decode_api.BACKENDS, kind, queries, stored, 1) is decode_api.BACKENDS[expected]
 
