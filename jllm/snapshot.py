@@ -28,7 +28,7 @@ import numpy as np
 from jllm.errors import CheckpointError, SnapshotError
 from jllm.model import Cache
 from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
-from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, dim_of, parse_format
+from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Pages, dim_of, parse_format
 
 KIND = "jllm-kv-snapshot"
 OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file
@@ -61,6 +61,7 @@ def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int 
     _check_pages(cache, pages, length)
     if not 0 <= length <= len(tokens):
         raise SnapshotError(f"length must be in [0, {len(tokens)}], the number of tokens, not {length}")
+    _check_blocks(cache, length)
     return join(gather_pages(cache, jnp.asarray(pages, jnp.int32)), tokens, length)
 
 
@@ -72,6 +73,7 @@ def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
     """
     check_fits(snapshot, cache)
     _check_pages(cache, pages, snapshot.length)
+    _check_blocks(cache, snapshot.length)
     size = cache[0].k.page_size
     count = -(-snapshot.length // size)
     return scatter_pages(cache, jnp.asarray(pages[:count], jnp.int32), split(snapshot, size, count))
@@ -159,6 +161,13 @@ def _shape(cache: Cache) -> str:
     layer = cache[0]
     heads, dim = layer.k.values.shape[1], layer.k.head_dim
     return f"{heads} heads of {dim}, k={layer.k.format.name}, v={layer.v.format.name}"
+
+
+def _check_blocks(cache: Cache, length: int) -> None:
+    fmt = cache[0].k.format
+    if isinstance(fmt, Kivi) and length % fmt.residual:
+        whole = length - length % fmt.residual
+        raise SnapshotError(f"K stored as {fmt.name} leaves its slot in whole blocks: {whole} tokens, not {length}")
 
 
 def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:

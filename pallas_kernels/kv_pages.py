@@ -30,6 +30,7 @@ FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float6
 # Symmetric: -128, -8 and -2 are written with zero points only, and int2 has no other codes.
 LARGEST_CODE = {"int8": 127, "int4": 7, "int2": 1}
 RESIDUAL = 128  # tokens: the paper's
+LARGEST_PAGE = 128  # tokens, that any backend reads
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Kivi(KVFormat):
     def fits(self, head_dim: int) -> bool:
         group = self.group or 0
         whole = group > 0 and self.residual > 0 == self.residual % group == 2 * head_dim % group
-        return whole and not self.hadamard and head_dim * self.bits % 8 == 0
+        known = self.dtype in ("int4", "int2") and self.zero_point and not self.hadamard
+        return whole and known and head_dim * self.bits % 8 == 0
 
     def numbers(self, head_dim: int) -> int:
         return 2 * head_dim // (self.group or 1)
@@ -251,10 +253,10 @@ def _parse_kivi(name: str, head_dim: int) -> Kivi:
             f"default {RESIDUAL}), as in kivi2-g32"
         )
     fmt = Kivi(f"int{match[1]}", int(match[2]), residual=int(match[3] or RESIDUAL))
-    if int(match[2]) % 8 or not fmt.fits(head_dim):
+    if int(match[2]) % 8 or LARGEST_PAGE % int(match[2]) or not fmt.fits(head_dim):
         raise ValueError(
-            f"KV format {name!r}: its group must be a multiple of 8 that divides its block of {fmt.residual} "
-            f"tokens and twice the head dim {head_dim}"
+            f"KV format {name!r}: its group must be 8, 16, 32, 64 or {LARGEST_PAGE} and divide its block of "
+            f"{fmt.residual} tokens and twice the head dim {head_dim}"
         )
     return fmt
 

@@ -344,7 +344,9 @@ def test_c32_adds_what_measured_steps_took_more():
     slow = judged(1.0, ("mesh", 70, 10, 49), ("alone", 7, 20, 60))
     assert slow.verdict == "partly"
     assert "not always with a full memory on one X; with one sequence on one of all others" in slow.measured
-    assert slow.measured.startswith("estimated: meshes: at most 10 ms for one sequence, and with a full memory under 50 in 1 of 1")
+    assert slow.measured.startswith(
+        "estimated: meshes: at most 10 ms for one sequence, and with a full memory under 50 in 1 of 1"
+    )
 
 
 def test_c32_estimates_what_fits_and_holds_it_against_measured_steps():

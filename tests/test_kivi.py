@@ -202,8 +202,8 @@ def test_names_and_bytes():
     for name, said in [
         ("kivi3-g32", "kivi2 and kivi4 have groups of N tokens"),
         ("kivi2-g32-h", "kivi2 and kivi4 have groups of N tokens"),
-        ("kivi2-g32-r48", "must be a multiple of 8 that divides its block of 48 tokens and twice the head dim 64"),
-        ("kivi2-g12-r24", "must be a multiple of 8 that divides its block of 24 tokens"),
+        ("kivi2-g32-r48", "must be 8, 16, 32, 64 or 128 and divide its block of 48 tokens and twice the head dim 64"),
+        ("kivi2-g24-r48", "must be 8, 16, 32, 64 or 128 and divide its block of 48 tokens"),
         ("int2-g32", "int2-gN-zp"),
     ]:
         with pytest.raises(ValueError, match=said) as refusal:

@@ -213,7 +213,8 @@ class Joining(Scheduler):
     only once their pages have arrived: until then those that run don't wait for them."""
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
-        joins = not prefills and self.waiting and self.waiting[0].snapshot is not None
+        few = all(s.prefill_end - s.computed < self.limits.block for s in prefills)
+        joins = few and (prefills or (self.waiting and self.waiting[0].snapshot is not None))
         return min(budget, JOINING) if joins else super()._fill(prefills, budget, decodes)
 
     def _admit(self, seq: Sequence, parts: PlanParts) -> bool:

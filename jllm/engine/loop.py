@@ -247,11 +247,11 @@ class Engine:
         deadline: float | None = None,
     ) -> int:
         """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
-        are in it, are taken as they are: edited ones too, so they are never shared but with samples and forks of this
-        request; unless `share` says that they are what these tokens give, and they may go to the prefix cache. Returns
-        its id. With the seed of the sample that was snapshot, its first sample goes on as sample 0 would have, in its
-        guide too if it had one; a guide begins here if it had none, or with `replace(snapshot, guided=None)`.
-        SnapshotError for one of other weights or another cache."""
+        are in it (`kivi`: whole blocks), are taken as they are: edited ones too, so they are never shared but with
+        samples and forks of this request; unless `share` says that they are what these tokens give, and they may go to
+        the prefix cache. Returns its id. With the seed of the sample that was snapshot, its first sample goes on as
+        sample 0 would have, in its guide too if it had one; a guide begins here if it had none, or with
+        `replace(snapshot, guided=None)`. SnapshotError for one of other weights or another cache."""
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
         ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))

@@ -169,6 +169,16 @@ def test_a_loaded_conversation_is_in_the_prefix_cache(session, tmp_path):
     assert computed(session) - before <= 1 + len(want.ids) - 12 - len(talk.ids) + 8
 
 
+def test_keys_per_channel_are_saved_in_whole_blocks(model, tmp_path):
+    options = {"max_slots": 1, "page_size": 8, "max_step_tokens": 32, "num_pages": 32, "kv_cache": "kivi2-g8-r16"}
+    with contextlib.closing(jllm.Engine(model, **options)) as engine:
+        tokenizer = replace(model.tokenizer, chat_template=EXACT)
+        chat = Session(engine, tokenizer, params(max_new_tokens=12), model.config.context)
+        talk = say(chat, say(chat, Conversation(), "who was old?"), "and the sea?")
+        assert save(chat, talk, tmp_path / "talk") == (len(talk.ids) - 1) // 16 * 16
+        assert load(chat, tmp_path / "talk") == talk
+
+
 def test_files_that_are_no_conversation_of_this_model(session, model, tmp_path):
     talk, file = say(session, Conversation(), "who was old?"), tmp_path / "talk"
     with pytest.raises(RequestError, match="nothing to save yet"):

@@ -14,15 +14,16 @@ from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import sizes_for
-from jllm.errors import ConfigError, EvaluationError
+from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.quantize import quantize
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
-from jllm.speculative.tree import Tree
+from jllm.speculative.tree import Tree, chain
 from jllm.state import init_state
 from tests.engine.test_oracle import COMPANY, TINY, Job, alone, assert_same, play
+from tests.speculative.scripted import scripted
 from tests.tiny import CONFIG, greedy, tiny_model
 
 KIVI, BLOCK = "kivi2-g8-r16", 16
@@ -57,12 +58,13 @@ def asked(model64):
 @pytest.mark.parametrize("more", [TINY, "pool that forces preemption", "drafts"])
 def test_any_company_same_tokens(model64, asked, more):
     these, want = asked
-    drafts = {"speculate": NGram(drafts=3), "drafts": 3}
-    options = {"max_slots": 2, "page_size": 8, **drafts} if more == "drafts" else COMPANY[more]
+    drafter = scripted(chain(3), these, want, right=0.0)  # each segment writes three keys that do not stay
+    options = {"max_slots": 2, "page_size": 8, "speculate": drafter, "drafts": 3} if more == "drafts" else COMPANY[more]
     seen: dict = {}
     with jax.enable_x64(True):
         for got, expected in zip(play(model64, these, {**options, "kv_cache": KIVI}, seen), want, strict=True):
             assert_same(got, expected, False)
+    assert seen["preemptions"] or more != "pool that forces preemption"
 
 
 def tokens_of(engine: Engine) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -177,3 +179,9 @@ def test_taps_and_evaluations_read_it_as_serving_does():
     found = [evaluate(model, ids, protocol, kv_cache=KIVI, max_step_tokens=n).perplexity for n in (64, 7)]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0] != pytest.approx(evaluate(model, ids, protocol).perplexity, rel=1e-4)
+
+
+def test_pages_leave_a_slot_in_whole_blocks(model64):
+    state = init_state(CONFIG, slots=1, num_pages=8, page_size=8, kv_cache=KIVI)
+    with pytest.raises(SnapshotError, match="leaves its slot in whole blocks: 16 tokens, not 21"):
+        snapshots.take(state.cache, [0, 1, 2], range(21))

@@ -54,11 +54,11 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
     ids = conversation.ids[: session.context - 1]
     if not ids:
         raise RequestError("there is nothing to save yet")
-    engine = session.engine
+    engine, most = session.engine, len(ids) - 1  # the last one's are computed on loading
     request = engine.submit(ids, SamplingParams(ignore_eos=True))  # most of its K and V is in the prefix cache
     try:
         engine.step()
-        while (value := engine.snapshot(request)).length < len(ids) - 1:  # the last one's are computed on loading
+        while (value := engine.snapshot(request)).length < most - most % engine.sizes.limits.block:
             engine.step()
     finally:
         engine.abort(request)
