@@ -199,9 +199,9 @@ class StoringEngine(Engine):
         if found is None:
             name = super().submit(ids, sampling, **urgency)
         else:
-            self.stored_tokens += min(found.length, len(ids) - 1)
+            self.stored_tokens += self._whole(min(found.length, len(ids) - 1))
             name = self.resume(found, sampling, share=True, **urgency)
-        if self._store.lacks(ids, self._about):
+        if self._store.lacks(ids[: self._whole(len(ids))], self._about):
             self._to_keep[name] = tuple(ids)
         return name
 
@@ -214,10 +214,14 @@ class StoringEngine(Engine):
                 self._keep(event, ids)
         return events
 
+    def _whole(self, tokens: int) -> int:
+        """Of so many tokens those that can leave their slot."""
+        return self._scheduler.sharing.whole(tokens)
+
     def _keep(self, event: Event, ids: tuple[int, ...]) -> None:
         try:
             value = self.snapshot(event.id, event.sample)
         except RequestError:
             return  # it ended meanwhile
-        if value.length >= len(ids):
+        if value.length >= self._whole(len(ids)):
             self._store.keep(value, self._about)
