@@ -144,7 +144,8 @@ class Compiler:
                 return lowered
             except TracingFailed as why:
                 with self._lock:
-                    said, _ = str(why) in self._reasons, self._reasons.add(str(why))
+                    said = str(why) in self._reasons
+                    self._reasons.add(str(why))
                 if not said:
                     warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
         with self._tracing:
