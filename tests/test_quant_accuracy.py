@@ -59,7 +59,7 @@ def evaluated(monkeypatch):
     """What was evaluated, by KV format; the formats of `fail` are interrupted."""
     calls, fail = [], []
 
-    def evaluate(model, texts, protocol, *, reference, kv_cache, backend):
+    def evaluate(model, texts, protocol, *, reference, kv_cache, backend, page_size):
         calls.append(kv_cache)
         if kv_cache in fail:
             raise KeyboardInterrupt

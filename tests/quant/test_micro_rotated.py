@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jllm
 from jllm.checkpoint import save
@@ -34,6 +32,10 @@ from pallas_kernels.quantized_weights import (
     take_rows,
 )
 from tests.tiny import full_logits, tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 TOKENS = np.random.default_rng(0).integers(3, 97, (8, 64))

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.outliers import plant
@@ -19,6 +17,10 @@ from jllm.quant.rotation import Rotation, hadamard_rotation, quantize_model, rot
 from pallas_kernels.quantized_weights import decode, encode, parse_weight_format
 from tests.quant.test_rotation import IDS, SIZES, with_biases
 from tests.tiny import full_logits, tiny_model
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 optax = pytest.importorskip("optax")
 TOKENS = np.random.default_rng(0).integers(3, 97, (8, 24))
