@@ -36,20 +36,44 @@ def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
 
 
 @triton.jit
-def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr):
-    """The queries [M, D] whose numbers begin at pointers `at` [M], in the dtype of products with `values` and in their
-    order of columns, and what their logits are to be multiplied by [M]: to fit float16, bfloat16 comes as fractions of
-    a power of two."""
+def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr, ROTATED: tl.constexpr):
+    """The queries [M, D] whose numbers begin at pointers `at` [M], rotated where keys are, in the dtype of products
+    with `values` and in their order of columns, which permutes bits, and what their logits are to be multiplied by [M]:
+    to fit float16, bfloat16 and what is rotated come as fractions of a power of two."""
     column = columns(D, codes_of_a_word(values, GROUP))
     x = tl.load(at[:, None] + column[None, :], mask=in_use[:, None], other=0.0)
     dtype: tl.constexpr = product_dtype(values, x.dtype)
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
-    if dtype != x.dtype:
+    if ROTATED and dtype == tl.bfloat16:
+        x = turn(x.to(tl.float32), x.shape[0], D).to(dtype)
+    elif ROTATED or dtype != x.dtype:
         x = x.to(tl.float32)
+        if ROTATED:
+            x = turn(x, x.shape[0], D)
         largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7F800000, axis=1)  # as integers exponents have their order
         factor = tl.minimum(tl.maximum(largest, 0x10000000), 0x7F000000).to(tl.float32, bitcast=True)
         x = (x / factor[:, None]).to(dtype)
     return x, factor
+
+
+@triton.jit
+def turn(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """x f32 [ROWS, D] times the matrix of hadamard.py: sums and differences of both halves, whose place becomes the
+    lowest bit of a column's number; once a bit, so that all bits are back at their places."""
+    for _ in tl.static_range(bits(D)):
+        upper, lower = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, D // 2)), (0, 2, 1)))
+        x = tl.reshape(tl.join(upper + lower, upper - lower), (ROWS, D))
+    return x * root(D)
+
+
+@triton.constexpr_function
+def bits(D):
+    return D.bit_length() - 1
+
+
+@triton.constexpr_function
+def root(D):
+    return D**-0.5
 
 
 @triton.constexpr_function

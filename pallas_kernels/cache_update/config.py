@@ -8,7 +8,6 @@ from pallas_kernels.triton_call import check_installed
 
 STORED = ("bfloat16", "float16", "float32", FP8, "int8", "int4", "int8-zp", "int4-zp")
 FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
-TRITON_FORMATS = STORED
 TRITON_VALUES = 1024  # of a program's heads; sensible for compute capability 8.0 to 9.0
 
 
@@ -20,7 +19,7 @@ def check_supported(dtype: str, head_dim: int, pages: KVPages) -> None:
 def check_triton(dtype: str, head_dim: int, pages: KVPages) -> None:
     """The same for the Triton kernel."""
     check_installed()
-    check_paged(dtype, head_dim, pages, TRITON_FORMATS, backend="triton")
+    check_paged(dtype, head_dim, pages, FORMATS, backend="triton")
 
 
 @dataclass(frozen=True)

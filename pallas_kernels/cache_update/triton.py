@@ -10,6 +10,7 @@ import triton.language as tl
 from pallas_kernels import rows_triton, triton_call
 from pallas_kernels.cache_update.config import TRITON_VALUES
 from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.pages_triton import turn
 from pallas_kernels.triton_call import Launch
 
 SMALLEST, LARGEST = tl.constexpr(2.0**-14), tl.constexpr(65504.0)  # normal float16
@@ -63,6 +64,7 @@ def launch(
         "Q_ROW": q.shape[1], "K_ROW": k.shape[1], "V_ROW": v.shape[1],
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
+        "K_ROTATED": pages.k.format.hadamard, "V_ROTATED": pages.v.format.hadamard,
     }  # fmt: skip
     blocks = constants["Q_BLOCKS"] + 2 * constants["K_BLOCKS"]
     return Launch(_update, tuple(out), (rows, blocks), constants, aliases=aliases)
@@ -76,6 +78,7 @@ def _update(
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr,
     V_FIRST: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
     K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr,
+    K_ROTATED: tl.constexpr, V_ROTATED: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, D)
@@ -91,10 +94,14 @@ def _update(
             slot = (to.to(tl.int64) * K + head) * PAGE + tl.load(offset + row)
             if block < Q_BLOCKS + K_BLOCKS:
                 x = _rotated(k + (row * K_ROW + K_FIRST + head) * D, cos, sin, row, head < K, D)
+                if K_ROTATED:
+                    x = turn(x, BLOCK, D)
                 _store(x, k_values, k_scales, slot, head < K, D, BLOCK, K_GROUP, K_ZEROS)
             else:
                 at = v + (row * V_ROW + V_FIRST + head)[:, None] * D + column[None, :]
                 x = tl.load(at, mask=(head < K)[:, None], other=0.0).to(tl.float32)
+                if V_ROTATED:
+                    x = turn(x, BLOCK, D)
                 _store(x, v_values, v_scales, slot, head < K, D, BLOCK, V_GROUP, V_ZEROS)
 
 

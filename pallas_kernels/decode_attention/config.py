@@ -92,7 +92,6 @@ def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int 
         )
 
 
-TRITON_FORMATS = STORED
 MOST_SPLITS = 16  # of a sequence; changes bits
 
 
@@ -120,4 +119,4 @@ def triton_config(head_dim: int, queries: int, pages: KVPages) -> TritonConfig:
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
     """Raises NotImplementedError for what the Triton kernel lacks, naming what it does."""
     check_installed()
-    check_paged(str(q.dtype), q.shape[-1], pages, TRITON_FORMATS, backend="triton")
+    check_paged(str(q.dtype), q.shape[-1], pages, FORMATS, backend="triton")

@@ -74,6 +74,7 @@ def launches(
         "SCALE": scale * pages_triton.LOG2_E, "HEADS": K, "GROUP": group, "CHUNKS": chunks, "PAGE": page,
         "PAGES": page_table.shape[1], "WORDS": triton.cdiv(Q, 32) if trees else 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
+        "K_ROTATED": pages.k.format.hadamard,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
         "FLOAT8": pages_triton.reads_float8(),
         "BLOCK_Q": config.queries, "BLOCK_KV": config.keys,
@@ -82,7 +83,8 @@ def launches(
         _split, partials, (R * K * chunks, slots), shared | constants, num_warps=config.warps, num_stages=config.stages
     )
     out = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    return split, Launch(_merge, out, (count * H,), shared, num_warps=2)
+    rotated = {"ROTATED": pages.v.format.hadamard}
+    return split, Launch(_merge, out, (count * H,), shared | rotated, num_warps=2)
 
 
 @triton.jit
@@ -103,7 +105,8 @@ def _split(
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    K_ROTATED: tl.constexpr, V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0) // (HEADS * CHUNKS)
     head = tl.program_id(0) // CHUNKS % HEADS
@@ -118,7 +121,7 @@ def _split(
     if (low < high) & (used > 0):
         at = (segment * Q + row).to(tl.int64) * H + head * GROUP + query % GROUP
         column = pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))
-        queries, factor = pages_triton.load_queries(q + at * D, in_use, k, D, K_GROUP)
+        queries, factor = pages_triton.load_queries(q + at * D, in_use, k, D, K_GROUP, K_ROTATED)
         v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
         committed = length - used
         position = committed + row
@@ -161,7 +164,7 @@ def _split(
 def _merge(
     partial, peaks, totals, lengths, rows, merged,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(0) // (Q * H)
@@ -177,4 +180,6 @@ def _merge(
     weight = tl.exp2(peak - tl.max(peak, axis=0))
     total = tl.sum(total * weight, axis=0)
     out = tl.sum(outs * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    if ROTATED:
+        out = tl.reshape(pages_triton.turn(tl.reshape(out, (1, D)), 1, D), (D,))
     tl.store(merged + at * D + column, out.to(merged.dtype.element_ty))

@@ -12,7 +12,6 @@ from pallas_kernels.triton_call import check_installed
 WARPGROUP_ROWS = 64  # rows of one wgmma
 STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")
 FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
-TRITON_FORMATS = STORED
 
 
 @dataclass(frozen=True)
@@ -105,4 +104,4 @@ def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:
     """Raises NotImplementedError for what the Triton kernel lacks, naming what it does."""
     check_installed()
-    check_paged(str(q.dtype), q.shape[-1], pages, TRITON_FORMATS, backend="triton")
+    check_paged(str(q.dtype), q.shape[-1], pages, FORMATS, backend="triton")

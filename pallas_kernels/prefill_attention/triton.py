@@ -68,6 +68,7 @@ def launch(
         "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
+        "K_ROTATED": pages.k.format.hadamard, "V_ROTATED": pages.v.format.hadamard,
         "FLOAT8": pages_triton.reads_float8(),
         "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv,
     }  # fmt: skip
@@ -86,7 +87,8 @@ def _tile(
     q, k, k_scales, v, v_scales, table, tiles, count, out,
     SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    V_ZEROS: tl.constexpr, K_ROTATED: tl.constexpr, V_ROTATED: tl.constexpr, FLOAT8: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.load(count) - 1 - tl.program_id(1)  # a chunk's last tiles, the longest, first
     if tile >= 0:
@@ -94,7 +96,7 @@ def _tile(
         begin = tl.load(tiles + tile * 5 + 3)  # the first row's position
         row = tl.arange(0, BLOCK_Q)
         at = ((first + row).to(tl.int64) * H + head) * D
-        queries, factor = pages_triton.load_queries(q + at, row < rows, k, D, K_GROUP)
+        queries, factor = pages_triton.load_queries(q + at, row < rows, k, D, K_GROUP, K_ROTATED)
         v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
         position = begin + row
         end = begin + rows
@@ -129,5 +131,7 @@ def _tile(
                     queries, keys, values, visible, peak, total, sums, factor * SCALE
                 )
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
+        if V_ROTATED:
+            sums = pages_triton.turn(sums, BLOCK_Q, D)
         place = out + at[:, None] + pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None])

@@ -19,7 +19,7 @@ from pallas_kernels.decode_attention import api as decode_api
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.kv_pages import KVPages, allocate, parse_format
+from pallas_kernels.kv_pages import KVFormat, KVPages, allocate, parse_format
 from pallas_kernels.prefill_attention import cases as prefill_cases
 from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
 from pallas_kernels.prefill_attention import reference as prefill_reference
@@ -75,6 +75,7 @@ COMPILED_DECODE = [  # head dim, heads, rows, window, trees
     (128, "bf16", (64, 1), 1, None, False),
     (256, "f16", (16, 1), 4, 4096, False),
     (256, "int8-g64-zp", (8, 4), 1, None, False),
+    (128, "int4-g32-h", (32, 8), 1, None, False),
 ]
 
 
@@ -104,6 +105,7 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         (128, "int4-g32", (32, 8)),
         (64, "fp8", (3, 1)),
         (256, "int8-g8-zp", (8, 4)),
+        (128, "int4-g128-zp-h", (32, 8)),
     ):
         pages, angles = shapes_of(D, kv, (H, K)), jax.ShapeDtypeStruct((8, D // 2), jnp.float32)
         qkv, page = jax.ShapeDtypeStruct((8, H + 2 * K, D), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -120,6 +122,8 @@ COMPILED_PREFILL = [  # head dim, format, window
     (256, "f16", None),
     (256, "int8-g8-zp", None),
     (256, "int4-g32", None),
+    (128, "bf16-h", None),
+    (128, "int4-g32-h", None),
 ]
 
 
@@ -151,12 +155,12 @@ def test_hopper_runs_it_unasked_where_mosaic_would_have_to_be_named():
 
 def test_what_is_refused():
     q, pages, table, lengths = SMALL_DECODE.inputs()
-    rotated = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-h", 64)] * 2))
+    narrow = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[KVFormat("float8_e5m2")] * 2))
     run = partial(decode_attention, scale=0.1, backend="triton")
     with pytest.raises(NotImplementedError, match="dtype float32 is not supported by backend triton, which does bf"):
         run(q.astype("float32"), pages, table, lengths)
-    with pytest.raises(NotImplementedError, match="K stored as int8-h is not supported by backend triton"):
-        jax.eval_shape(run, q, rotated, table, lengths)
+    with pytest.raises(NotImplementedError, match="K stored as float8_e5m2 is not supported by backend triton"):
+        jax.eval_shape(run, q, narrow, table, lengths)
     q, pages, *rest = PREFILLS[0].inputs()
     work = make_work(q, pages, *rest[1:])
     with pytest.raises(ValueError, match="work was made for backend mosaic, not triton"):
@@ -191,7 +195,7 @@ def test_gpu_cache_update_matches_the_definition(case):
     expected_q, expected = update_reference.cache_update(*arguments)
     rotated, new = cache_update(*arguments, backend="triton")
     assert error(rotated, expected_q) < TOLERANCE[case.dtype]
-    assert same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))
+    assert new.v.format.hadamard or same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))  # or sums' last bits tell
     for name, rows, wanted in zip(
         (case.k_format, case.v_format), written_rows(new, page, offset), written_rows(expected, page, offset)
     ):

@@ -33,6 +33,8 @@ DECODE = [
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), None, False),
     (small(lengths=(40, 0, 20), k_format="int4-g8-zp", v_format="int8-g16-zp", dtype="float16"), None, False),
     (small(lengths=(300, 66), heads=(2, 2), width=4), (4, 2), False),
+    (small(lengths=(40, 300), k_format="int4-g64-zp-h", v_format="int8-g16-h"), None, False),
+    (small(lengths=(40, 9), k_format="bf16-h", v_format="fp8-h", width=2), (2, 1), False),
     (small(lengths=(140, 9), heads=(6, 2), window=3, k_format="fp8", v_format="fp8", width=5), (5, 3), True),
     (small(lengths=(129,), heads=(1, 1), window=30, dtype="float16", k_format="f16", width=40), (34,), True),
     (small(lengths=(5000,), heads=(1, 1), page_size=128), None, False),  # splits that were doubled
@@ -68,6 +70,8 @@ UPDATES = [
         ((4, 4), "int4-g8", "fp8", "float16"),
         ((6, 2), "int8-g64", "int4-g64-zp", "bfloat16"),
         ((6, 2), "int8-g16-zp", "int8-g32", "bfloat16"),
+        ((6, 2), "int4-g32-h", "f16", "bfloat16"),
+        ((3, 1), "fp8-h", "int4-g16-zp-h", "float16"),
     )
 ]
 
@@ -90,6 +94,7 @@ PREFILLS = [
         (_LONG, (1, 1), 128, 32, "f16", "bf16", "bfloat16", 1),
         (_LONG, (1, 1), 256, 64, "bf16", "fp8", "float16", None),
         (_EDGES, (1, 1), 64, 16, "bf16", "bf16", "bfloat16", None),
+        (_EDGES, (2, 1), 128, 16, "int4-g32-h", "int8-g8-zp-h", "bfloat16", None),
     )
 ]
 
