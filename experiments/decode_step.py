@@ -84,7 +84,7 @@ def mean_length(args: argparse.Namespace) -> float:
 
 
 def least_seconds(params: Params, keys: float, token_bytes: float, bandwidth: float) -> float:
-    """Of a step, by the bytes that it cannot avoid reading: weights, and K and V of so many keys."""
+    """Of a step, by the bytes that it cannot avoid reading: weights, and K and V of `keys` keys."""
     unread = 0 if params.head is None else tree_bytes(params.embed)  # but for a row a slot
     return (tree_bytes(params) - unread + keys * token_bytes) / bandwidth
 

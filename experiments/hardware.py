@@ -27,7 +27,7 @@ from typing import Any
 
 from experiments.claims.claim import text_table
 from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
-from experiments.report.documents import read_result
+from experiments.report.documents import read_result, result_of
 from experiments.result_file import ResultFile, rounded
 from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.hardware", *(sys.argv[1:] if argv is None else argv)]
     try:
         if args.draw:
-            write_picture(read_result(args.draw), args.draw.with_suffix(".svg"))
+            write_picture(result_of(args.draw, "hardware"), args.draw.with_suffix(".svg"))
             return 0
         shares = shares_by_backend()
         sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())

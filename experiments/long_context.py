@@ -33,10 +33,11 @@ import jllm
 from experiments.arguments import check_draws_only, positive
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
+from experiments.report.documents import result_of
 from experiments.result_file import ResultFile, rounded
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
-from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.errors import ConfigError, JllmError
 from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
@@ -281,25 +282,13 @@ def check(model: Model, args: argparse.Namespace) -> None:
         raise ConfigError(f"--positions {args.positions}: a window has at least {BIN} tokens")
 
 
-def redraw(file: Path) -> None:
-    """Raises InputFileError for what is no result of this experiment."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        ours = str(document["experiment"]).startswith("long_context") and document["rows"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
-    if not ours:
-        raise InputFileError(f"{file}: is not a result of this experiment")
-    draw_result(document, file)
-
-
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(argv)
     try:
         if args.draw:
-            redraw(args.draw)
+            draw_result(result_of(args.draw, "long_context"), args.draw)
             return 0
         needle, model = jllm.load(args.needle), jllm.load(args.model)
         check(needle, args)

@@ -56,7 +56,7 @@ def exchanges(config: LlamaConfig, ranks: int) -> int:
 
 
 class Mesh:
-    """The costs of a model on so many GPUs of one host, H200s or others whose limits are by their data sheet."""
+    """The costs of a model on `ranks` GPUs of one host, H200s or others whose limits are by their data sheet."""
 
     def __init__(
         self,

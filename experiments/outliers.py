@@ -27,6 +27,7 @@ from tqdm import tqdm
 import jllm
 from experiments.arguments import check_draws_only, positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
+from experiments.report.documents import result_of
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import evaluate, record
@@ -206,26 +207,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def redraw(file: Path) -> int:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputFileError(f"{file}: is not a result of this experiment: {error}") from None
-    keys = {"date", "device", "rows"}
-    ours = isinstance(document, dict) and str(document.get("experiment")).startswith("outliers")
-    if not ours or not keys <= document.keys():
-        raise InputFileError(f"{file}: is not a result of this experiment")
-    draw(document, file)
-    return 0
-
-
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.outliers", *(sys.argv[1:] if argv is None else argv)]
     try:
         if args.draw:
-            return redraw(args.draw)
+            draw(result_of(args.draw, "outliers"), args.draw)
+            return 0
         model = jllm.load(args.model, dtype=args.dtype)
         if not 0 <= args.layer < model.config.num_layers:
             raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")

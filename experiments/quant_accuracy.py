@@ -42,13 +42,14 @@ from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, gr
 from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only, positive
+from experiments.report.documents import result_of
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.checkpoint_files import find_model
 from jllm.config import load_config
-from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.schemes import PLAIN, Scheme
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
@@ -145,19 +146,6 @@ def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
             bar.update()
 
 
-def read_result(file: Path) -> Row:
-    """Raises InputFileError for what is not a result of this experiment."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        assert str(document["experiment"]).startswith("quant_accuracy")
-        assert {"date", "device", "command", "complete", "bars", "rows"} <= document.keys()
-    except OSError as error:
-        raise InputFileError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AssertionError):
-        raise InputFileError(f"{file}: is not a result of quant_accuracy") from None
-    return document
-
-
 def check_common(args: argparse.Namespace, against: Row) -> None:
     """Raises ConfigError where too few rows would be there to compare their order."""
     others = {(row["scheme"], row["kv"]) for row in part(against["rows"], "scheme")} - {(PLAIN, PLAIN_KV)}
@@ -208,7 +196,7 @@ def name_of(args: argparse.Namespace) -> str:
 
 def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     texts = read_documents(args.text)
-    against = None if args.against is None else read_result(args.against)
+    against = None if args.against is None else result_of(args.against, "quant_accuracy")
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     schemes = by_name([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(by_name(some)) for some in (args.schemes, args.layers))
@@ -272,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             for file in args.draw:
-                write_report(read_result(file), file)
+                write_report(result_of(file, "quant_accuracy"), file)
             return 0
         result = sweep(args, command)
         print(text_report(result.document, args.results))

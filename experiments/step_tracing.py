@@ -24,7 +24,7 @@ from experiments.arguments import positive, scheme_name
 from experiments.result_file import record
 from experiments.steps.timer import model_config
 from jllm.batch import Bucket
-from jllm.cache import make_cache, parse_kv_cache
+from jllm.cache import make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, packed_step
 from jllm.engine.tracing import Tracers, named
@@ -54,7 +54,12 @@ def choosing_for(capability: str) -> Iterator[None]:
 def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
     """packed_step's arguments, by shape, and static ones."""
     layout, formats = Layout(bucket, deltas=160), parse_kv_cache(args.kv_cache, config, jnp.bfloat16)
-    state = jax.eval_shape(lambda: State(make_cache(config, 4096, 16, formats), make_slots(512, 256)))
+
+    def empty() -> State:
+        tails = make_tails(config, formats, jnp.bfloat16, 512, 16)
+        return State(make_cache(config, 4096, 16, formats), make_slots(512, 256), tails=tails)
+
+    state = jax.eval_shape(empty)
     params = quantize(abstract_params(config, jnp.bfloat16), scheme)
     return (params, state, jax.ShapeDtypeStruct((layout.size,), np.int32)), {"config": config, "layout": layout}
 

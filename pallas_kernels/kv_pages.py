@@ -262,7 +262,7 @@ def _parse_kivi(name: str, head_dim: int) -> Kivi:
 
 
 def dim_of(name: str, entries: int) -> int:
-    """The head dim whose row in the format called `name`, none of the caller's own, has so many entries."""
+    """The head dim whose row in the format called `name`, none of the caller's own, has `entries` entries."""
     return entries * {"4": 2, "2": 4}.get(name.removeprefix("int").removeprefix("kivi")[:1], 1)
 
 

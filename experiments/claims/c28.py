@@ -43,10 +43,10 @@ def judge(rows: list[Row]) -> Verdict:
     rates = list(ratios(rows, "e2e_ms_p50"))
     if not rates:
         return Verdict("no", "no rate was measured under both")
-    parts = [f"{said} {min(found[name]):.2f} to {max(found[name]):.2f}" for name, said in LATENCIES.items()]
+    parts = [f"{said} {min(found[name]):.2f} to {max(found[name]):.2f} times" for name, said in LATENCIES.items()]
     measured = (
-        f"{rows[0]['source']}: at {min(rates):g} to {max(rates):g} arrivals a second static batches take so many times "
-        f"as long as dynamic ones: {', '.join(parts)}"
+        f"{rows[0]['source']}: at {min(rates):g} to {max(rates):g} arrivals a second static batches take, "
+        f"over dynamic ones: {', '.join(parts)}"
     )
     lower = {name: min(values) > 1 for name, values in found.items()}
     longer = [LATENCIES[name] for name, is_lower in lower.items() if not is_lower]

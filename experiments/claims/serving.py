@@ -37,7 +37,7 @@ def make_model(toy: bool) -> Model:
 def workload(
     toy: bool, count: int | None = None, rate: float | None = None, seconds: float | None = None
 ) -> list[Request]:
-    """The first `count` requests, or those that arrive in so many seconds at a rate, drawn with replacement."""
+    """The first `count` requests, or those that arrive within some seconds at a rate, drawn with replacement."""
     if toy:
         gap = 0.0 if rate is None else 1 / rate
         return [Request(p, o, i * gap) for i, (p, o) in enumerate(TOY_LENGTHS)]

@@ -24,10 +24,20 @@ def read_result(path: Path) -> Document:
     """A result file. Raises InputFileError, with what is wrong, for one that does not keep to the schema."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputFileError(f"{path.name}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise InputFileError(f"{path.name}: not JSON: {error}") from None
     for problem in problems(document):
         raise InputFileError(f"{path.name}: {problem}")
+    return document
+
+
+def result_of(path: Path, experiment: str) -> Document:
+    """A result of that experiment, under any label. InputFileError for what is none."""
+    document = read_result(path)
+    if not document["experiment"].startswith(experiment):
+        raise InputFileError(f"{path.name}: a result of {document['experiment']}, not of {experiment}")
     return document
 
 

@@ -33,7 +33,7 @@ SHARES = {  # floor -> its share, and the time that it is of
 }
 CASE = ("scheme", "kv", "batch", "input", "output", "devices", "pages_total")  # what rows of one floor share
 THEN = (4.41e12, {None: 786e12, "int8": 1428e12, "fp8": 1428e12})  # HBM and PEAKS of the first files' floors
-ROUNDED = 6e-4  # of a floor: files have at least so many digits
+ROUNDED = 6e-4  # of a floor: files have digits for that at least
 
 
 def with_floors(document: Row) -> list[Row]:

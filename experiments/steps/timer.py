@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.batch import Bucket, PromptChunk
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
@@ -98,8 +98,10 @@ class Pool:
     def state(self, config: LlamaConfig, dtype: Any, context: int = 0) -> State:
         """All slots at `context` tokens."""
         pages = self.slots * self.pages_each if self.pages is None else self.pages
-        cache = make_cache(config, pages, self.page_size, parse_kv_cache(self.kv_cache, config, dtype))
-        return place_state(State(cache, filled_slots(self.slots, self.pages_each, context)), config)
+        formats = parse_kv_cache(self.kv_cache, config, dtype)
+        cache = make_cache(config, pages, self.page_size, formats)
+        tails = make_tails(config, formats, dtype, self.slots, self.page_size)
+        return place_state(State(cache, filled_slots(self.slots, self.pages_each, context), tails=tails), config)
 
 
 def pool_for(batch: int, tokens: int, page_size: int, kv_cache: str | None) -> Pool:

@@ -74,7 +74,7 @@ class Compiler:
     """Makes programs in threads of its own, in the order in which they are added, and counts them in `compiled`.
 
     Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
-    With `processes`, so many trace steps at a time beside this one (tracing.py); what they cannot trace is traced here.
+    `processes`: how many others trace steps beside this one (tracing.py); what they cannot trace is traced here.
     Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
     progress: whether standard error says how far that is; None: where it is a terminal.
     """

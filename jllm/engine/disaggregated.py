@@ -175,7 +175,7 @@ class Disaggregated(Replicas):
     def _move(self, replica: Replica, error: BaseException) -> list[Event]:
         if replica is self._decode and isinstance(self._prefill.engine, RemotePrefill):
             replica.failed = True
-            raise error  # nobody else decodes
+            raise error  # no other engine decodes
         return super()._move(replica, error)
 
     def _reserve(self, samples: int) -> bool:

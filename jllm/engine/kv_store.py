@@ -215,7 +215,7 @@ class StoringEngine(Engine):
         return events
 
     def _whole(self, tokens: int) -> int:
-        """Of so many tokens those that can leave their slot."""
+        """How many of a sequence's first tokens can leave their slot."""
         return self._scheduler.sharing.whole(tokens)
 
     def _keep(self, event: Event, ids: tuple[int, ...]) -> None:

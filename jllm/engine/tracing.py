@@ -47,7 +47,7 @@ class TracingFailed(Exception):
 
 
 class Tracers:
-    """At most so many processes, each of which begins when it is first needed. For any number of threads."""
+    """At most `most` processes, each of which begins when it is first needed. For any number of threads."""
 
     def __init__(self, most: int):
         self._idle: queue.LifoQueue[subprocess.Popen | None] = queue.LifoQueue()
