@@ -75,6 +75,7 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
     seen = []
 
     def call(*arrays, kernel, out_shape, grid, name, num_warps, num_stages, input_output_aliases, **metaparams):
+        assert metaparams.pop("compute_capability") == 89
         assert kernel.arg_names == [*kernel.arg_names[: len(arrays) + len(out_shape)], *metaparams]
         hash((grid, name, num_warps, num_stages, *input_output_aliases.items(), *metaparams.items()))
         seen.append(name)
@@ -84,6 +85,7 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
     vars(fake).update(__spec__=ModuleSpec("jax_triton", None), triton_call=call)
     monkeypatch.setitem(sys.modules, "jax_triton", fake)
     monkeypatch.setitem(sys.modules, "pallas_kernels.triton_lowering", ModuleType("triton_lowering"))
+    monkeypatch.setattr("pallas_kernels.triton_call.capability", lambda: "8.9")
     x = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
     weight, gate_up = jax.ShapeDtypeStruct((256,), jnp.bfloat16), jax.ShapeDtypeStruct((3, 512), jnp.bfloat16)
     for shapes, run in (
