@@ -135,7 +135,7 @@ class Disaggregated(Replicas):
         wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
         best = other if wanted.engine.closed else wanted
         request.tokens = len(request.prompt) + request.sampling.n * request.sampling.max_new_tokens
-        best.tokens += request.tokens
+        best.load.tokens += request.tokens
         self._requests[request.id] = request, best
         return best.submit(request)
 
@@ -162,12 +162,12 @@ class Disaggregated(Replicas):
         request.moved = True
         for sent in request.sent.values():
             sent.begin_again()
-        self._prefill.tokens -= request.tokens
+        self._prefill.load.tokens -= request.tokens
         self._prefill.forget(request)
         if self._decode.failed:
             self._place(request)
             return ends
-        self._decode.tokens += request.tokens
+        self._decode.load.tokens += request.tokens
         self._requests[request.id] = request, self._decode
         self._decode.submit(replace(request, snapshot=given))  # type: ignore[arg-type]
         return ends

@@ -1,10 +1,9 @@
 """One of several engines with the same weights, and the thread that calls it; and a request that may change engines."""
 
-import itertools
 import queue
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import jax
 
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
+from jllm.engine.routing import Load
 from jllm.errors import RequestError
 from jllm.snapshot import Snapshot
 
@@ -100,14 +100,12 @@ class Replica:
 
     def __init__(self, device: jax.Device, engine: Engine, news: "queue.SimpleQueue[News]"):
         self.device, self.engine, self.failed = device, engine, False
-        self.tokens = 0  # that its requests still have to compute, at most
+        limits = engine.sizes.limits
+        self.load = Load(limits.page_size, limits.num_pages)  # which the others may read at any time
         self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
         self._names: dict[int, int] = {}  # the other way
         self._news, self._stepping = news, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica-{device.id}")
-        limits = engine.sizes.limits
-        self._page, self._most = limits.page_size, limits.num_pages
-        self._prefixes: OrderedDict[int, None] = OrderedDict()  # of prompts that it was given lately, newest last
 
     def submit(self, request: Request) -> Future[None]:
         done = self._thread.submit(self._submit, request)
@@ -122,9 +120,23 @@ class Replica:
 
         self._thread.submit(abort)
 
-    def call[T](self, function: Callable[[int, int], T], request: Request, sample: int) -> T:
-        """What a method of the engine gives for one of its requests."""
-        return self._thread.submit(lambda: function(self._ids.get(request.id, -1), sample)).result()
+    def fork(self, request: Request, sample: int) -> int:
+        """Engine.fork. The new sample is the request's before it can have an event, whoever takes that meanwhile."""
+
+        def fork() -> int:
+            index = self.engine.fork(self._ids.get(request.id, -1), sample)
+            request.left.add(index)
+            return index
+
+        return self._thread.submit(fork).result()
+
+    def snapshot(self, request: Request, sample: int) -> Snapshot:
+        """Engine.snapshot."""
+        return self._thread.submit(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
+
+    def forget_prefixes(self) -> None:
+        self.load.forget_prefixes()
+        self.engine.reset_prefix_cache()
 
     def forget(self, request: Request) -> None:
         """Once it has ended."""
@@ -165,28 +177,3 @@ class Replica:
             with suppress(Exception):  # which it does itself where its step fails
                 self.engine.close("what follows its step failed")
             self._news.put((self, error))
-
-    # Which prompts it has seen, as the others may read it at any time
-
-    def uncached(self, prompt: Sequence[int]) -> int:
-        """Tokens of a prompt that it was not lately given as the beginning of another, to a page."""
-        known = itertools.takewhile(self._prefixes.__contains__, self._pages(prompt))
-        return max(1, len(prompt) - self._page * sum(1 for _ in known))
-
-    def remember(self, prompt: Sequence[int]) -> None:
-        for page in self._pages(prompt):
-            self._prefixes[page] = None
-            self._prefixes.move_to_end(page)
-        while len(self._prefixes) > self._most:
-            self._prefixes.popitem(last=False)
-
-    def forget_prefixes(self) -> None:
-        self._prefixes.clear()
-        self.engine.reset_prefix_cache()
-
-    def _pages(self, prompt: Sequence[int]) -> Iterator[int]:
-        """For each full page a hash of its tokens and of all before them."""
-        above = 0
-        for end in range(self._page, len(prompt) + 1, self._page):
-            above = hash((above, tuple(prompt[end - self._page : end])))
-            yield above

@@ -21,6 +21,7 @@ from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
 from jllm.engine.replica import News, Replica, Request
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.routing import place
 from jllm.errors import ConfigError, EngineClosed, RequestError
 from jllm.snapshot import Snapshot
 
@@ -159,9 +160,7 @@ class Replicas:
 
     def fork(self, request_id: int, sample: int = 0) -> int:
         """As Engine.fork."""
-        index = self._call("fork", request_id, sample)
-        self._requests[request_id][0].left.add(index)
-        return index
+        return self._call("fork", request_id, sample)
 
     def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
         """As Engine.snapshot; any of the engines resumes it."""
@@ -170,7 +169,7 @@ class Replicas:
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         request, replica = self._find(request_id)
         try:
-            return replica.call(getattr(replica.engine, method), request, sample)
+            return getattr(replica, method)(request, sample)
         except EngineClosed:
             self._alive()
             why = "its device failed, and the next step() begins it again on another"
@@ -295,16 +294,11 @@ class Replicas:
 
     def _place(self, request: Request) -> Future:
         """Gives a request to the engine with the fewest tokens to compute."""
-
-        def tokens(replica: Replica) -> int:
-            new = replica.uncached(request.prompt) if request.snapshot is None else 1
-            return new + request.sampling.n * request.sampling.max_new_tokens
-
-        best = min(self._alive(), key=lambda replica: replica.tokens + tokens(replica))
-        request.tokens = tokens(best)
-        best.tokens += request.tokens
-        if request.snapshot is None:
-            best.remember(request.prompt)
+        alive = self._alive()
+        prompt = request.prompt if request.snapshot is None else ()
+        output = request.sampling.n * request.sampling.max_new_tokens
+        index, request.tokens = place([replica.load for replica in alive], prompt, output)
+        best = alive[index]
         self._requests[request.id] = request, best
         return best.submit(request)
 
@@ -319,7 +313,7 @@ class Replicas:
                 event = request.take(event)
                 done = min(len(event.token_ids), request.tokens)
                 request.tokens -= done
-                replica.tokens -= done
+                replica.load.tokens -= done
                 if not request.left:
                     del self._requests[request.id]
                     self._drop(request, replica)
@@ -328,7 +322,7 @@ class Replicas:
         return found
 
     def _drop(self, request: Request, replica: Replica) -> None:
-        replica.tokens -= request.tokens
+        replica.load.tokens -= request.tokens
         if self._closed is None:
             replica.forget(request)
 

@@ -81,7 +81,7 @@ def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
     assert second.metrics()["prefix_forked_tokens"] > 0, "what was computed elsewhere"
     assert engine._moved == {}
     assert engine._reserved == 0
-    assert [replica.tokens for replica in engine._all] == [0, 0]
+    assert [replica.load.tokens for replica in engine._all] == [0, 0]
     found = engine.metrics()
     assert found["requests"] == found["requests_finished"] == len(JOBS)
     assert found["output_tokens"] == found["inter_token_s"]["count"] + found["first_token_s"]["count"]
@@ -225,7 +225,7 @@ def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model)
     assert not engine.has_work
     assert ends[name, fork].finish_reason == "error"
     assert ends[name, 0].token_ids == alone(model, [((5, 6, 7), params)])[0].token_ids
-    assert [replica.tokens for replica in engine._all] == [0, 0]
+    assert [replica.load.tokens for replica in engine._all] == [0, 0]
     engine.close()
 
 

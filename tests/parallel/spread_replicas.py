@@ -137,7 +137,7 @@ def test_tokens_are_those_of_one_engine(model, wanted):
             array.device for array in jax.tree.leaves((replica.engine._device._state, replica.engine._device._params))
         }
         assert there == {jax.devices()[place]}
-        assert replica.tokens == 0
+        assert replica.load.tokens == 0
         assert replica.engine.metrics()["pages_used"] == 0
         assert replica.engine.metrics()["requests"] > 0
     found = engine.metrics()
@@ -194,7 +194,7 @@ def test_what_ran_on_a_device_that_failed_begins_again(fails, order):
     same([replace(found[0], seed=wanted[0].seed), *found[1:]], wanted)
     failed = engine.metrics()["replicas_failed"]
     assert sum("begins again elsewhere" in str(each.message) for each in told) == failed <= len(fails)
-    assert all(replica.tokens == 0 for replica in engine._all if not replica.failed)
+    assert all(replica.load.tokens == 0 for replica in engine._all if not replica.failed)
     if 0 in fails.values():
         assert failed >= 1
     engine.close()
@@ -260,7 +260,28 @@ def test_forks_snapshots_and_aborts(model):
     with pytest.raises(RequestError, match="penalties"):
         engine.resume(taken, replace(greedy, repetition_penalty=1.2))
     assert not engine.has_work
-    assert [replica.tokens for replica in engine._all] == [0, 0]
+    assert [replica.load.tokens for replica in engine._all] == [0, 0]
+    engine.close()
+
+
+def test_a_fork_has_its_events_though_another_thread_steps_meanwhile(model):
+    greedy = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    engine, ends = Replicas(model, 2, make=Slow, **SIZES), {}
+    name = engine.submit((5, 6, 7), greedy)
+    while not any(event.token_ids for event in engine.step()):
+        pass
+    for replica in engine._all:
+
+        def fork(request, sample, fork=replica.fork):
+            index = fork(request, sample)
+            while engine.has_work:  # as another thread may, before this one goes on
+                ends.update({(event.id, event.sample): event.completion for event in engine.step()})
+            return index
+
+        replica.fork = fork
+    sample = engine.fork(name)
+    assert ends[name, sample].token_ids == ends[name, 0].token_ids
+    assert not engine.has_work
     engine.close()
 
 
@@ -310,7 +331,7 @@ def test_forks_of_a_device_that_failed_end_with_an_error(model, known):
         ends = until(engine, (name, 0))
     assert not engine.has_work
     assert ends[name, sample].finish_reason == "error"
-    assert engine._all[1].tokens == 0
+    assert engine._all[1].load.tokens == 0
     assert ends[name, 0].token_ids == serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
     engine.close()
 
