@@ -1,6 +1,8 @@
 """The exchange over peer memory, as far as no GPU is needed: what it refuses, and how its source is compiled. Its
 protocols are tried in test_all_reduce_protocol.py, its sums on GPUs in tests/test_gpu.py."""
 
+import ctypes
+import shutil
 import stat
 from pathlib import Path
 
@@ -98,3 +100,11 @@ def test_what_nvcc_refuses_is_said_in_a_line(monkeypatch, tmp_path, script, why)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nvcc"))
     with pytest.raises(RuntimeError, match="nvcc/pallas_kernels: cannot be written: Not a directory"):
         peer.compiled("90")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("arch", ["90", pytest.param("80", marks=pytest.mark.exhaustive)])
+def test_nvcc_takes_the_source(monkeypatch, tmp_path, arch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = ctypes.CDLL(str(peer.compiled(arch)))
+    assert all(hasattr(library, name) for name in ("peer_all_reduce", "peer_all_reduce_initialize", "peer_can_access"))
