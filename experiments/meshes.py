@@ -18,7 +18,7 @@ and whose weights, K and V fit nine tenths of a GPU's memory; the mesh that make
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from experiments.arguments import positive
@@ -27,8 +27,8 @@ from experiments.qps import token_bytes
 from experiments.result_file import record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
 from experiments.steps.devices import device_sheet
-from experiments.steps.floors import Work
-from experiments.steps.links import Link, read_link
+from experiments.steps.floors import Work, step_work
+from experiments.steps.links import Link, Table, read_link
 from jllm.config import LlamaConfig, load_config
 from jllm.fit import tree_bytes
 from jllm.parallel.mesh import fitting
@@ -55,6 +55,24 @@ def exchanges(config: LlamaConfig, ranks: int) -> int:
     return 0 if ranks == 1 else 2 * config.num_layers + 2
 
 
+@dataclass(frozen=True)
+class MeshCost(CostModel):
+    """The cost of steps of a rank's share, and of a step's exchanges, which every row that is computed takes part in."""
+
+    exchanges: int = 0
+    row_bytes: int = 0  # of an exchange
+    ranks: int = 1
+    table: Table | None = None
+
+    def seconds(self, work: Work, computed: int | None = None) -> float:
+        rows = work.decodes + work.tokens if computed is None else computed
+        return super().seconds(work, computed) + self.exchange(rows)
+
+    def exchange(self, rows: int) -> float:
+        """Seconds of the exchanges of a step."""
+        return self.exchanges * self.table.seconds(rows * self.row_bytes, self.ranks) if self.table else 0.0
+
+
 class Mesh:
     """The costs of a model on `ranks` GPUs of one host, H200s or others whose limits are by their data sheet."""
 
@@ -68,21 +86,22 @@ class Mesh:
         backend: str,
         device: str = DEVICE,
     ):
-        self.config, self.ranks, self.table = config, ranks, link.all_reduce[backend]
+        self.config, self.ranks = config, ranks
         self.sheet = device_sheet(device)
         share = shapes_of(rank_of(config, ranks), scheme)
         self.kv_bytes = token_bytes(share, kv_cache)
-        self.cost = CostModel(floor_on(self.sheet, share), self.kv_bytes, calibrated(kv_cache))
+        of_rank = (floor_on(self.sheet, share), self.kv_bytes, calibrated(kv_cache))
+        count, row_bytes = exchanges(config, ranks), 2 * config.hidden_size
+        self.cost = MeshCost(*of_rank, count, row_bytes, ranks, link.all_reduce[backend])
         self.weights = tree_bytes(share.params)
 
     def exchange(self, batch: int) -> float:
-        """Seconds of a step's exchanges."""
-        nbytes = 2 * batch * self.config.hidden_size
-        return exchanges(self.config, self.ranks) * self.table.seconds(nbytes, self.ranks)
+        """Seconds of a decode step's exchanges."""
+        return self.cost.exchange(batch)
 
     def seconds(self, batch: int, context: int) -> float:
         """Seconds of a decode step."""
-        return self.cost.seconds(Work(batch, 0, batch, batch * (context + 1), 0.0)) + self.exchange(batch)
+        return self.cost.seconds(step_work(batch, batch * (context + 1), ()))
 
     def fits(self, batch: int, context: int) -> bool:
         return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * self.sheet.memory

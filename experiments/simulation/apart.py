@@ -1,10 +1,11 @@
 """Prefill and decode on devices of their own, simulated: prompts as one engine computes them, then decoding as another
 does that gets each prompt's pages some time after its first token."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.simulation.replicas import added, serve
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation, Tally, _Live
 from jllm.engine.handover import DevicePages, Joining
@@ -30,9 +31,9 @@ class Prompts(Simulation):
         self.done: list[Prefilled] = []
         self._samples: dict[int, Sample] = {}
 
-    def _add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival, tokens: int = 0) -> None:
         self._samples[self.tally.requests] = arrival.sample
-        super()._add(replace(arrival, sample=replace(arrival.sample, output=1)))
+        super().add(replace(arrival, sample=replace(arrival.sample, output=1)), tokens)
 
     def _end(self, one: _Live, now: float) -> None:
         sample = self._samples.pop(one.seq.request_id)
@@ -46,7 +47,7 @@ class Decodes(Simulation):
     def __init__(self, *given: Any, **more: Any):
         super().__init__(*given, scheduler=Joining, **more)
 
-    def _add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival, tokens: int = 0) -> None:
         assert isinstance(arrival, Prefilled)
         sample, number = arrival.sample, self.tally.requests
         longest = min(self.max_new_tokens, self.context - len(sample.prompt))
@@ -56,48 +57,25 @@ class Decodes(Simulation):
         seq = Sampled(number, 0, sample.prompt, params, number, len(sample.prompt) + longest, output=[1])
         pages: Any = DevicePages(len(sample.prompt), ())
         seq.snapshot = pages
-        self._live[number] = _Live(seq, output, arrival.arrived, arrival.first, arrival.first)
+        self._live[number] = _Live(seq, output, arrival.arrived, tokens, arrival.first, arrival.first)
         self.scheduler.add(seq)
         self.tally.requests += 1
         self.tally.output_tokens += output - 1
 
 
-def spread(coming: Iterable[Arrival], engines: int) -> list[list[Arrival]]:
-    """Requests in turn."""
-    found: list[list[Arrival]] = [[] for _ in range(engines)]
-    for i, arrival in enumerate(coming):
-        found[i % engines].append(arrival)
-    return found
-
-
-def merged(make: Make, coming: Sequence[Arrival], engines: int) -> Tally:
+def merged(make: Make, coming: Iterable[Arrival], engines: int) -> Tally:
     """Engines that compute prompts and decode in the same steps."""
-    return added([make(Simulation).run(some) for some in spread(coming, engines) if some])
+    return added(serve([make(Simulation) for _ in range(engines)], coming))
 
 
-def apart(make: Make, coming: Sequence[Arrival], prefill: int, decode: int, copy: Callable[[int], float]) -> Tally:
+def apart(make: Make, coming: Iterable[Arrival], prefill: int, decode: int, copy: Callable[[int], float]) -> Tally:
     """`prefill` engines for prompts and `decode` engines for the rest; copy(tokens): seconds that the pages of so many
     take from one to the other."""
-    first: list[Tally] = []
-    done: list[Prefilled] = []
-    for some in spread(coming, prefill):
-        one = make(Prompts)
-        assert isinstance(one, Prompts)
-        first.append(one.run(some))
-        done += [replace(each, at=each.at + copy(len(each.sample.prompt))) for each in one.done]
+    first: list[Any] = [make(Prompts) for _ in range(prefill)]
+    tallies = serve(first, coming)
+    done = [replace(each, at=each.at + copy(len(each.sample.prompt))) for engine in first for each in engine.done]
     long = sorted((each for each in done if each.sample.output > 1), key=lambda each: each.at)
-    then = [make(Decodes).run(some) for some in spread(long, decode) if some]
-    both = added([*first, *then])
+    then = serve([make(Decodes) for _ in range(decode)], long)
+    both = added([*tallies, *then])
     both.requests, both.good = len(done), sum(tally.good for tally in then) + len(done) - len(long)
     return both
-
-
-def added(tallies: Sequence[Tally]) -> Tally:
-    """Of engines that run side by side."""
-    total = Tally(seconds=max(tally.seconds for tally in tallies))
-    for tally in tallies:
-        for name in ("requests", "prompt_tokens", "output_tokens", "good", "rows", "tokens", "running_seconds"):
-            setattr(total, name, getattr(total, name) + getattr(tally, name))
-        total.first_token += tally.first_token
-        total.inter_token += tally.inter_token
-    return total

@@ -4,6 +4,7 @@ Time goes as in jllm/engine/loop.py: a step is dispatched before the tokens of t
 one after the other, and the host plans while it does.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +21,13 @@ from jllm.engine.metrics import Histogram
 from jllm.engine.options import EngineOptions, EngineSizes, resolve
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
+from jllm.engine.routing import Load
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.kv_policies.length import Oracle
 
 Row = dict[str, Any]
+NO_PREFIX = 1 << 62  # tokens of a page for a load that knows of no prefixes, as the scheduler here has none
 TIMED = 16  # one in TIMED turns of the loop is timed: to ask for the time of a thread takes time
 
 
@@ -63,6 +66,7 @@ class _Live:
     seq: Sequence
     output: int
     arrived: float
+    tokens: int  # of the engine's load
     first: float = -1.0
     last: float = -1.0  # when its newest token was read
 
@@ -96,7 +100,11 @@ class Simulation:
             policy=options.make_policy(),
         )
         self.tally = Tally()
+        self.load = Load(NO_PREFIX, 0)
+        self.host = self._device = 0.0  # when each is free
         self._live: dict[int, _Live] = {}
+        self._before: tuple[StepPlan, float] | None = None  # the unread step, and when it ends
+        self._turns = 0
 
     def run(self, coming: Iterable[Arrival]) -> Tally:
         """Serves all of them; `coming` in the order of their times."""
@@ -106,38 +114,40 @@ class Simulation:
 
     def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[StepPlan, float]]:
         """The same, yielding each step's plan and seconds as it is dispatched."""
+        for arrival in coming:
+            yield from self.until(arrival.at)
+            self.add(arrival)
+        yield from self.until(math.inf)
+
+    def until(self, at: float) -> Iterator[tuple[StepPlan, float]]:
+        """The steps up to when the host is free at `at` or later, for requests that come then."""
+        while self.host < at and (self._live or self._before is not None):
+            yield from self._turn()
+        if at < math.inf:
+            self.host = max(self.host, at)
+
+    def _turn(self) -> Iterator[tuple[StepPlan, float]]:
+        """Dispatches a step, and then reads the one before."""
         scheduler, tally = self.scheduler, self.tally
-        source = iter(coming)
-        arrival = next(source, None)
-        host = device = 0.0  # when each is free
-        before: tuple[StepPlan, float] | None = None  # the unread step, and when it ends
-        turn = 0
-        while arrival is not None or self._live or before is not None:
-            while arrival is not None and arrival.at <= host:
-                self._add(arrival)
-                arrival = next(source, None)
-            turn += 1
-            clock = time.thread_time if turn % TIMED == 0 else _no_time
-            start = clock()
-            plan = scheduler.schedule()
-            tally.host_seconds += clock() - start
-            unread = before
-            before = None
-            running = len(scheduler.running)
-            tally.host_turns += running * (turn % TIMED == 0)
-            if plan is not None:
-                host += 1e-6 * self.host_us * running
-                seconds = self.seconds(plan)
-                device = max(device, host) + seconds
-                tally.running_seconds += running * seconds
-                before = (plan, device)
-                yield plan, seconds
-            if unread is not None:
-                host = max(host, unread[1])
-                self._read(unread[0], host, clock)
-            elif plan is None:
-                assert arrival is not None, "nothing runs and nothing comes, but requests are unfinished"
-                host = max(host, arrival.at)
+        self._turns += 1
+        clock = time.thread_time if self._turns % TIMED == 0 else _no_time
+        start = clock()
+        plan = scheduler.schedule()
+        tally.host_seconds += clock() - start
+        unread, self._before = self._before, None
+        running = len(scheduler.running)
+        tally.host_turns += running * (self._turns % TIMED == 0)
+        assert plan is not None or unread is not None, "nothing runs, but requests are unfinished"
+        if plan is not None:
+            self.host += 1e-6 * self.host_us * running
+            seconds = self.seconds(plan)
+            self._device = max(self._device, self.host) + seconds
+            tally.running_seconds += running * seconds
+            self._before = (plan, self._device)
+            yield plan, seconds
+        if unread is not None:
+            self.host = max(self.host, unread[1])
+            self._read(unread[0], self.host, clock)
 
     def seconds(self, plan: StepPlan) -> float:
         """What the device takes for a plan, in the compiled size that holds it."""
@@ -148,14 +158,15 @@ class Simulation:
         copied = len(plan.copies) * self.sizes.limits.page_size * self.cost.token_bytes
         return self.cost.seconds(work, bucket.size) + 2 * copied / self.cost.floor.bandwidth
 
-    def _add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival, tokens: int = 0) -> None:
+        """Queues a request that comes now, which its load has been counted up by so many tokens for."""
         sample, number = arrival.sample, self.tally.requests
         longest = min(self.max_new_tokens, self.context - len(sample.prompt))
         output = min(sample.output, longest)
         self.truth.outputs[number] = output
         params = SamplingParams(max_new_tokens=longest, stop=sample.stop, seed=number)
         seq = Sequence(number, 0, sample.prompt, params, number, len(sample.prompt) + longest)
-        self._live[number] = _Live(seq, output, arrival.at)
+        self._live[number] = _Live(seq, output, arrival.at, tokens)
         self.scheduler.add(seq)
         self.tally.requests += 1
         self.tally.prompt_tokens += len(sample.prompt)
@@ -180,6 +191,9 @@ class Simulation:
             else:
                 newest[one.last] += 1
             one.last = now
+            done = min(1, one.tokens)
+            one.tokens -= done
+            self.load.tokens -= done
             if len(seq.output) == one.output:
                 ended.append(one)
         for last, times in newest.items():
@@ -195,6 +209,7 @@ class Simulation:
     def _end(self, one: _Live, now: float) -> None:
         del self._live[one.seq.request_id]
         del self.truth.outputs[one.seq.request_id]
+        self.load.tokens -= one.tokens
         self.tally.seconds = now
         pace = (now - one.first) / max(1, one.output - 1)
         self.tally.good += one.first - one.arrived <= FIRST_TOKEN and pace <= EACH_TOKEN
