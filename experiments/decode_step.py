@@ -4,8 +4,8 @@
 
 Random weights, every slot at --context tokens of KV, greedy. Steps are dispatched one after the other, each fed by the
 tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts, all
-of which start at --context. The floor reads all weights once and each slot's KV once, at --bandwidth, as long as it is
-on average over these steps. With --devices the model is spread over several, and the floor is one's of its share.
+of which start at --context. The floor is that of floors.py at --bandwidth, with each slot's KV as long as it is on
+average over these steps. With --devices the model is spread over several, and the floor is one's of its share.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import jax
 
 from experiments.arguments import add_model_options, add_timing_options, positive
 from experiments.result_file import bar, record
-from experiments.steps.floors import least_share
+from experiments.steps.bars import decode_bars
+from experiments.steps.floors import make_floor, step_work
 from experiments.steps.timer import (
     StepTimer,
     compile_ahead,
@@ -32,7 +33,6 @@ from experiments.steps.timer import (
     stopwatch,
 )
 from jllm.config import LlamaConfig
-from jllm.fit import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
 from pallas_kernels.backends import DETERMINISTIC
@@ -40,6 +40,7 @@ from pallas_kernels.bench.command import add_result_options, interruptible
 
 TRITON = 1.25  # times the device's own step that backend triton may take
 ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two devices, at most
+SHARE_ON_TWO = {("llama-2-70b", 1): 0.75, ("llama-2-70b", 16): 0.75}  # of its floor, at least
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,15 @@ class Case:
 
 
 def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a decode step, and what the bytes that it cannot avoid reading take."""
+    """Milliseconds a decode step, and its floor."""
     params, config, batch = timer.params, timer.config, case.batch
     timer.renew()
     timer.place(args.context)
     ms = 1e3 * timer.one(step, step_of("decode", batch)[1], batch, args.steps, args.repeats)
     timer.state = None
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
-    floor = least_seconds(params, batch * mean_length(args), token_bytes, args.bandwidth) / case.devices
+    work = step_work(batch, batch * mean_length(args))
+    floor = make_floor(params, config, args.bandwidth).of(work, token_bytes) / case.devices
     return {
         **({} if args.devices == [1] else {"devices": case.devices}),
         **({} if args.scheme == "bf16" else {"scheme": args.scheme}),
@@ -81,12 +83,6 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
 def mean_length(args: argparse.Namespace) -> float:
     """KV tokens of a slot, on average over the timed steps."""
     return args.context + (args.steps + 1) / 2
-
-
-def least_seconds(params: Params, keys: float, token_bytes: float, bandwidth: float) -> float:
-    """Of a step, by the bytes that it cannot avoid reading: weights, and K and V of `keys` keys."""
-    unread = 0 if params.head is None else tree_bytes(params.embed)  # but for a row a slot
-    return (tree_bytes(params) - unread + keys * token_bytes) / bandwidth
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -120,22 +116,23 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The kernels' rows against their bars, Triton's against the device's own. The floor is of bytes alone: at large
-    batches arithmetic raises it."""
+    """The kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars of two
+    that share a model, and none of one."""
     own = {row["batch"]: row.get("decode_ms") for row in rows if row["backend"] in ("default", "mosaic")}
     for row in rows:
+        case = row["model"], row["batch"]
         if row["backend"] == "triton" and row["batch"] in own:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
             yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
         elif row["backend"] not in ("xla", "triton", DETERMINISTIC):
-            two = ON_TWO.get((row["model"], row["batch"])) if row.get("devices") == 2 and "scheme" not in row else None
             name = " ".join([row["model"], *([row["scheme"]] if "scheme" in row else []), f"batch {row['batch']}"])
             name += f" {row['kv']}" + (f" on {row['devices']} devices" if "devices" in row else "")
-            if two is not None:
-                yield bar(name, row["decode_ms"], "ms", two, most=True)
-            else:
-                least = least_share("w8a8" if "scheme" in row else "bf16", row["batch"])
-                yield bar(f"{name}, share of the floor", row["floor_fraction"], "1", least)
+            if "devices" not in row:
+                yield from decode_bars(name, row)
+            elif row["devices"] == 2 and "scheme" not in row and case in ON_TWO:
+                yield bar(name, row["decode_ms"], "ms", ON_TWO[case], most=True)
+            elif row["devices"] == 2 and "scheme" not in row and case in SHARE_ON_TWO:
+                yield bar(f"{name}, share of the floor", row["floor_fraction"], "1", SHARE_ON_TWO[case])
 
 
 @interruptible

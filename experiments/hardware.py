@@ -31,7 +31,7 @@ from experiments.report.documents import read_result, result_of
 from experiments.result_file import ResultFile, rounded
 from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
-from experiments.steps.floors import Work, make_floor
+from experiments.steps.floors import make_floor, step_work
 from jllm.errors import InputFileError, JllmError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
@@ -94,7 +94,7 @@ def estimate_row(sheet: DeviceSheet, model: Model, shares: Shares, same: int) ->
     cost = cost_on(sheet, model, shares)
 
     def seconds(batch: int) -> float:
-        return cost.seconds(Work(batch, 0, batch, batch * CONTEXT, 0.0))
+        return cost.seconds(step_work(batch, batch * CONTEXT))
 
     requests = int((MEMORY_SHARE * sheet.memory - tree_bytes(model.params)) // (CONTEXT * cost.token_bytes))
     row: Row = {"same_ms": 1e3 * seconds(same), "requests": max(0, requests)}
@@ -126,7 +126,7 @@ def checks(shares: dict[str, Shares], results: Path = RESULTS) -> Iterator[Row]:
                 if "decode_ms" not in row or row.get("devices", 1) != 1 or row["model"] != MODEL:
                     continue
                 batch, context = row["batch"], row.get("context") or row["input"] + row["output"] // 2
-                ms = 1e3 * cost.seconds(Work(batch, 0, batch, batch * context, 0.0))
+                ms = 1e3 * cost.seconds(step_work(batch, batch * context))
                 yield rounded({
                     "part": "check", "device": device_sheet(sheet).name, "backend": backend, "batch": batch,
                     "context": context, "measured_ms": row["decode_ms"], "estimated_ms": ms,

@@ -101,7 +101,7 @@ class Mesh:
 
     def seconds(self, batch: int, context: int) -> float:
         """Seconds of a decode step."""
-        return self.cost.seconds(step_work(batch, batch * (context + 1), ()))
+        return self.cost.seconds(step_work(batch, batch * (context + 1)))
 
     def fits(self, batch: int, context: int) -> bool:
         return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * self.sheet.memory

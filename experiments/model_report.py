@@ -31,8 +31,9 @@ from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
 from experiments.other_devices import MEASURED, floor_on
 from experiments.qps import token_bytes
-from experiments.steps.cost_model import calibrated
+from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import DeviceSheet, device_sheet
+from experiments.steps.floors import step_work
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint import init_params
 from jllm.checkpoint_files import find_model
@@ -78,13 +79,12 @@ def plain_shapes(config: LlamaConfig, scheme: str | Scheme | None = None) -> Mod
 def decode_ms(model: Model, kv: str | None, sheet: DeviceSheet, sequences: int, context: int) -> float | None:
     """Milliseconds of a step that decodes a token of each sequence, estimated; None for arithmetic that the device's
     sheet does not have."""
-    shares = calibrated(kv)
     try:
         floor = floor_on(sheet, model)
     except KeyError:
         return None
-    products, attention = floor.parts(sequences, sequences, sequences * context * token_bytes(model, kv))
-    return 1e3 * (shares.fixed + shares.products * products + shares.attention * attention)
+    cost = CostModel(floor, token_bytes(model, kv), calibrated(kv))
+    return 1e3 * cost.seconds(step_work(sequences, sequences * context))
 
 
 def choices(rows: Iterable[Row], config: LlamaConfig, schemes: Any, sheet: DeviceSheet, args: Any) -> list[Choice]:

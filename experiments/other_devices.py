@@ -20,7 +20,7 @@ from experiments.arguments import positive
 from experiments.result_file import record, rounded
 from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, Shares, fit, model_shapes, recorded_steps
 from experiments.steps.devices import DeviceSheet, device_sheet
-from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Floor, Work, make_floor
+from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Floor, make_floor, step_work
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
@@ -74,7 +74,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         sheet = device_sheet(name)
         cost = cost_on(sheet, model, shares)
         for batch in args.batch:
-            work = Work(batch, 0, batch, batch * (args.context + 1), 0.0)
+            work = step_work(batch, batch * (args.context + 1))
             fits = weights + work.keys * cost.token_bytes <= MEMORY_SHARE * sheet.memory
             row: Row = {"device": sheet.name, "model": args.model, "batch": batch, "context": args.context}
             row |= {"kind": "estimated", "shares_of": shares.source, "fit_error": shares.error, "fits": fits}

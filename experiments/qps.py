@@ -70,6 +70,7 @@ OVER_HTTP = (  # options of a run against a server
     *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),
     *("temperature", "top_k", "top_p", "min_p", "results", "label", "json"),
 )
+BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests a second, and over vLLM's
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
@@ -355,7 +356,8 @@ def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[R
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
-    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone."""
+    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone; beside
+    vLLM where that served in the same job."""
     row = [row for row in rows if "peer" not in row][-1]
     if "over" in row:
         return
@@ -366,8 +368,10 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     if "host_us" in row:
         yield bar(f"{where}, host work a running request a step", row["host_us"], "us", 5.0, most=True)
-    elif "floor_fraction" in row:
-        yield bar(f"{where}, share of the floor", row["floor_fraction"], "1", 0.70)
+    elif found := BARS.get((row["scheme"], row["kv"].replace("bfloat16", "bf16"))):
+        yield bar(f"{where}, requests a second", row["qps"], "1/s", found[0])
+        if vllm := [each["qps"] for each in rows if each.get("peer") == "vLLM" and "qps" in each]:
+            yield bar(f"{where}, times as many as vLLM", round(row["qps"] / max(vllm), 3), "1", found[1])
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
 
 

@@ -27,7 +27,8 @@ import jax
 
 from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
 from experiments.result_file import bar, record
-from experiments.steps.floors import Work, least_share, make_floor, step_work
+from experiments.steps.bars import LEAST_TOKENS, decode_bars, prefill_bars
+from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -51,6 +52,7 @@ Row = dict[str, Any]
 SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PAGE = 16
+W4A16_MS = 1.75  # of a decode step of one sequence, at most
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Case:
 
     def work(self, context: int, prompt: int) -> Work:
         if self.kind == "decode":
-            return step_work(self.batch, self.batch * context, ())
+            return step_work(self.batch, self.batch * context)
         return step_work(0, 0, [(0, prompt, True)] * self.batch)
 
     def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
@@ -177,15 +179,14 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 def bars(rows: list[Row]) -> Iterator[Row]:
     for r in rows:
-        scheme = r.get("scheme", "")
-        where = f"{scheme} batch {r.get('batch')} KV {r.get('kv')}"
-        if "decode_ms" in r and (scheme == "bf16" or (scheme == "w8a8-talk" and r["kv"] == "int8-g8")):
-            least = least_share(scheme.removesuffix("-talk"), r["batch"])
-            yield bar(f"decode, {where}, share of the floor", r["floor_fraction"], "1", least)
-        if "prefill_ms" in r and r["T"] >= 1024:
-            if scheme == "bf16":
-                yield bar(f"prefill, {where}, share of the floor", r["floor_fraction"], "1", 0.75)
-            elif scheme == "w8a8-talk" and "over_bf16" in r:
+        where = f"{r.get('scheme')} batch {r.get('batch')} KV {r.get('kv')}"
+        if "decode_ms" in r:
+            yield from decode_bars(f"decode, {where}", r)
+            if (r["scheme"], r["kv"], r["batch"]) == ("w4a16-g128", "bf16", 1):
+                yield bar(f"decode, {where}", r["decode_ms"], "ms", W4A16_MS, most=True)
+        if "prefill_ms" in r:
+            yield from prefill_bars(f"prefill, {where}", r, r["T"], r["floor_fraction"])
+            if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r:
                 yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
 
 

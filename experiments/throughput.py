@@ -35,10 +35,11 @@ from experiments.arguments import (
     positive_seconds,
     scheme_name,
 )
-from experiments.result_file import bar, record, rounded
+from experiments.result_file import record, rounded
 from experiments.steps import peers
+from experiments.steps.bars import decode_bars, prefill_bars
 from experiments.steps.batches import WholeBatch
-from experiments.steps.floors import least_share, make_floor
+from experiments.steps.floors import make_floor
 from experiments.steps.timer import (
     Pool,
     StepTimer,
@@ -64,7 +65,6 @@ Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"
 GIB = 1 << 30
 STEP_BYTES = 2 * GIB  # for what a step needs beside weights and pages
-PREFILL_BAR, PREFILL_LEAST = 0.75, 1024  # share of the floor in bf16, for rows of at least 1,024 prompt tokens
 
 
 class Bench:
@@ -211,20 +211,13 @@ def peers_rows(args: argparse.Namespace) -> list[Table]:
 
 
 def bars(found: list[Table]) -> Iterator[Table]:
-    """Bars of decoding for the schemes that have one, and of prefill in 16 bits."""
     for row in found:
         if "error" in row or "peer" in row:
             continue
-        scheme, kv = row["scheme"].removesuffix("-talk"), row["kv"]
-        where = f"{row['model']} {row['scheme']} KV {kv}, batch {row['batch']}, {row['input']} -> {row['output']}"
-        if (scheme == "bf16" and kv in ("bf16", "bfloat16", "int8-g8")) or (scheme, kv) == ("w8a8", "int8-g8"):
-            yield share_bar(f"decode, {where}", row["floor_fraction"], least_share(scheme, row["batch"]))
-        if scheme == "bf16" and row["batch"] * row["input"] >= PREFILL_LEAST:
-            yield share_bar(f"prefill, {where}", row["prefill_floor_fraction"], PREFILL_BAR)
-
-
-def share_bar(name: str, value: float, least: float) -> Table:
-    return bar(f"{name}, share of the floor", value, "1", least)
+        batch, prompt = row["batch"], row["input"]
+        where = f"{row['model']} {row['scheme']} KV {row['kv']}, batch {batch}, {prompt} -> {row['output']}"
+        yield from decode_bars(f"decode, {where}", row)
+        yield from prefill_bars(f"prefill, {where}", row, batch * prompt, row["prefill_floor_fraction"])
 
 
 def parse_case(text: str) -> WholeBatch:

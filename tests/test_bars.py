@@ -14,12 +14,12 @@ AT_MOST = (
     r"(us|s|MiB|MB|kB|kl|of kl) |x (KL|error)|1 perplexity added|.* errors of memcheck$|.* ladder slack$|1 gap between|"
     r".* upper end of the ratio's interval$|nats largest difference|"
     r"of all needles found that were forgotten|1 INT4 over bf16, .*: at most$|"
-    r"1 verifying \d+ rows over a plain step|times .*, triton over the default$|ms .* on 2 devices$"
+    r"1 verifying \d+ rows over a plain step|times .*, triton over the default$|ms (decode, .*|.* on 2 devices)$"
 )
 AT_LEAST = (
     r"tflop_s .* rate$|fraction |times .* speed over bf16's$|x over FlashAttention|.* share of the floor$|"
     r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|1 learned over|"
-    r"1 INT4 over bf16, .*: at least$|1 share of held-out outputs within|"
+    r"1 INT4 over bf16, .*: at least$|1 share of held-out outputs within|.* (requests a second|times as many as vLLM)$|"
     r"of all (needles found (with|that were kept)|answers found at)|"
     r"1 .*: times (as fast as plain|the tokens a second)$|1 triton, .*: of mosaic's rate$"
 )
@@ -49,11 +49,13 @@ def test_every_committed_bar_is_met_or_missed_as_it_says():
 
 
 def test_the_rules_make_the_committed_bars_of_the_committed_rows():
-    """Value, bar and met of each; so a rule that lets a slower one pass fails here, whichever module it is in."""
+    """Value, bar and met of each; so a rule that lets a slower one pass fails here, whichever module it is in. Files
+    keep the floors and bars of their day, so that both are those that `judged` makes of the rows."""
     checked = set()
     for name, file in FILES.items():
-        found = {entry["name"]: entry for entry in bars_of(file)}
-        for entry in file["bars"]:
+        read = judged(file)
+        found = {entry["name"]: entry for entry in bars_of(read)}
+        for entry in read["bars"]:
             if "rank correlation" in entry["name"] or not found:
                 continue  # with another file; or by no rule for rows alone
             assert found.get(entry["name"]) == entry, name
@@ -92,14 +94,14 @@ def test_bars_of_kernels_on_single_rows(module, letter):
 
 
 def test_a_run_that_was_cut_off_has_bars():
-    """Of its rows, though it never came to write any: those of bf16 with an int8-g8 cache miss 14 of 31."""
+    """Of its rows, though it never came to write any: those of bf16 with an int8-g8 cache miss 30 of 31."""
     name = "throughput_llama-2-7b_bf16_kv-int8-g8-20261122-h200.json"
     file = FILES[name]
     assert not file["complete"]
     assert not file["bars"]
     bars = judged(file)["bars"]
-    assert (len(bars), sum(not entry["met"] for entry in bars)) == (31, 14)
-    decode = [row["floor_fraction"] for row in file["rows"]]
+    assert (len(bars), sum(not entry["met"] for entry in bars)) == (31, 30)
+    decode = [row["floor_fraction"] for row in judged(file)["rows"]]
     assert [entry["value"] for entry in bars if entry["name"].startswith("decode")] == decode
 
 

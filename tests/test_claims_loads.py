@@ -51,8 +51,8 @@ def test_a_request_alone_takes_its_steps(costs):
     row = loads.simulate(costs, [Request(5, 3, 0.0)], slots=4, max_step_tokens=40)
     buckets = make_buckets(4, 40)
     prompt, one = (choose_bucket(buckets, *size).size for size in ((0, 5, 1), (1, 0, 0)))
-    first = costs.cost.seconds(Work(0, 5, 1, 5, 15.0), prompt)
-    then = [costs.cost.seconds(Work(1, 0, 1, keys, 0.0), one) for keys in (6, 7)]
+    first = costs.cost.seconds(Work(0, 5, 1, 0, 5, 15.0), prompt)
+    then = [costs.cost.seconds(Work(1, 0, 1, keys), one) for keys in (6, 7)]
     assert row["source"] == "simulated"
     assert row["ttft_ms_p50"] == pytest.approx(1e3 * first, rel=1e-3)
     assert row["e2e_ms_p50"] == pytest.approx(1e3 * (first + sum(then)), rel=1e-3)

@@ -16,7 +16,7 @@ def test_the_measured_device_gets_its_own_steps_back():
     rows = json.loads((other_devices.RESULTS / shares.source).read_text())["rows"]
     measured = {row["batch"]: row["decode_ms"] for row in rows if row["backend"] == "triton"}
     for batch, ms in measured.items():
-        work = Work(batch, 0, batch, batch * 257, 0.0)
+        work = Work(batch, 0, batch, batch * 257)
         assert 1e3 * cost.seconds(work) == pytest.approx(ms, rel=2 * (shares.error or 0) + 1e-6)
 
 
@@ -24,7 +24,7 @@ def test_half_the_bandwidth_takes_twice_the_bytes_time():
     model, shares = model_shapes("llama-2-7b"), other_devices.triton_shares()
     fast, slow = (other_devices.cost_on(device_sheet(name), model, shares) for name in ("h200-sxm", "a10"))
     ratio = device_sheet("h200-sxm").bandwidth / device_sheet("a10").bandwidth
-    work = Work(1, 0, 1, 257, 0.0)
+    work = Work(1, 0, 1, 257)
     over_fixed = [cost.seconds(work) - shares.fixed for cost in (slow, fast)]
     assert over_fixed[0] == pytest.approx(ratio * over_fixed[1], rel=0.01)
 

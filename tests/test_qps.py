@@ -145,14 +145,15 @@ def test_memory_policies_are_options(tmp_path, capsys):
 
 
 def test_the_whole_workload_without_a_device(tmp_path, capsys):
-    """512 slots at 7B shapes: the share of rows that the buckets waste; the floor, worked out elsewhere as 23.8 s."""
+    """512 slots at 7B shapes: the share of rows that the buckets waste; the floor, worked out
+    elsewhere as 23.8 s at 4.41 TB/s and 786 TFLOP/s, both 3 % less than today's."""
     command = ["--host-only", "--repeats", "1", "--warmup", "0", "--results", str(tmp_path), "--json"]
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = document["rows"][-1]
     assert last["requests"] == 1024
     assert last["slack"] < 0.03
-    assert last["floor_s"] == pytest.approx(23.8, rel=0.01)
+    assert last["floor_s"] == pytest.approx(23.8 * 4.41 / 4.55, rel=0.01)
     assert {bar["name"].split(", ")[-1] for bar in document["bars"]} >= {"ladder slack"}
 
 

@@ -16,7 +16,7 @@ from jllm.engine.trace import Trace, TracedStep, read_trace
 from jllm.errors import InputFileError
 from tests.tiny import greedy, tiny_model
 
-FLOOR = Floor(((Matrix(2_000_000, 1000, 1000, 2, 1e9), 2),), Matrix(20_000, 10, 1000, 2, 1e9), 4000, 1e9, 1e9)
+FLOOR = Floor(((Matrix(2_000_000, 1000, 1000, 1e9), 2),), Matrix(20_000, 10, 1000, 1e9), 4000, 1e9, 1e9)
 LIMITS = Limits(4, 16, 12, 4, 8, 16, 10)
 
 
@@ -34,7 +34,7 @@ def made_up(cost: CostModel) -> Trace:
 
 def test_work_of_a_step():
     step = TracedStep(0, 2, 70, ((0, 0, 4, 3, True), (1, 0, 0, 5, False)), Bucket(4, 12, 4), 1, 0, (), 0.0, 0.0, 1.0)
-    assert traced_work(step) == Work(2, 8, 3, 70 + 7 + 5, 3 * 6 + 5 * 3)
+    assert traced_work(step) == Work(2, 8, 3, 70, 7 + 5, 3 * 6 + 5 * 3)
 
 
 def test_a_model_that_made_the_trace_has_no_error():

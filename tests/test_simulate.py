@@ -19,7 +19,7 @@ from jllm.errors import ConfigError, InputFileError, RequestError
 from jllm.kv_policies.length import Longest
 from tests.tiny import CONFIG
 
-FLOOR = Floor((), Matrix(1, 1, 1, 1, 1e18), 1, 1e18, 1e18)  # nothing costs anything
+FLOOR = Floor((), Matrix(1, 1, 1, 1e18), 1, 1e18, 1e18)  # nothing costs anything
 SECOND = CostModel(FLOOR, 64.0, Shares(fixed=1.0))  # but a step
 LONG = replace(CONFIG, context=1024)
 POLICIES = [

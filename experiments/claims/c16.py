@@ -24,7 +24,7 @@ from experiments.claims.claim import Claim, Row, Verdict
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
-from experiments.steps.floors import Work, make_floor
+from experiments.steps.floors import make_floor, step_work
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 
@@ -57,8 +57,8 @@ def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, cont
         return row | {"batch": 0}
     floor = make_floor(model.params, model.config, sheet.bandwidth, {None: sheet.peak16}, sheet.peak16)
     cost = CostModel(floor, token_bytes(model, kv))
-    step = cost.seconds(Work(batch, 0, batch, batch * context, 0.0))
-    again = cost.seconds(Work(0, context, 1, context, context * (context + 1) / 2))
+    step = cost.seconds(step_work(batch, batch * context))
+    again = cost.seconds(step_work(0, 0, [(0, context, True)]))
     transfer = each / sheet.host_rate
     found = {
         "batch": batch, "kv_mib": each / MIB, "gb_ms": 1e3 * GB / sheet.host_rate, "step_ms": 1e3 * step,

@@ -23,7 +23,7 @@ from experiments.report.documents import short
 from experiments.result_file import rounded
 from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, shapes_of
 from experiments.steps.devices import device_sheets
-from experiments.steps.floors import Work
+from experiments.steps.floors import step_work
 from experiments.steps.links import read_link
 from jllm.config import load_config
 from jllm.fit import tree_bytes
@@ -76,7 +76,7 @@ class Alone:
     memory: float  # bytes that may be used
 
     def seconds(self, batch: int, context: int) -> float:
-        return self.cost.seconds(Work(batch, 0, batch, batch * (context + 1), 0.0))
+        return self.cost.seconds(step_work(batch, batch * (context + 1)))
 
     def fits(self, batch: int, context: int) -> bool:
         return self.weights + batch * (context + 1) * self.cost.token_bytes <= self.memory

@@ -15,6 +15,7 @@ from typing import Any
 from experiments import quant_steps
 from experiments.accuracy.measured_speed import STEPS, documents
 from experiments.claims.claim import Claim, Row, Verdict
+from experiments.report import floors_today
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
@@ -34,11 +35,9 @@ def measure(toy: bool) -> Iterator[Row]:
 def recorded(results: Path) -> Iterator[Row]:
     """Decode steps of both formats from the newest file of a GPU's run."""
     for document, file in [*documents(results, STEPS)][-1:]:
-        found = [row for row in document["rows"] if row.get("scheme") in ("bf16", INT4) and row.get("kv") == "bf16"]
-        found = sorted(
-            (row for row in found if "decode_ms" in row), key=lambda row: (row["scheme"] != "bf16", row["batch"])
-        )
-        yield from with_floors({**row, "file": file} for row in found)
+        steps = [row for row in floors_today.with_floors(document) if "decode_ms" in row and row["kv"] == "bf16"]
+        found = [row for scheme in ("bf16", INT4) for row in steps if row["scheme"] == scheme]
+        yield from beside_floors({**row, "file": file} for row in found)
 
 
 def timed(toy: bool) -> Iterator[Row]:
@@ -49,10 +48,10 @@ def timed(toy: bool) -> Iterator[Row]:
     batches = ",".join(map(str, TOY_BATCHES if toy else BATCHES))
     flags = ["--schemes", "bf16", INT4, "--stages", f"decode:bf16:{batches}"]
     flags += [] if toy else ["--backend", "mosaic"]
-    yield from with_floors(quant_steps.rows(config, quant_steps.parse_args(flags)))
+    yield from beside_floors(quant_steps.rows(config, quant_steps.parse_args(flags)))
 
 
-def with_floors(rows: Iterable[Row]) -> Iterator[Row]:
+def beside_floors(rows: Iterable[Row]) -> Iterator[Row]:
     """Adds what bytes and peaks alone would allow: bf16 comes first."""
     floors: dict[int, float] = {}
     for row in rows:

@@ -29,10 +29,10 @@ def claim_of(document: Document) -> str | None:
 
 
 def judged(document: Document) -> Document:
-    """A document as it is to be read: floors are those of today's limits, and where they are others than the file's, so
-    are its bars; the bars of a run that was cut off before it had any are those of its rows; and a claim's verdict is
-    what its rows say by the rule of today."""
-    if (rows := with_floors(document)) != document["rows"]:
+    """A document as it is to be read: floors, their shares and bars are those of today's limits; the bars of a run that
+    was cut off before it had any are those of its rows; and a claim's verdict is what its rows say by the rule of
+    today."""
+    if (rows := with_floors(document)) is not document["rows"]:
         document = document | {"rows": rows, "floors_again": True}
         document |= {"bars": bars_of(document) if document["bars"] else []}
     if claim := claim_of(document):

@@ -23,7 +23,7 @@ from experiments.report.figures import (
     worst,
 )
 from experiments.report.markdown import markdown, shown_bar
-from experiments.report.sections import PAGES
+from experiments.report.sections import FLOOR, PAGES
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
@@ -65,10 +65,7 @@ def _steps(results: Results) -> Iterator[str]:
     columns = [each for series in every.values() if any(s.kind == "jllm" for s in series) for each in series]
     if not columns:
         return
-    yield (
-        "LLaMA-2-7B on one H200, 8 tokens in and 256 out. The floor is what bytes at 4.41 TB/s and operations at the "
-        "measured peaks take at least."
-    )
+    yield (f"LLaMA-2-7B on one H200, 8 tokens in and 256 out. The floor is {FLOOR}.")
     yield "\n".join(f"- {line}" for series in every.values() for line in _ratios(series))
     yield "![Decode steps and requests a second against peers](results/summary-steps.svg)"
     cells = [[str(batch), *(_ms(each, batch) for each in columns)] for batch in BATCHES]

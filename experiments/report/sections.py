@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.report.answers import estimated_within, last_values, nothing, of_bars, starts, times_of_bar, verdict
+from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS
 
 Row = dict[str, Any]
 
@@ -47,6 +48,11 @@ def _has(*keys: str) -> Callable[[Row], bool]:
     return lambda row: all(key in row for key in keys)
 
 
+FLOOR = (
+    f"every weight and the K and V of every sequence read once at {HBM / 1e12:.2f} TB/s, or a product's arithmetic "
+    f"where that takes longer, at {PEAKS[None] / 1e12:.0f} TFLOP/s (in 8 bits {PEAKS['int8'] / 1e12:,.0f} TOP/s), and "
+    f"prompts' attention at {ATTENTION_PEAK / 1e12:.0f} TFLOP/s: the best figures measured on an H200"
+)
 COPY = Table(("gb_s",), "the ceiling of the run: a large copy", _is(kernel="copy"))
 CLAIM_TABLES = (Table(("stated", "measured", "verdict"), "the verdict", _has("verdict")),)
 
@@ -54,16 +60,16 @@ STEPS = (
     Section(
         "decode_step",
         "A whole decode step, by batch",
-        "LLaMA-2-7B, one token for each of a batch of sequences. The floor is every weight and the KV of every "
-        "sequence read once at 4.41 TB/s, or the arithmetic where that takes longer; bars are shares of it.",
+        "LLaMA-2-7B, one token for each of a batch of sequences. Bars are shares of its floor: "
+        f"{FLOOR}.",
         (Table(("model", "batch", "kv", "context", "backend", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
         of_bars("{:.0%} to {:.0%} of the floor"),
     ),
     Section(
         "decode_step-two.*",
         "Decode steps of models on two devices",
-        "As above, and the floor is that of a device's share, at an H200's 4.41 TB/s whatever the device. Of "
-        "LLaMA-2-70B 20 of the 80 layers.",
+        "As above, and the floor is that of a device's share, at an H200's limits whatever the device. Of LLaMA-2-70B "
+        "20 of the 80 layers.",
         (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
     ),
     Section(
@@ -86,8 +92,8 @@ STEPS = (
     Section(
         "throughput.*",
         "Prefill, decode and tokens a second, by batch, input and output",
-        "PPL.LLM's table, row for row, with its figures on an H800 beside (`h800_`), and shares of this device's "
-        "floor.",
+        "PPL.LLM's table, row for row, with its figures on an H800 beside (`h800_`), and shares of the floor: "
+        f"{FLOOR}.",
         (
             Table(
                 (

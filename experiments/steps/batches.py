@@ -23,7 +23,7 @@ class WholeBatch:
     @property
     def decode_work(self) -> Work:
         """The work of one step in the middle of the output."""
-        return step_work(self.batch, self.batch * self.context, ())
+        return step_work(self.batch, self.batch * self.context)
 
     def prefill(self, step_tokens: int) -> "Prefill":
         """The steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""

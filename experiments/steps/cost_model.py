@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.qps import token_bytes
-from experiments.steps.floors import Floor, Work, make_floor
+from experiments.steps.floors import Floor, Work, make_floor, step_work
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import InputFileError
@@ -50,8 +50,7 @@ class CostModel:
 
     def seconds(self, work: Work, computed: int | None = None) -> float:
         """Seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
-        rows = work.decodes + work.tokens if computed is None else computed
-        products, attention = self.floor.parts(rows, work.rows, work.keys * self.token_bytes, work.pairs)
+        products, attention = self.floor.parts(work, self.token_bytes, computed)
         s = self.shares
         return s.fixed + s.products * products + s.attention * attention
 
@@ -82,8 +81,7 @@ def fit(
     if len(steps) < 3:
         raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
     measured = np.array([seconds for _, seconds in steps])
-    parts = [floor.parts(w.decodes + w.tokens, w.rows, w.keys * kv_token_bytes, w.pairs) for w, _ in steps]
-    terms = np.array([(1.0, products, attention) for products, attention in parts])
+    terms = np.array([(1.0, *floor.parts(work, kv_token_bytes)) for work, _ in steps])
     unit = measured if relative else np.full(len(steps), measured.mean())
     found = _bounded_least_squares(terms / unit[:, None], measured / unit, np.array([0.0, 1.0, 1.0]))
     error = float(np.max(np.abs(terms @ found / measured - 1)))
@@ -110,7 +108,7 @@ def recorded_steps(document: Row) -> list[tuple[Work, float]]:
     """The steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
     rows = [row for row in document["rows"] if "decode_ms" in row and row.get("kv") in ("bfloat16", "bf16")]
     ours = [row for row in rows if row.get("backend") != "xla"] or rows
-    return [(Work(b := row["batch"], 0, b, b * (row["context"] + 1), 0.0), row["decode_ms"] / 1e3) for row in ours]
+    return [(step_work(b := row["batch"], b * (row["context"] + 1)), row["decode_ms"] / 1e3) for row in ours]
 
 
 def format_factor(document: Row, kv_cache: str | None) -> float | None:

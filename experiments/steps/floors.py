@@ -1,11 +1,12 @@
 """The least time that a step can take on a device: bytes at its bandwidth, operations at its peaks.
 
-Each matrix counts with the larger of its bytes (its inputs and outputs among them) over the bandwidth and its
-operations over the peak of its kind; each sequence's KV is read once; attention of prompts counts with its operations
-where those take longer. All this is added up, as if nothing overlapped and nothing else cost anything.
+A step has one product a matrix, on its decoding rows and its prompts together, and two kernels of attention, one for
+each. A product counts with the larger of its weight's bytes over the bandwidth and its operations over the peak of its
+kind: inputs and outputs stay in the L2 cache. Decoding rows' attention counts with the bytes of their K and V, each
+read once; prompts' with those, or with its operations where they take longer. Kernels run one after the other, so all
+this is added up, as if nothing else cost anything.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +21,10 @@ from jllm.fit import tree_bytes
 from jllm.params import Params, linears
 from pallas_kernels.quantized_weights import QuantizedWeight
 
-HBM = 4.41e12  # bytes a second that an H200 reads (row sums of 4 GiB)
-PEAKS = {None: 786e12, "int8": 1428e12, "fp8": 1428e12}  # operations a second, by activations: measured on an H200
-ATTENTION_PEAK = 652e12  # operations a second of causal attention: cuDNN's best on an H200 (1 x 16384, D = 128)
-
-BARS = {  # of decode steps, by weights: up to a batch, the least share of the floor
-    "bf16": ((128, 0.75), (256, 0.80), (math.inf, 0.85)),
-    "w8a8": ((128, 0.68), (256, 0.75), (math.inf, 0.80)),
-}
-
-
-def least_share(weights: str, batch: int) -> float:
-    """What a decode step must reach of its floor, in bf16 or with w8a8."""
-    return next(share for most, share in BARS[weights] if batch <= most)
+# The best figures measured on an H200.
+HBM = 4.55e12  # bytes a second: cuDNN's decode attention, 128 sequences of 2,048 keys, 32 heads
+PEAKS = {None: 813e12, "int8": 1673e12, "fp8": 1673e12}  # operations a second of products, by activations
+ATTENTION_PEAK = 652e12  # operations a second of causal attention: cuDNN's, 1 x 16,384, 128 dims
 
 
 @dataclass(frozen=True)
@@ -42,12 +34,10 @@ class Matrix:
     nbytes: int
     outputs: int
     inputs: int
-    input_bytes: int  # of one input
     peak: float
 
     def seconds(self, rows: int, bandwidth: float) -> float:
-        moved = self.nbytes + rows * (self.inputs * self.input_bytes + 2 * self.outputs)  # outputs have 16 bits
-        return max(moved / bandwidth, 2 * rows * self.inputs * self.outputs / self.peak)
+        return max(self.nbytes / bandwidth, 2 * rows * self.inputs * self.outputs / self.peak)
 
 
 @dataclass(frozen=True)
@@ -57,8 +47,9 @@ class Work:
     decodes: int
     tokens: int  # of prompts
     rows: int  # that the head runs on
-    keys: int  # of which K and V are read
-    pairs: float  # prompt queries times the keys that each sees
+    keys: float  # of which K and V are read for decoding rows
+    prompt_keys: int = 0  # of which they are read for prompts
+    pairs: float = 0.0  # prompt queries times the keys that each sees
 
 
 @dataclass(frozen=True)
@@ -71,20 +62,20 @@ class Floor:
     bandwidth: float = HBM
     attention_peak: float = ATTENTION_PEAK
 
-    def parts(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> tuple[float, float]:
-        """Seconds of products and of attention, of a step on `tokens` tokens, whose head runs on `rows` of them, and
-        which reads `kv_bytes` of the cache; `pairs` are the prompts' queries times the keys that each sees."""
-        linears = sum(count * matrix.seconds(tokens, self.bandwidth) for matrix, count in self.linears)
-        attention = max(kv_bytes / self.bandwidth, pairs * self.attention / self.attention_peak)
-        return linears + self.head.seconds(rows, self.bandwidth), attention
-
-    def seconds(self, tokens: int, rows: int, kv_bytes: float = 0.0, pairs: float = 0.0) -> float:
-        """Seconds of the whole step: its parts added up."""
-        return sum(self.parts(tokens, rows, kv_bytes, pairs))
+    def parts(self, work: Work, token_bytes: float, computed: int | None = None) -> tuple[float, float]:
+        """Seconds of a step's products and of its attention, with K and V of `token_bytes` a token; `computed` are the
+        rows of products, where they are others than the tokens."""
+        rows = work.decodes + work.tokens if computed is None else computed
+        products = sum(count * matrix.seconds(rows, self.bandwidth) for matrix, count in self.linears)
+        prompts = max(
+            work.prompt_keys * token_bytes / self.bandwidth, work.pairs * self.attention / self.attention_peak
+        )
+        decodes = work.keys * token_bytes / self.bandwidth
+        return products + self.head.seconds(work.rows, self.bandwidth), decodes + prompts
 
     def of(self, work: Work, token_bytes: float) -> float:
-        """Seconds of a step's work, with K and V of `token_bytes` a token."""
-        return self.seconds(work.decodes + work.tokens, work.rows, work.keys * token_bytes, work.pairs)
+        """Seconds of the whole step: its parts added up."""
+        return sum(self.parts(work, token_bytes))
 
 
 def make_floor(
@@ -104,10 +95,10 @@ def make_floor(
 
 def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
     activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
-    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], 1 if activations else 2, peaks[activations])
+    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], peaks[activations])
 
 
-def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) -> Work:
+def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]] = ()) -> Work:
     """The work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk also
     reads the keys of the chunks before it, and the head runs on a prompt's last token alone."""
     chunks = list(chunks)
@@ -115,7 +106,8 @@ def step_work(decodes: int, keys: int, chunks: Iterable[tuple[int, int, bool]]) 
         decodes,
         sum(n for _, n, _ in chunks),
         decodes + sum(final for *_, final in chunks),
-        keys + sum(start + n for start, n, _ in chunks),
+        keys,
+        sum(start + n for start, n, _ in chunks),
         sum(n * (start + (n + 1) / 2) for start, n, _ in chunks),
     )
 

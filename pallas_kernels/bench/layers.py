@@ -12,7 +12,6 @@ import jax
 from pallas_kernels.bench.command import Row
 from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
 
-PEAK_TFLOP_S = 780  # XLA's best of large bf16 matmuls on an H200
 CACHES = 256 << 20  # bytes, and more than any has
 
 
@@ -82,11 +81,9 @@ def _failure(error: Exception) -> Row:
 
 
 def add_fractions(rows: list[Row]) -> list[Row]:
-    """Adds to each measured row its share of the run's best bandwidth, and of the floor that bandwidth and peak rate
-    set; returns the measured ones."""
+    """Adds to each measured row its share of the run's best bandwidth; returns the measured ones."""
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
     measured = [row for row in rows if "us" in row]
     for row in measured:
         row["fraction"] = round(row["gb_s"] / ceiling, 3)
-        row["floor_fraction"] = round(max(row["gb_s"] / ceiling, row["tflop_s"] / PEAK_TFLOP_S), 3)
     return measured

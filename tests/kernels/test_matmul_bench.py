@@ -27,7 +27,7 @@ def test_bars_are_xlas_time_and_for_few_rows_the_bandwidth():
         "(M, K, N)=(64, 8, 8) bandwidth": (0.9, 0.85, True),
         "(M, K, N)=(128, 8, 8) xla": (10.0, 11.0, True),
     }
-    assert [row["floor_fraction"] for row in rows if "us" in row] == [0.9, 0.75, 0.9, 0.75]
+    assert [row["fraction"] for row in rows if "us" in row] == [0.9, 0.75, 0.9, 0.75]
 
 
 def test_one_row_a_product_and_a_failure_costs_its_own(monkeypatch, tmp_path):

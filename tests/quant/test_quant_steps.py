@@ -31,28 +31,35 @@ def test_speedups_are_those_of_one_cache():
 
 def test_bars_are_those_of_the_batch():
     row = {"scheme": "w8a8-talk", "kv": "int8-g8", "decode_ms": 3.0, "floor_fraction": 0.7}
-    found = [next(bars([row | {"batch": batch}])) for batch in (128, 256, 512)]
-    assert [(bar["bar"], bar["met"]) for bar in found] == [(0.68, True), (0.75, False), (0.8, False)]
+    found = [next(bars([row | {"batch": batch}])) for batch in (64, 128, 512)]
+    assert [(bar["bar"], bar["met"]) for bar in found] == [(0.7, True), (0.75, False), (0.75, False)]
     assert not list(bars([row | {"batch": 128, "kv": "bf16"}]))
+    plain = [next(bars([row | {"scheme": "bf16", "kv": "bf16", "batch": batch}])) for batch in (1, 64, 128, 512)]
+    assert [bar["bar"] for bar in plain] == [0.88, 0.86, 0.82, 0.85]
+    (four,) = bars([row | {"scheme": "w4a16-g128", "kv": "bf16", "batch": 1, "decode_ms": 1.8}])
+    assert (four["value"], four["bar"], four["met"]) == (1.8, 1.75, False)
+    prefill = {"scheme": "bf16", "kv": "bf16", "prefill_ms": 9.0, "floor_fraction": 0.77, "batch": 128}
+    assert [bar["bar"] for bar in bars([prefill | {"T": 1024}, prefill | {"T": 1023}])] == [0.78]
 
 
 def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
     config = replace(CONFIG, hidden_size=64, intermediate_size=64)
     shapes = abstract_params(config, "bfloat16")
-    many, no_rows, fast = 10**6, 0, 1e20  # bound by operations, in the layers alone
+    many, fast = 10**6, 1e20  # bound by operations, in the layers alone
+    work = Work(many, 0, 0, 0)
     sizes = [w.size for w in linears(shapes).values()]
     seconds = {
-        scheme: make_floor(quantize(shapes, scheme), config, bandwidth=fast).seconds(many, no_rows)
+        scheme: make_floor(quantize(shapes, scheme), config, bandwidth=fast).of(work, 0.0)
         for scheme in ("bf16", "w8a8-all", "w4a16-g32")
     }
-    assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / 786e12, rel=1e-6)
+    assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / 813e12, rel=1e-6)
     assert seconds["w4a16-g32"] == seconds["bf16"]  # multiplied in 16 bits
-    assert seconds["w8a8-all"] == pytest.approx(seconds["bf16"] * 786 / 1428, rel=1e-6)
+    assert seconds["w8a8-all"] == pytest.approx(seconds["bf16"] * 813 / 1673, rel=1e-6)
 
 
 def test_the_work_of_a_step_by_hand():
-    assert Case("bf16", "decode", 3, "bf16").work(136, 8) == Work(3, 0, 3, 408, 0)
-    assert Case("bf16", "prefill", 3, "bf16").work(136, 8) == Work(0, 24, 3, 24, 3 * 36)
+    assert Case("bf16", "decode", 3, "bf16").work(136, 8) == Work(3, 0, 3, 408)
+    assert Case("bf16", "prefill", 3, "bf16").work(136, 8) == Work(0, 24, 3, 0, 24, 3 * 36)
 
 
 def test_stages():
@@ -81,8 +88,8 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     (row,) = document["rows"]
     assert (row["scheme"], row["T"], "over_bf16" in row, document["bars"]) == ("w8a8-all", 16, False, [])
     shapes = quantize(abstract_params(config, "bfloat16"), "w8a8-all")
-    nbytes = 2 * 8 * config.num_kv_heads * config.head_dim * 2 * 2  # 2 prompts of 8 tokens, K and V of 16 bits
-    floor = make_floor(shapes, config).seconds(16, 2, nbytes, 2 * 8 * 9 / 2)
+    token_bytes = config.num_kv_heads * config.head_dim * 2 * 2  # K and V of 16 bits
+    floor = make_floor(shapes, config).of(Work(0, 16, 2, 0, 16, 2 * 8 * 9 / 2), token_bytes)
     assert row["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
     (path,) = tmp_path.glob("quant_steps-*.json")
     assert rows_of(path) == [row]

@@ -1,0 +1,35 @@
+"""What whole steps must reach of their floors on an H200: bars of every experiment that times steps."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pallas_kernels.bench.bars import bar
+
+Row = dict[str, Any]
+DECODE = {  # weights, and K and V: up to a batch, the least share of the floor
+    ("bf16", "bf16"): ((16, 0.88), (64, 0.86), (256, 0.82), (math.inf, 0.85)),
+    ("bf16", "int8-g8"): ((math.inf, 0.80),),
+    ("w8a8", "int8-g8"): ((64, 0.70), (math.inf, 0.75)),
+}
+OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # which have bars of their own
+PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where so many tokens of prompts are computed
+
+
+def decode_bars(name: str, row: Row) -> Iterator[Row]:
+    """The bar of a decode step's share of its floor, where its model and formats have one."""
+    formats = weights_of(row), row["kv"].replace("bfloat16", "bf16")
+    table = OF_MODELS.get((row.get("model", ""), *formats)) or DECODE.get(formats, ())
+    for least in [share for most, share in table if row["batch"] <= most][:1]:
+        yield bar(f"{name}, share of the floor", row["floor_fraction"], "1", least)
+
+
+def prefill_bars(name: str, row: Row, tokens: int, share: float) -> Iterator[Row]:
+    """The bar of what computing so many tokens of prompts reaches of its floor, where it has one."""
+    if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS:
+        yield bar(f"{name}, share of the floor", share, "1", PREFILL)
+
+
+def weights_of(row: Row) -> str:
+    """bf16 where a row names no scheme; w8a8 whichever of its layers are quantized by which rule."""
+    return row.get("scheme", "bf16").removesuffix("-talk")
