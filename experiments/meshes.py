@@ -57,7 +57,7 @@ def exchanges(config: LlamaConfig, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class MeshCost(CostModel):
-    """The cost of steps of a rank's share, and of a step's exchanges, which every row that is computed takes part in."""
+    """The cost of steps of a rank's share and of their exchanges, which every row that is computed takes part in."""
 
     exchanges: int = 0
     row_bytes: int = 0  # of an exchange
