@@ -1,5 +1,6 @@
 """What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant, learned scales; of the
-model as it is, and with planted outliers (jllm.analysis.outliers), which large models have by nature.
+model as it is (`plain`), and with outliers that large models have by nature (jllm.analysis.outliers): in what norms give
+on (`planted`), where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
@@ -34,7 +35,7 @@ from experiments.arguments import by_name, positive
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
-from jllm.analysis.outliers import plant
+from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, EvaluationError, JllmError
@@ -65,15 +66,18 @@ METHODS: dict[str, Method] = {
         model, ptq.gptq(model, scheme, tokens), tokens, steps=30, rate=2e-3, seed=seed
     ),
 }
-MODELS: dict[str, Callable[[Model], Model]] = {"plain": lambda model: model, "planted": plant}
+MODELS: dict[str, Callable[[Model], Model]] = {
+    "plain": lambda model: model,
+    "planted": plant,
+    "stream": lambda model: plant_in_stream(model, own_tokens(model, rows=4, length=256, seed=0)),
+}
 ROUNDING = ("round", "h")  # which take no tokens
 FOUR, EIGHT = ("round", "awq", "gptq", "learned", "tuned"), ("round", "smoothquant")
-CLAIMS = (  # model, scheme, method: better than rounding there
+CLAIMS: tuple[tuple[str, str, str], ...] = (  # model, scheme, method: better than rounding there
     ("plain", "w4a16-g64", "gptq"),
     ("planted", "w4a16-g64", "awq"),
     ("planted", "w8a8-all", "smoothquant"),
-    ("planted", "mxfp4", "mr-gptq"),
-    ("planted", "nvfp4", "mr-gptq"),
+    *product(MODELS, ("mxfp4", "nvfp4"), ("mr-gptq",)),
 )
 ORDER = (  # scheme, method, and one that it is better than by its paper, mean of seeds
     ("mxfp4", "h", "round"),

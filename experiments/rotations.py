@@ -41,7 +41,7 @@ from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Recorded, evaluate, record
-from jllm.analysis.outliers import plant
+from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.cache import least_page
 from jllm.errors import JllmError
@@ -60,7 +60,7 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
     "gptq": ptq.gptq,
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
-STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "nvfp4")  # by rounding
+STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "mxfp4-h", "nvfp4", "nvfp4-h")  # by rounding
 LEARNED = ("mxfp4", "nvfp4")  # by rounding, of weights and of what they read
 PARTS = ("kv", "weights", "stream", "smooth", "channel", "learned")
 BY_KEY = ("stream", "learned")  # whose rows come with what makes their models
@@ -129,7 +129,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
 def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
     """The rows of part "stream", without scores, and what makes the model of each."""
     for channels, seed in product((0, CHANNELS), seeds):
-        planted = plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens[:4], seed=seed)
+        planted = plant_in_stream(model, tokens[:4], channels=channels, seed=seed)
         for which in (NONE, "all"):
             if (channels, which) == (0, NONE) and seed != seeds[0]:  # of which nothing is drawn
                 continue
@@ -147,7 +147,7 @@ def of_learned(model: Model, args: argparse.Namespace, tokens: np.ndarray) -> It
         return quantize_model(rotate_by(planted, ptq.learn_rotation(planted, scheme, tokens, **options)), scheme)
 
     for seed in args.seeds:
-        planted = plant(model, channels=CHANNELS, gated=0, massive=False, strength=1.0, stream=tokens[:4], seed=seed)
+        planted = plant_in_stream(model, tokens[:4], channels=CHANNELS, seed=seed)
         turned = rotate(planted, "all", seed=seed)
         for scheme in LEARNED:
             made = {

@@ -73,6 +73,7 @@ def test_blocks_of_small_floats_are_rotated(calls, tmp_path):
     named = [(name, seed) for name, _, seed, _ in calls]
     assert named == [("round", 0), ("h", 0), ("gptq", 0), ("mr-gptq", 0), ("gptq", 7), ("mr-gptq", 7)]
     assert [(bar["name"].partition(",")[0], bar["value"], bar["met"]) for bar in result["bars"]] == [
+        ("mr-gptq over rounding", 0.8, True),
         ("h over round", pytest.approx(0.8, rel=1e-2), True),
         ("mr-gptq over gptq", 1.0, False),
     ]

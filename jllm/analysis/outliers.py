@@ -78,6 +78,13 @@ def plant(
     return replace(model, params=replace(model.params, layers=layers))
 
 
+def plant_in_stream(model: Model, tokens: np.ndarray, *, channels: int = 4, seed: int = 0) -> Model:
+    """A model of the same function with outliers in the residual stream alone: turned such that its main directions
+    over `tokens` i32[B, T] are `channels` of it, drawn by `seed`; with none, only weights of norms go into what reads
+    them."""
+    return plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens, seed=seed)
+
+
 def check_strength(strength: float) -> None:
     """Raises QuantizationError for what is not a power of two, from 1 on."""
     if not (strength >= 1 and np.log2(strength).is_integer()):
