@@ -5,11 +5,9 @@ go anywhere and to pages of any size. What was generated so far is few tokens: t
 and V itself, with the next token. So nothing is drawn twice, and tokens are those that one engine would have given.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import heappush
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -171,7 +169,7 @@ class PrefillEngine(Engine):
         begun = dict.fromkeys(seq.request_id for seq in self._scheduler.running if seq.output)
         found = []
         for request_id in begun:
-            samples = self._requests[request_id].unfinished
+            samples = self._ledger.requests[request_id].unfinished
             stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
             if not stays and self.room(len(samples)):
                 found.append(self._take_out(request_id))
@@ -179,13 +177,13 @@ class PrefillEngine(Engine):
 
     def _take_out(self, request_id: int) -> Handover:
         """Ends a request here, without a word to anyone."""
-        request = self._requests.pop(request_id)
+        request = self._ledger.requests[request_id]
         lives = list(request.unfinished.values())
         seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
         kv = self._kv_of_prompt(seq)
         for live in lives:
             self._gate.finish(live.seq, MOVED)
-            del self._live[live.seq], self._owed[request_id, live.seq.sample]
+            self._ledger.forget(live)
         samples = tuple(map(_begun, lives))
         return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
 
@@ -279,9 +277,9 @@ class DecodeEngine(Engine):
                 live.output.push(token)
             live.submitted, live.first_token, live.last_token = begun.submitted, begun.first_token, begun.last_token
             live.logprobs, live.prompt_scores = list(begun.logprobs), dict(begun.scores)
-        self._requests[request_id].started = given.started
+        self._ledger.requests[request_id].started = given.started
         if deadline is not None:
-            heappush(self._deadlines, (time.perf_counter() + deadline, request_id))
+            self._ledger.end_after(request_id, deadline)
         return request_id
 
     def _dispatch(self, plan: StepPlan) -> InFlight:

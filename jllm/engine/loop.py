@@ -3,12 +3,9 @@
 Step t + 1 is dispatched before the tokens of step t are read, so the host works while the device does.
 """
 
-import contextlib
-import heapq
 import secrets
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as List
 from copy import deepcopy
@@ -24,28 +21,25 @@ from jllm.engine.drafting import DraftCounts, drafting_of
 from jllm.engine.gate import Gate
 from jllm.engine.guides import Guides
 from jllm.engine.guiding import Proposed, guided_samples
-from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, token_logprob, variant_for
-from jllm.engine.metrics import Metrics, RequestCounts, Times
+from jllm.engine.ledger import Ledger
+from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, variant_for
+from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes, make_options
-from jllm.engine.output import OutputText
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
-from jllm.engine.texts import PendingEvent, Texts
 from jllm.engine.trace import Recorder
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
 from jllm.kv_policies.options import with_learned
 from jllm.snapshot import Snapshot, join
-from jllm.state import NOT_FINITE, Outputs, Variant
+from jllm.state import Outputs, Variant
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
-
-CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on
 
 
 class Engine:
@@ -86,17 +80,10 @@ class Engine:
         if self._options.trace is not None:
             about = self._options.memory
             self._trace = Recorder(self._options.trace, sizes.limits, sizes.buckets, about)
-        self._live: dict[Sequence, Live] = {}  # the unfinished samples
-        self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion step() has not returned
-        self._requests: dict[int, Samples] = {}  # the unfinished ones
-        self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
+        self._ledger = Ledger(model.config, model.tokenizer)
         self._in_flight: InFlight | None = None
         self._proposed: Proposed | None = None  # drafts of the step in flight, for guided samples
         self._next_id = 0
-        self._counts, self._times = RequestCounts(), Times()
-        self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
-        self._events: list[PendingEvent | Event] = []
-        self._texts = Texts()
         self._failures = 0  # device errors since the last step that was read
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
@@ -106,7 +93,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() still has something to do or to report."""
-        return bool(self._live or self._in_flight or self._events or self._texts.waiting)
+        return bool(self._ledger.live or self._in_flight or self._ledger.has_news)
 
     @property
     def closed(self) -> bool:
@@ -189,9 +176,9 @@ class Engine:
             first = first or seq
             self._add(seq)
         if deadline is not None:
-            heapq.heappush(self._deadlines, (time.perf_counter() + deadline, request_id))
-        self._counts.requests += 1
-        self._counts.prompt_tokens += len(ids)
+            self._ledger.end_after(request_id, deadline)
+        self._ledger.counts.requests += 1
+        self._ledger.counts.prompt_tokens += len(ids)
         return request_id
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
@@ -213,9 +200,9 @@ class Engine:
         own; returns the new sample's index. The two share full pages of what they have in common, and the new one gets
         a copy of the page after these."""
         self._check_open()
-        live = self._find(request_id, sample)
+        live = self._ledger.find(request_id, sample)
         seq = live.seq
-        index = self._requests[request_id].started
+        index = self._ledger.requests[request_id].started
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided = seq.priority, seq.guided
@@ -231,7 +218,7 @@ class Engine:
         """The KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
         snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
         self._check_open()
-        seq = self._find(request_id, sample).seq
+        seq = self._ledger.find(request_id, sample).seq
         length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
@@ -274,10 +261,7 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
         self._check_open()
-        request = self._requests.get(request_id)
-        if request is None:
-            raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
-        self._cut(request, "abort")
+        self._cut(self._ledger.request(request_id), "abort")
 
     def _cut(self, request: Samples, reason: str) -> None:
         for live in list(request.unfinished.values()):
@@ -291,12 +275,7 @@ class Engine:
             self._check_open()
             try:
                 self._advance()
-                news, self._events = self._events, []
-                events = self._texts.take(news, now=self._in_flight is None)
-                for event in events:
-                    if event.completion is not None:
-                        self._owed.pop((event.id, event.sample), None)
-                return events
+                return self._ledger.news(now=self._in_flight is None)
             except BaseException as error:  # above all Ctrl-C: half a step may be done, and it is unknown which half
                 interrupted = isinstance(error, KeyboardInterrupt)
                 what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
@@ -308,16 +287,15 @@ class Engine:
             self._turn()
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
-        if self._trace and not self._live:
+        if self._trace and not self._ledger.live:
             self._trace.flush()
 
     def _turn(self) -> None:
         """Plans and dispatches a step, then reads the one before it."""
         if self._trace:
             self._trace.planning()
-        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
-            if request := self._requests.get(heapq.heappop(self._deadlines)[1]):
-                self._cut(request, "deadline")
+        for request in self._ledger.late():
+            self._cut(request, "deadline")
         for seq, error in self._gate.open():
             self._refuse(seq, error)
         plan = self._scheduler.schedule()
@@ -345,12 +323,12 @@ class Engine:
         """What metrics() tells, as a record of its own: those of several engines can be joined."""
         waiting, programs = len(self._gate.waiting), self._device.programs
         drafts = None if self._drafting is None else self._drafting.counts
-        return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._counts, self._times, drafts))
+        return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._ledger.counts, self._ledger.times, drafts))
 
     @in_turn
     def reset_metrics(self) -> None:
         """Counters and times begin anew, after a warm-up say; what runs goes on."""
-        self._counts, self._times = RequestCounts(), Times()
+        self._ledger.reset_metrics()
         if self._drafting is not None:
             self._drafting.counts = DraftCounts()
         self._scheduler.reset_counts()
@@ -368,23 +346,12 @@ class Engine:
         self._closed = reason
         self._in_flight = None
         try:
-            self._last = self._end_all(ended)
+            self._last = self._ledger.end_all(ended)
         finally:
             self._device.close()
-            self._texts.close()
+            self._ledger.close()
             if self._trace:
                 self._trace.close()
-
-    def _end_all(self, reason: str) -> tuple[Event, ...]:
-        """What step() has not returned, and the completions of all that is left."""
-        events, now = self._texts.rest(self._events), time.perf_counter()
-        ended = {(event.id, event.sample) for event in events if event.completion is not None}
-        left = [live for key, live in self._owed.items() if key not in ended]
-        for live in left:
-            with contextlib.suppress(Exception):  # its text may be what failed
-                live.output.finish()
-        self._counts.requests_aborted += len(self._requests)
-        return (*events, *self._texts.rest(PendingEvent(live, (), reason, now - live.submitted) for live in left))
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -396,21 +363,7 @@ class Engine:
         self._gate.add(seq)
         if self._trace:
             self._trace.request(seq)
-        decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
-        ends = () if seq.params.ignore_eos else self._config.eos_ids
-        stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
-        live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter(), matcher)
-        self._live[seq] = self._owed[seq.request_id, seq.sample] = live
-        request = self._requests.setdefault(seq.request_id, Samples())
-        request.started = max(request.started, seq.sample + 1)
-        request.unfinished[seq.sample] = live
-        return live
-
-    def _find(self, request_id: int, sample: int) -> Live:
-        request = self._requests.get(request_id)
-        if request is None or sample not in request.unfinished:
-            raise RequestError(f"request {request_id} has no running sample {sample}")
-        return request.unfinished[sample]
+        return self._ledger.add(seq, matcher)
 
     # One step
 
@@ -437,7 +390,7 @@ class Engine:
                 self._device.remember(seq.slot, seq.slice(0, skipped))
         half = self._device.forward(buffer, layout, variant) if variant.guided else None
         outputs = None if variant.guided else self._device.run(buffer, layout, variant)
-        counts = self._counts
+        counts = self._ledger.counts
         if self._trace:
             self._trace.dispatched(plan, bucket, pool.num_used)
         counts.steps += 1
@@ -450,7 +403,7 @@ class Engine:
     def _complete(self, step: InFlight, half: Halfway) -> InFlight:
         """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
         guided sample may draw depends on its tokens up to then."""
-        lives, samples = guided_samples(step.plan, step.bucket.rows, self._live.get, self._proposed)
+        lives, samples = guided_samples(step.plan, step.bucket.rows, self._ledger.live.get, self._proposed)
         if samples:
             allowed = self._guides.masks(samples, self._device.tree(step.bucket))
             wanted = half.layout.wanted and self._drafting is not None
@@ -462,27 +415,25 @@ class Engine:
         return InFlight(step.plan, step.bucket, self._device.sample(half))
 
     def _stop_ids(self, seq: Sequence) -> frozenset[int]:
-        return self._live[seq].stop_ids
+        return self._ledger.live[seq].stop_ids
 
     def _read(self, step: InFlight) -> None:
         assert step.outputs is not None
-        outputs = jax.device_get(step.outputs)
+        live, outputs = self._ledger.live, jax.device_get(step.outputs)
         self._failures, self._proposed = 0, outputs.drafts
         if outputs.prompt_logprobs is not None:
-            take_prompt_scores(step.plan, outputs, self._live.get)
+            take_prompt_scores(step.plan, outputs, live.get)
         plan, bucket, now = step.plan, step.bucket, time.perf_counter()
         short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
         most = short // bucket.decodes if bucket.decodes else 1
         tokens = outputs.tokens[:short].reshape(-1, most).tolist()
         for i, (seq, rows, some) in enumerate(zip(plan.decodes, plan.rows, tokens)):
             if seq.finish_reason is None:  # else: ended by an earlier token or an abort; the surplus is dropped
-                self._take(self._live[seq], some, rows, outputs, i * most, now)
+                self._take(live[seq], some, rows, outputs, i * most, now)
         for row, chunk in enumerate(plan.chunks, short):
             if chunk.final and chunk.seq.finish_reason is None:
-                self._take(self._live[chunk.seq], [int(outputs.tokens[row])], 1, outputs, row, now)
-        for last, times in self._previous.items():  # few: most sequences had their last token in the step before
-            self._times.inter_token.add(now - last, times)
-        self._previous.clear()
+                self._take(live[chunk.seq], [int(outputs.tokens[row])], 1, outputs, row, now)
+        self._ledger.step_read(now)
         if self._drafting is not None:
             self._learn(step, outputs, tokens, now)
         self._scheduler.step_read(step.plan.step)
@@ -502,76 +453,28 @@ class Engine:
         self._drafting.observe(step.bucket, [each for each in advanced if each[1]], seconds)
 
     def _take(self, live: Live, tokens: list[int], rows: int, outputs: Outputs, row: int, now: float) -> None:
-        """Takes in the tokens of a sequence's `rows` rows of a step, from `row` on, read at `now`: those after the
-        first that ends the sequence are dropped; a number below 0 is no token."""
-        seq, output, kept, reason = live.seq, live.output, 0, None
-        room = seq.max_length - len(seq.prompt) - len(seq.output)
-        for token in tokens:
-            if token < 0:
-                reason = "error" if token == NOT_FINITE else None
-                break
-            kept += 1
-            if token in live.stop_ids:
-                reason = "stop"
-                break
-            if outputs.logprobs is not None and seq.params.logprobs is not None:
-                live.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
-            if not output.text_can_be_late:
-                output.push(token)
-                if output.stopped:
-                    reason = "stop"
-                    break
-            if kept == room:
-                reason = "length"
-                break
+        """Takes in what a sequence's `rows` rows of a step drew, from `row` on, read at `now`."""
+        kept, reason = self._ledger.take(live, tokens, outputs, row, now)
         if kept:
-            if kept < len(tokens):
-                tokens = tokens[:kept]
-            self._scheduler.on_tokens(seq, tokens, rows)
-            self._counts.output_tokens += kept
-            if live.first_token is None:
-                live.first_token = now - live.submitted
-                self._times.first_token.add(live.first_token)
-            else:
-                self._previous[live.last_token] += 1
-            live.last_token = now
-            if kept > 1:  # between those of one step there is no time
-                self._previous[now] += kept - 1
+            self._scheduler.on_tokens(live.seq, kept, rows)
         elif reason is None:
-            raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
-        if reason is not None:
-            self._finish(live, reason, now, tokens[: kept - (reason == "stop")])
-        elif output.text_can_be_late:
-            self._events.append(PendingEvent(live, tokens))
+            raise AssertionError(f"request {live.seq.request_id}: the device ended a sequence that the host runs")
+        if reason is None:
+            self._ledger.tell(live, kept)
         else:
-            text, certain, logprobs = live.take(final=False)
-            if text or certain:
-                self._events.append(Event(seq.request_id, seq.sample, text, certain, None, logprobs))
+            self._finish(live, reason, now, kept[:-1] if reason == "stop" else kept)
 
     def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
-        """now: when its last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""
-        seq = live.seq
-        if reason == "length" and not live.output.text_can_be_late:
-            live.output.finish()
-            if live.output.stopped:  # bytes held back completed a stop string
-                reason = "stop"
-        self._gate.finish(seq, reason)
+        """See Ledger.end."""
+        reason = self._ledger.end(live, reason, now, tokens)
+        self._gate.finish(live.seq, reason)
         if self._trace:
-            self._trace.end(seq, reason)
-        del self._live[seq], self._requests[seq.request_id].unfinished[seq.sample]
-        if not self._requests[seq.request_id].unfinished:
-            del self._requests[seq.request_id]
-            self._counts.requests_aborted += reason in CUT
-            self._counts.requests_finished += reason not in CUT
-        total = now - live.submitted
-        if reason not in CUT:
-            self._times.end_to_end.add(total)
-        self._events.append(PendingEvent(live, tokens if live.output.text_can_be_late else (), reason, total))
+            self._trace.end(live.seq, reason)
 
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""
         why = f"{type(error).__name__}: {_first_line(error)}"
-        self._abandon(self._live[seq], f"its steps could not be compiled ({why})")
+        self._abandon(self._ledger.live[seq], f"its steps could not be compiled ({why})")
 
     def _abandon(self, live: Live, why: str) -> None:
         warnings.warn(f"request {live.seq.request_id} ends: {why}", stacklevel=2)
@@ -579,7 +482,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """A device error loses the donated pool: make a new one and recompute what runs; twice in a row closes."""
-        self._counts.device_errors += 1
+        self._ledger.counts.device_errors += 1
         self._failures += 1
         self._in_flight = None
         if self._failures > 1:

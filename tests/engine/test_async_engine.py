@@ -233,7 +233,7 @@ def test_what_had_ended_before_a_failure_arrives(model):
 
         def reads(flight):
             read(flight)
-            if any(getattr(event, "reason", None) == "length" for event in inner._events):
+            if any(getattr(event, "reason", None) == "length" for event in inner._ledger._events):
                 raise ZeroDivisionError("the step broke")
 
         inner._read = reads

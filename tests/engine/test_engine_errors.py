@@ -208,7 +208,7 @@ def test_an_interrupted_step_closes_the_engine_and_every_request_has_its_end(mod
             raise KeyboardInterrupt
         return PendingEvent(live, tokens, reason, seconds)
 
-    monkeypatch.setattr("jllm.engine.loop.PendingEvent", interrupt)
+    monkeypatch.setattr("jllm.engine.ledger.PendingEvent", interrupt)
     with pytest.raises(KeyboardInterrupt):
         events.extend(engine.run())
     with pytest.raises(EngineClosed, match="a step was interrupted half-way"):

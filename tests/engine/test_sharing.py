@@ -95,7 +95,8 @@ def test_any_state_of_the_cache_same_tokens(model, options, waves, forks, error)
                 if step == error:
                     engine._recover(jax.errors.JaxRuntimeError("lost"))
                     assert engine.metrics()["cached_pages"] == 0
-                if step in forks and ids[0] in engine._requests and 0 in engine._requests[ids[0]].unfinished:
+                running = engine._ledger.requests.get(ids[0])
+                if step in forks and running is not None and 0 in running.unfinished:
                     engine.fork(ids[0])
                 done |= {(e.id, e.sample): e.completion for e in engine.step() if e.completion}
                 step += 1
@@ -212,11 +213,11 @@ def test_a_tree_of_forks(model, wide, keep):
     engine = Engine(model, **SMALL, prefix_cache=keep)
     request = engine.submit(list(STEMS[2]), sampling)
     steps_until(engine, 6)
-    known = {1: list(engine._find(request, 0).output.tokens)}
+    known = {1: list(engine._ledger.find(request, 0).output.tokens)}
     assert engine.fork(request) == 1
     for _ in range(5):
         engine.step()
-    known[2] = list(engine._find(request, 1).output.tokens)
+    known[2] = list(engine._ledger.find(request, 1).output.tokens)
     assert len(known[2]) > len(known[1])
     assert engine.fork(request, sample=1) == 2
     done = finish(engine)
@@ -232,12 +233,12 @@ def with_key(model, prompt, sampling, sample: int, begun: list[int]) -> tuple[in
     """What a sample that begins with these output tokens comes to, with nothing shared."""
     engine = Engine(model, **ALONE)
     engine.submit(list(prompt), sampling)
-    live = engine._requests[0].unfinished.pop(0)
+    live = engine._ledger.requests[0].unfinished.pop(0)
     live.seq.sample, live.seq.output = sample, list(begun)
-    engine._requests[0].unfinished[sample] = live
+    engine._ledger.requests[0].unfinished[sample] = live
     for token in begun:
         live.output.push(token)
-    engine._requests[0].started = sample + 1
+    engine._ledger.requests[0].started = sample + 1
     return next(iter(finish(engine).values())).token_ids
 
 

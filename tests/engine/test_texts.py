@@ -75,10 +75,10 @@ def play(model, jobs, few: int, forks: set[int]):
             for i, (prompt, sampling, arrival, abort) in enumerate(jobs):
                 if arrival == clock:
                     ids[i] = engine.submit(prompt, sampling)
-                if abort is not None and arrival + abort == clock and ids[i] in engine._requests:
+                if abort is not None and arrival + abort == clock and ids[i] in engine._ledger.requests:
                     engine.abort(ids[i])
-            if clock in forks and engine._live:
-                engine.fork(*min((seq.request_id, seq.sample) for seq in engine._live))
+            if clock in forks and engine._ledger.live:
+                engine.fork(*min((seq.request_id, seq.sample) for seq in engine._ledger.live))
             events += engine.step()
             clock += 1
             assert clock < 500, "a request hangs"
@@ -139,8 +139,8 @@ def test_few_tokens_are_made_at_once(model):
     engine.submit([5, 6, 7], greedy(6))
     while engine.has_work:
         engine.step()
-        assert not engine._texts.waiting
-    assert engine._texts._thread is None
+        assert not engine._ledger._texts.waiting
+    assert engine._ledger._texts._thread is None
 
 
 def test_a_stop_string_that_the_length_limit_brings_out_is_the_reason(model):
@@ -167,7 +167,7 @@ def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
 
     engine = Engine(model, **OPTIONS)
     broken, ends, runs = (engine.submit([5, 6, 7], greedy(count)) for count in (9, 1, 9))
-    engine._find(broken, 0).output.decoder = Broken()
+    engine._ledger.find(broken, 0).output.decoder = Broken()
     with pytest.raises(ValueError, match="a broken tokenizer"):
         list(engine.run())
     last = {e.id: e.completion for e in engine.last_events if e.completion}
