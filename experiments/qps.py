@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,16 @@ def pages_of_h200(model: Model, page_size: int, kv_cache: str | None, least: int
     return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
 
 
-def make_engine(model: Model, args: argparse.Namespace) -> Engine | Replicas:
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, ignore_eos=True
+    )
+
+
+def make_engine(
+    model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None
+) -> Engine | Replicas:
+    """By the options; `device` makes it one in place of its sampler's."""
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *BASELINES)
     options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
@@ -262,16 +271,31 @@ def make_engine(model: Model, args: argparse.Namespace) -> Engine | Replicas:
     if args.replicas is not None:
         return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
-        return engine_with(model, **options)
+        return engine_with(model, device=device, **options)
     options["num_pages"] = options["num_pages"] or pages_of_h200(model, args.page_size, args.kv_cache, args.slots)
     return engine_with(model, device=HostOnly, **options)
 
 
+def warm_up(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> int:
+    """Serves the first --warmup requests, of a few tokens each; returns how many."""
+    warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
+    if warm:
+        serve(engine, warm, sampling_of(args), args.seed, guided=args.guided or 0.0)
+    return len(warm)
+
+
+def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> tuple[Row, float]:
+    """The figures of one run of the workload, and the seconds that this thread was busy."""
+    engine.reset_metrics()
+    engine.reset_prefix_cache()  # each run has the same prompts
+    busy = time.thread_time()
+    served, seconds = serve(engine, requests, sampling_of(args), args.seed, args.allow, args.guided or 0.0)
+    return repeat_row(served, seconds, engine.metrics(), args.cut), time.thread_time() - busy
+
+
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
     """A row for each repeat and then their summary."""
-    sampling = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, ignore_eos=True
-    )
+    sampling = sampling_of(args)
     about = {
         "model": Path(args.model or args.config).stem, "scheme": scheme_name(args.quantize or args.dtype),
         "kv": args.kv_cache or str(model.params.dtype), "slots": args.slots, "rate": args.rate,
@@ -291,11 +315,9 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     like = [sampling, replace(sampling, guide=ENDLESS, ignore_eos=False)] if guided else [sampling]
     compiled = engine.compile_ahead(like)
     note(f"compiled {compiled} sizes of steps")
-    warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
-    if warm:
-        serve(engine, warm, sampling, args.seed, guided=guided)
+    warmed = warm_up(engine, requests, args)
     about |= {"compiled": compiled, "start_s": round(time.perf_counter() - start, 2)}
-    note(f"served {len(warm)} requests to warm up")
+    note(f"served {warmed} requests to warm up")
     least = None
     if args.rate is None:
         floor = make_floor(model.params, model.config, args.bandwidth)
@@ -304,14 +326,11 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
         least /= args.replicas or 1
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
-        engine.reset_metrics()
-        engine.reset_prefix_cache()  # each repeat has the same prompts
-        busy = time.thread_time()
-        served, seconds = serve(engine, requests, sampling, args.seed, args.allow, guided)
-        busy_s = min(busy_s, time.thread_time() - busy)
-        note(f"repeat {repeat}: {len(served)} requests in {seconds:.2f} s")
-        rows.append(repeat_row(served, seconds, engine.metrics(), args.cut))
-        share = {} if least is None else {"floor_s": least, "floor_fraction": least / seconds}
+        row, busy = run_once(engine, requests, args)
+        busy_s = min(busy_s, busy)
+        note(f"repeat {repeat}: {row['requests']} requests in {row['seconds']:.2f} s")
+        rows.append(row)
+        share = {} if least is None else {"floor_s": least, "floor_fraction": least / row["seconds"]}
         yield {**about, "repeat": repeat, **rounded(rows[-1] | share)}
     total = summary(rows)
     if args.host_only:

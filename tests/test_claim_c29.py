@@ -6,6 +6,7 @@ import pytest
 
 from experiments.claims import __main__ as command
 from experiments.claims import c29
+from tests.test_results_page import GOOD
 
 
 def heads_rows(added, count=2):
@@ -55,6 +56,6 @@ def test_c29_trains_toys_that_differ_by_seed_and_heads():
 def test_c29_draws_its_rows(tmp_path):
     path = tmp_path / "claims-C29.json"
     rows = [*heads_rows([0.01, 0.02]), {"verdict": "yes"}]
-    path.write_text(json.dumps({"experiment": "claims-C29", "device": "cpu", "rows": rows}))
+    path.write_text(json.dumps(GOOD | {"experiment": "claims-C29", "rows": rows}))
     assert command.main(["--draw", str(path)]) == 0
     assert path.with_suffix(".svg").read_text().count("<path") > 10

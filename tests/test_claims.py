@@ -10,12 +10,14 @@ import pytest
 from experiments.claims import __main__ as command
 from experiments.claims import c5, c21, c22, decoding, registry, torch_attention
 from experiments.claims.claim import Claim, Verdict, text_table
+from experiments.report import judged
 from jllm.config import load_config
 from pallas_kernels.decode_attention import mosaic_sm90
 from pallas_kernels.decode_attention.cases import Case
 from pallas_kernels.decode_attention.config import Config
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import INTERPRET, make_strict
+from tests.test_results_page import GOOD
 
 ROWS = [{"length": 8, "us": 2.0}, {"length": 16, "us": 3.5}]
 
@@ -26,7 +28,9 @@ def pretended(rows) -> Claim:
         id="C5",
         stated="2x",
         measure=lambda toy: iter(rows),
-        judge=lambda rows: Verdict("yes", f"{len(rows)} rows", ({"name": "n", "value": 1, "met": True},)),
+        judge=lambda rows: Verdict(
+            "yes", (f"{len(rows)} rows",), bars=({"name": "n", "value": 1, "unit": "1", "bar": 1, "met": True},)
+        ),
         draw=lambda figure, rows: figure.subplots().plot([row["us"] for row in rows]),
     )
 
@@ -35,7 +39,8 @@ def pretended(rows) -> Claim:
 def claims(monkeypatch):
     """Claims by id that the command finds in place of the real ones."""
     found = {}
-    monkeypatch.setattr(command, "find", lambda name: found[name])
+    for module in (command, judged):
+        monkeypatch.setattr(module, "find", lambda name: found[name])
     return found
 
 
@@ -88,9 +93,9 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
     ):
         assert command.main(arguments) == 2
         assert capsys.readouterr().err.startswith(message)
-    (tmp_path / "other.json").write_text('{"experiment": "decode_step", "rows": []}')
+    (tmp_path / "other.json").write_text(json.dumps(GOOD))
     assert command.main(["--draw", str(tmp_path / "other.json")]) == 2
-    assert "other.json is not the result of a claim" in capsys.readouterr().err
+    assert "other.json: a result of decode_attention, not of claims-" in capsys.readouterr().err
     seconds = ["--seconds", "60"]
     for arguments in ([], ["C5", "--draw", "x.json"], ["C23", "--toy", *seconds], ["--draw", "x.json", *seconds]):
         with pytest.raises(SystemExit):
@@ -120,20 +125,25 @@ def test_c5_compares_times_with_flash_attention():
 
     yes, partly, no = (c5.judge(rows(*times)) for times in ((1.2, 2.1, 2.0), (1.2, 1.55, 1.55), (1.2, 1.0, 0.9)))
     assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
-    assert partly.measured == "1.55 to 1.55 times as fast from 65536 keys on, 1.20 to 1.20 times as fast below"
+    faster = "faster: 1.55 to 1.55 times as fast from 65536 keys on, 1.20 to 1.20 times as fast below"
+    assert partly.answers == (f"Yes: {faster}", "No: 2 times as fast")
     assert [(bar["bar"], bar["met"]) for bar in partly.bars] == [(1.5, True), (1.6, False)]
 
 
 def test_c21_asks_for_hidden_work():
     def rows(*ratios):
-        return [{"dequantized": times, "over_bytes": ratio} for times, ratio in ratios]
+        at = {"R": 1, "length": 8, "H": 2, "K": 1}
+        return [
+            at | {"dequantized": times, "over_bytes": ratio, "length": i} for i, (times, ratio) in enumerate(ratios)
+        ]
 
     yes, partly, no = (
         c21.judge(rows((0, 1.0), (1, 1.0), (1, 1.1), *((10, ratio) for ratio in ratios)))
         for ratios in ((1.01, 1.15), (1.01, 1.3), (1.3, 2.5))
     )
     assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
-    assert no.measured == "time over that of the bytes, dequantized 1 times: 1.00 to 1.10, 10 times: 1.30 to 2.50"
+    assert no.figures == ("time over that of the bytes, dequantized 1 times: 1.00 to 1.10, 10 times: 1.30 to 2.50",)
+    assert partly.answers[1] == "No: hidden at 10x in 1 of 2 cases (1 x 4 2/1: 1.30)"
 
 
 @pytest.fixture
@@ -237,8 +247,8 @@ def test_each_claim_draws_its_rows(tmp_path):
     }  # fmt: skip
     for name, rows in examples.items():
         path = tmp_path / f"claims-{name}.json"
-        rows = [*rows, {"verdict": "yes"}]
-        path.write_text(json.dumps({"experiment": f"claims-{name}", "device": "cpu", "rows": rows}))
+        rows = [*rows, {"verdict": "incomplete"}]
+        path.write_text(json.dumps(GOOD | {"experiment": f"claims-{name}", "rows": rows}))
         assert command.main(["--draw", str(path)]) == 0
         assert path.with_suffix(".svg").read_text().count("<path") > 10
 

@@ -15,6 +15,7 @@ from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import WeightFormat, decode, encode
 from tests.test_quant_accuracy import Pieces
+from tests.test_results_page import GOOD
 from tests.tiny import tiny_model
 
 FIGURES = {"protocol": "document", "perplexity": 9.0, "added": 0.001, "added_95": [-0.001, 0.002], "kl": 1e-3}
@@ -50,13 +51,14 @@ def test_c6_counts_requests_with_their_scales(pretended):
 
 
 @pytest.mark.parametrize(
-    ("added", "times", "verdict"), [(0.001, 1.6, "partly"), (0.001, 2.1, "yes"), (0.01, 2.1, "no")]
+    ("added", "times", "verdict"),
+    [(0.001, 1.6, "partly"), (0.001, 2.1, "yes"), (0.01, 2.1, "partly"), (0.01, 1.9, "no")],
 )
 def test_c6_wants_both(added, times, verdict):
     found = c6.judge([FIGURES | {"kv": "int8-g8", "times": times, "added": added}])
     assert found.verdict == verdict
     assert found.bars[0]["met"] == (added < 0.002)
-    assert f"int8-g8 {100 * (times - 1):+.0f} % requests" in found.measured
+    assert f"+100% requests: int8-g8 {times - 1:+.0%}" in found.measured
 
 
 def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypatch):
@@ -79,8 +81,10 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     write("quant_steps-1-h.json", "quant_steps", steps)
     rows = list(c7.measure(False))
     assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
-    assert c7.judge(rows).verdict == "yes"
-    assert c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows]).verdict == "no"
+    assert c7.judge(rows).answers[0].endswith("; 1 decode steps 2 times as fast: 2.25 to 2.25, median 2.25")
+    worse = c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows])
+    assert [text.partition(": ")[0] for text in worse.answers] == ["Yes", "No"]
+    assert "accuracy kept: w8a8-all adds +10.00 %" in worse.answers[1]
 
 
 def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
@@ -108,9 +112,9 @@ def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
     assert [row["times"] for row in rows] == [1.8, 1.6, 1.8, 2.6, 2.0]
     assert rows[0]["file"] == "fp8_matmul-2-h.json, weight_only_matmul-large-1-h.json"
     assert rows[1]["file"] == "int8_matmul-1-h.json, matmul-many-1-h.json"
-    assert c7.judge(rows).measured == (
-        "5 products against the fastest of bf16: 1.80 to 1.80 times as fast at 1 row, "
-        "1.60 to 1.80 times as fast at 256, 2.00 to 2.60 times as fast from 1,024 on"
+    assert c7.judge(rows).answers == (
+        "Yes: products from 1,024 rows on: 2.00 to 2.60",
+        "No: products of 1 row: 1.80 to 1.80; products of 256: 1.60 to 1.80",
     )
 
 
@@ -157,7 +161,10 @@ def test_c9_judges_ten_times_and_sensitivity():
     assert c9.judge([*rounding(4.0), *one_sided]).verdict == "partly"
     assert c9.judge([*rounding(10.0), *both]).verdict == "partly"
     assert c9.judge([*rounding(2.0), *flat]).verdict == "no"
-    assert "int8 error x4.00, fp8 error x1.00" in c9.judge([*rounding(4.0), *both]).measured
+    assert (
+        "FP8 insensitive to a scale up to 4 times too large, which INT8 is not: errors x1.00 and x4.00"
+        in (c9.judge([*rounding(4.0), *both]).answers[0])
+    )
 
 
 def test_c10_has_every_size_of_group(pretended, monkeypatch):
@@ -203,21 +210,7 @@ def test_c10_a_smaller_group_that_is_better_breaks_the_ceiling():
         ]
         found = c10.judge(rows)
         assert found.verdict == verdict
-        assert ("no ceiling" in found.measured) == (verdict == "partly")
-
-
-@pytest.mark.parametrize("module", [c6, c7, c9, c10, c15])
-def test_committed_verdicts_are_what_rows_say(module):
-    """Of the files in experiments/results: the code that judges is the code that wrote them."""
-    files = sorted(c7.RESULTS.glob(f"claims-{module.CLAIM.id}-*.json"))
-    assert files
-    for file in files:
-        document = json.loads(file.read_text())
-        *rows, last = document["rows"]
-        found = module.judge(rows)
-        assert (found.verdict, found.measured, list(found.bars)) == (
-            last["verdict"], last["measured"], document["bars"]
-        )  # fmt: skip
+        assert any(text.startswith("No: 8 the ceiling") for text in found.answers) == (verdict == "partly")
 
 
 def test_c15_compares_at_equal_bits(pretended, monkeypatch):
@@ -225,7 +218,7 @@ def test_c15_compares_at_equal_bits(pretended, monkeypatch):
     rows = list(c15.measure(True))
     assert pretended == [("nf4-g32", "model"), ("w4a16-g32", "model")]
     assert len({row["bytes_per_weight"] for row in rows}) == 1
-    by = [({"kl": 0.5}, "yes"), ({"kl": 2.0}, "partly"), ({"kl": 2.0, "relative_error": 9.0}, "no")]
+    by = [({"kl": 0.5}, "yes"), ({"kl": 2.0}, "partly"), ({"kl": 2.0, "relative_error": 9.0, "added": 1.0}, "no")]
     for worse, verdict in by:
         nf4, int4 = (
             {"relative_error": 0.1, "kl": 0.5, "added": 0.001},
@@ -261,17 +254,17 @@ def test_each_claim_draws_its_rows(tmp_path, pretended):
     }  # fmt: skip
     for name, rows in examples.items():
         path = tmp_path / f"claims-{name}.json"
-        rows = [*rows, {"verdict": "yes"}]
-        path.write_text(json.dumps({"experiment": f"claims-{name}", "device": "cpu", "rows": rows}))
+        rows = [*rows, {"verdict": "incomplete"}]
+        path.write_text(json.dumps(GOOD | {"experiment": f"claims-{name}", "rows": rows}))
         assert command.main(["--draw", str(path)]) == 0
         assert path.with_suffix(".svg").read_text().count("<path") > 10
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"experiment": "claims-C6"}', '{"experiment": "qps", "rows": [1]}'])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"experiment": "claims-C6"}', json.dumps(GOOD)])
 def test_what_is_no_claims_result_is_not_drawn(tmp_path, capsys, text):
     (tmp_path / "x.json").write_text(text)
     assert command.main(["--draw", str(tmp_path / "x.json")]) == 2
-    assert "is not the result of a claim" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: x.json: ")
 
 
 def test_a_judge_evaluates_against_what_was_recorded():

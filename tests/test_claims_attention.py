@@ -37,9 +37,9 @@ def test_c30_reads_the_faster_variant_of_a_kind_from_one_job(tmp_path):
     assert (slower["K"], slower["times"], "us" in slower) == (8, 0.733, False)
     assert equal["file"] == "decode_attention-a.json"
     assert [c30.judge(some).verdict for some in (found, [equal], [slower])] == ["partly", "yes", "no"]
-    assert "32/8 heads: 0.73 to 0.73 times as fast by CUDA cores as by tensor cores, enough in 0 of 1 cells" in (
-        c30.judge(found).measured
-    )
+    said = c30.judge(found)
+    assert said.answers[1].startswith("No: enough with 32/8 heads")
+    assert said.figures[1] == "32/8 heads: 0.73 to 0.73 times as fast by CUDA cores as by tensor cores"
 
 
 def test_c31_counts_the_bytes_of_a_pass_of_its_own_unless_caches_hold_them():
@@ -49,7 +49,7 @@ def test_c31_counts_the_bytes_of_a_pass_of_its_own_unless_caches_hold_them():
     assert large["over_library"] == pytest.approx((1.25 + 2 + 2) / 2, abs=1e-3)
     found = c31.judge([small, large])
     assert found.verdict == "partly"
-    assert "pointless in 1 of 2 cells, but not at 1 x 1024, 32/32" in found.measured
+    assert found.answers[1] == "No: pointless by bytes in 1 of 2 cases (int8-g8 1 x 1024 32/32)"
     gains = {**large, "part": "time"} | c31.ratios(4.0, 5.0, 5.5, "us")
     assert c31.judge([large, gains]).verdict == "no"  # slower than fused, and yet it gains: time decides, not bytes
     assert c31.judge([small, {**gains, "over_library": 1.2}]).verdict == "yes"

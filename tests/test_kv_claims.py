@@ -14,7 +14,7 @@ from jllm.pretrained import load
 @pytest.mark.parametrize("claim", [c2.CLAIM, c12.CLAIM, c16.CLAIM, c17.CLAIM], ids=lambda claim: claim.id)
 def test_toy_runs_give_rows_a_picture_and_no_verdict(claim: Claim, tmp_path):
     with ResultFile(tmp_path, claim.id, ["x"]) as result:
-        run(claim, result, True, lambda line: None)
+        run([(claim, result)], True, lambda line: None)
     *rows, last = result.document["rows"]
     assert result.document["complete"]
     assert last["verdict"] == "toy size: no verdict"

@@ -13,7 +13,7 @@ from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
 from jllm.errors import OutputError
 from pallas_kernels.bench.command import interruptible, make_parser
-from pallas_kernels.bench.result_file import FOLDERS, QUOTED, ResultFile, commit_of, portable
+from pallas_kernels.bench.result_file import FOLDERS, QUOTED, ResultFile, commit_of, gpu_of, portable
 from pallas_kernels.one_writer import open_alone
 
 
@@ -222,3 +222,19 @@ def test_a_result_names_the_commit_of_its_sources(tmp_path):
     assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "a.py").write_text("2")
     assert commit_of(tmp_path) == f"{git('rev-parse', '--short=12', 'HEAD')}+"
+
+
+def test_a_gpus_driver_and_clocks_are_recorded(tmp_path, monkeypatch):
+    """As nvidia-smi says them of the GPU that is visible; without one, nothing."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$2" = 3 ] && echo "570.10, 1755, 1980, 3201"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    found = gpu_of("NVIDIA H200")
+    assert found == {"driver": "570.10", "clocks_mhz": {"sm": 1755, "most_sm": 1980, "memory": 3201}}
+    assert gpu_of("cpu") == {}
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_of("NVIDIA H200") == {}
+    tool.unlink()
+    assert gpu_of("NVIDIA H200") == {}

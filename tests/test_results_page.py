@@ -226,11 +226,47 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
     text = page(tmp_path, "claims")
     assert "## Claim C23: service quality" in text
     assert "up to 32 requests a second" not in text
-    assert "yes: 99% of requests are in time in a burst of 12 s of up to 32 arrivals a second, no steady state" in text
+    assert "Yes: 99% of requests are in time in a burst of 12 s of up to 32 arrivals a second, no steady state" in text
     assert "the verdict is that of its rows by the rule of today" in text
     again = rows[:-1] + [rows[-1] | {"measured": c23.judge(rows[:-1]).measured}]
     write(tmp_path, "x", experiment=experiment, rows=again)
     assert "the rule of today" not in page(tmp_path, "claims")
+
+
+def test_every_partly_says_what_is_yes_and_what_is_no():
+    """On RESULTS.md and on the page of claims, of every claim that is answered."""
+    summary = [line for line in PAGE.read_text().splitlines() if re.match(r"\| \[C\d+\]", line)]
+    verdicts = re.findall(
+        r"^\| [^|]+ \| ([^|]+) \| (?:yes|partly|no|open) \|$", (RESULTS / "claims.md").read_text(), re.M
+    )
+    partly = [line for line in summary if line.endswith("**partly** |")]
+    assert len(partly) > 20
+    for line in summary:
+        answer = line.split(" | ")[2]
+        kinds = set(re.findall(r"(?:^|[.…] )(Yes|No|Open): ", answer))
+        assert {"Yes", "No"} <= kinds if line in partly else len(kinds) == 1, line
+    for said in verdicts:
+        assert re.search(r"(?:^|\. )(?:Yes|No|Open): ", said), said
+
+
+def test_a_claim_that_was_cut_off_says_what_it_has_so_far(tmp_path):
+    served = {"claim": "C1", "requests": 8, "ttft_ms_p50": 9.0}
+    rows = [served | {"policy": policy, "qps": qps} for policy, qps in (("dynamic", 12.0), ("static", 10.0))]
+    write(tmp_path, "x", experiment="claims-C1", rows=rows, complete=False, size="full")
+    assert "so far: Yes: more requests a second, +20.0 %" in page(tmp_path, "claims")
+    assert "**incomplete**" in short(tmp_path)
+    write(tmp_path, "x", experiment="claims-C1", rows=rows, complete=False, size="toy")
+    assert "so far" not in page(tmp_path, "claims")
+
+
+def test_what_a_file_does_not_hold_of_its_run_is_said(tmp_path):
+    clocks = {"sm": 1755, "most_sm": 1980, "memory": 3201}
+    write(tmp_path, "x-20261120-h200", commit="abc", driver="570", clocks_mhz=clocks)
+    text = page(tmp_path, "kernels")
+    assert ", commit abc, driver 570, clocks 1755 of 1980 MHz, memory 3201" in text
+    assert "recorded" not in text
+    write(tmp_path, "x-20261120-h200", commit="abc")
+    assert ", commit abc, no driver or clocks recorded" in page(tmp_path, "kernels")
 
 
 def test_an_experiment_that_nobody_described_is_shown_whole(tmp_path):
@@ -344,5 +380,5 @@ def test_options_of_peers_count_for_no_refusal():
 
 
 def test_long_figures_of_a_claim_end_at_a_part():
-    assert overview.shortened("short; whole") == "short; whole"
+    assert overview.shortened("short; whole") == "short; whole."
     assert overview.shortened("first; " + "x, " * 100) == "first; " + ", ".join("x" * 47) + " …"

@@ -8,6 +8,7 @@ in place of its own:
     host       late, or wait: a step's tokens are read before the next step is planned
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from experiments.baselines.schedulers import (
@@ -28,6 +29,7 @@ BASELINES = {
     "batching": ("merge", "static", "separate"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
     "host": ("late", "wait"),
 }  # fmt: skip
+DEVICES: dict[str, type[Device]] = {"threshold": Device, "sort": SortingDevice}  # by the sampler
 SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
     ("merge", "ragged"): Scheduler,
     ("static", "ragged"): StaticBatches,
@@ -45,10 +47,9 @@ def engine_with(
     prefill: str = "ragged",
     sampling: str = "threshold",
     host: str = "late",
-    device: type[Device] | None = None,
+    device: Callable[..., Device] | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the sampler's."""
     kind = WaitingEngine if host == "wait" else Engine
-    device = device or (SortingDevice if sampling == "sort" else Device)
-    return kind(model, device=device, scheduler=SCHEDULERS[batching, prefill], **options)
+    return kind(model, device=device or DEVICES[sampling], scheduler=SCHEDULERS[batching, prefill], **options)

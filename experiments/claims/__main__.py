@@ -11,13 +11,17 @@ matplotlib (the extra `notebooks`); a file measured without it can be drawn late
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from experiments.arguments import claim_memory, positive_seconds
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
+from experiments.report.documents import result_of
+from experiments.report.judged import judged
 from experiments.result_file import ResultFile
-from jllm.errors import JllmError
+from jllm.errors import InputFileError, JllmError
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -56,28 +60,49 @@ def check_device(claim: Claim) -> None:
         raise ValueError(f"{claim.id} needs a Hopper GPU, whose kernel it is about, and this machine has: {device}")
 
 
+def draw_again(path: Path) -> None:
+    """A result's picture, whose answer is by the rule of today. Raises InputFileError for what is no claim's result."""
+    document = result_of(path, "claims-")
+    if claim_named(document["experiment"]) is None or not document["rows"]:
+        raise InputFileError(f"{path.name}: not the result of a claim")
+    try_to_draw(judged(document), path)
+
+
 def try_to_draw(document: Row, path: Path) -> None:
-    """The picture beside a result. Raises ValueError for a file that is no claim's."""
-    name = claim_named(document.get("experiment")) if isinstance(document, dict) else None
-    if name is None or not document.get("rows"):
-        raise ValueError(f"{path} is not the result of a claim")
+    """The picture beside a result."""
+    name = claim_named(document["experiment"])
+    assert name is not None
     try:
         draw(find(name), TITLES[name], document, path.with_suffix(".svg"))
     except ImportError:
         print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {path.name}", file=sys.stderr)
 
 
-def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
-    toy = args.toy or not (claim.computed or on_hopper())
-    print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
-    with ResultFile(args.results, f"claims-{claim.id}", command, args.label, size="toy" if toy else "full") as result:
-        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds)
-    document = result.document
-    *rows, verdict = document["rows"]
-    print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
-    print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
-    try_to_draw(document, result.path)
-    return document
+def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
+    """Tests claims side by side; what each of them found."""
+    toy = args.toy or not (claims[0].computed or on_hopper())
+    tested = []
+    with ExitStack() as stack:
+        for claim in claims:
+            print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
+            size = "toy" if toy else "full"
+            result = ResultFile(args.results, f"claims-{claim.id}", command, args.label, size=size)
+            tested.append((claim, stack.enter_context(result)))
+        run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds)
+    for claim, result in tested:
+        *rows, verdict = result.document["rows"]
+        print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
+        print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
+        try_to_draw(result.document, result.path)
+    return [result.document for _, result in tested]
+
+
+def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
+    """Claims whose rows are rounds of the same runs together, each other one alone."""
+    found: dict[str, list[Claim]] = {}
+    for claim in claims:
+        found.setdefault("rounds" if claim.alternates else claim.id, []).append(claim)
+    return list(found.values())
 
 
 @interruptible
@@ -86,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["python", "-m", "experiments.claims", *(sys.argv[1:] if argv is None else argv)]
     try:
         for path in args.draw:
-            try_to_draw(json.loads(path.read_text(encoding="utf-8")), path)
+            draw_again(path)
         claims = [find(name) for name in dict.fromkeys(args.claims)]
         if args.seconds is not None and (brief := [claim.id for claim in claims if not claim.lasts]):
             raise ValueError(
@@ -96,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             claim_memory()
         for claim in claims:
             check_device(claim)
-        documents = [test(claim, args, command) for claim in claims]
+        documents = [document for some in side_by_side(claims) for document in test(some, args, command)]
     except (JllmError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

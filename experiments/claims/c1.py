@@ -1,23 +1,23 @@
 """C1: dynamic batching against static batches, which wait for their longest member.
 
-The QPS workload, all sent at once, through the same engine under its two policies: requests join and leave at every
-step, or come in batches of as many as there are slots, prefill, and decode in as many rows as the batch has members
-until the last has ended.
+The same engine under its two policies (contest.py): requests join and leave at every step, or come in batches of as
+many as there are slots, prefill, and decode in as many rows as the batch has members until the last has ended.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
-from experiments.claims.serving import contest, draw_qps, gain_of
+from experiments.claims.claim import Claim, Row, Verdict, verdict_of
+from experiments.claims.contest import contest, draw_qps, gain_parts
 
 
 def measure(toy: bool) -> Iterator[Row]:
-    yield from contest(toy, {"dynamic": {"batching": "merge"}, "static": {"batching": "static"}})
+    yield from contest(toy, {"dynamic": "usual", "static": "static"})
 
 
 def judge(rows: list[Row]) -> Verdict:
-    return gain_of(rows, "dynamic", "static", least=1.0)
+    parts, waits = gain_parts(rows, "dynamic", "static", stated=(1.0,))
+    return verdict_of(parts, waits)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -25,5 +25,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C1", stated="QPS +100 % (elsewhere +100 to +200 %)", measure=measure, judge=judge, draw=draw, serves=True
+    id="C1",
+    stated="QPS +100 % (elsewhere +100 to +200 %)",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
+    alternates=True,
 )

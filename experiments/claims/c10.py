@@ -14,7 +14,7 @@ import jax
 
 from experiments.accuracy.rows import kv_error, rounded, weight_error
 from experiments.claims.accuracy import Judge, bundled
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import linears
@@ -101,29 +101,28 @@ def _row(of: str, codes: str, scale_for: str, bytes_each: float, error: float) -
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, falls, best, beyond = [], [], [], []
+    figures, falls, best, beyond = [], {}, {}, {}
     for of, codes in dict.fromkeys((row["of"], row["codes"]) for row in rows):
+        name = f"{of} {codes}"
         found = {row["scale_for"]: row for row in rows if (row["of"], row["codes"]) == (of, codes)}
         served = [row for row in found.values() if "kl" in row]
-        for key in ("relative_error", "kl"):
-            values = [row[key] for row in served]  # from group 8 up
-            falls.append(all(a < b for a, b in zip(values, values[1:])))
-        best.append(found[str(CEILING)]["relative_error"] < found["tensor"]["relative_error"])
+        falls[name] = all(  # from group 8 up
+            a[key] < b[key] for key in ("relative_error", "kl") for a, b in zip(served, served[1:])
+        )
+        best[name] = found[str(CEILING)]["relative_error"] < found["tensor"]["relative_error"]
         smaller = found.get("4", {}).get("relative_error")
-        beyond.append(smaller is not None and smaller < found[str(CEILING)]["relative_error"])
+        if smaller is not None:
+            beyond[name] = smaller >= found[str(CEILING)]["relative_error"]
         ends = [
             f"{served[0]['relative_error']:.2g} at 8",
             f"{served[-1]['relative_error']:.2g} for {served[-1]['scale_for']}",
         ]
         ends += [f"{found['tensor']['relative_error']:.2g} a tensor"] + [f"{e:.2g} at 4" for e in [smaller] if e]
         more = served[-1]["kl"] / served[0]["kl"]
-        parts.append(
-            f"{of} {codes}: error {', '.join(ends)}; KL for {served[-1]['scale_for']} {more:.1f} times that at 8"
-        )
-    if any(beyond):
-        parts.append(f"so {CEILING} is no ceiling: groups of 4 are more accurate still, in more bytes")
-    yes = all(falls) and all(best) and not any(beyond)
-    return Verdict("yes" if yes else "partly" if any(best) else "no", "; ".join(parts))
+        figures.append(f"{name}: error {', '.join(ends)}; KL for {served[-1]['scale_for']} {more:.1f} times that at 8")
+    parts = by_case("groups more accurate than a tensor's scale", best) + by_case("the smaller the more so", falls)
+    parts += by_case(f"{CEILING} the ceiling, groups of 4, which take more bytes, being no better", beyond)
+    return verdict_of(parts, *figures)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -6,11 +6,11 @@ from the QPS workload, all at once; simulated. What paging costs in a kernel is 
 shuffled pages took 943 us where cuDNN took 943 over contiguous arrays (128 sequences of 2,048 tokens on an H200).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.simulated import MODELS, Bench, Todo, cell, gain
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
@@ -55,24 +55,40 @@ def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int]
 
 def judge(rows: list[Row]) -> Verdict:
     found = gains(rows)
-    past = {key: value for key, value in found.items() if key[2] > MUCH}
-    grouped = {key: value for key, value in found.items() if key[0] == GROUPED}
-    rest = [value for key, value in found.items() if key not in past and key not in grouped]
-    parts = [
-        f"{min(some):+.0%} to {max(some):+.0%} {where}"
-        for some, where in (
-            (list(past.values()), f"past {MUCH} slots"),
-            (list(grouped.values()), "with 8 KV heads"),
-            (rest, f"with 32 KV heads up to {MUCH} slots"),
-        )
-        if some
-    ]
-    said = [value for key, value in found.items() if key in past or key in grouped]
-    helped = sum(value > HELPS for value in said)
-    verdict = "yes" if not helped else "no" if helped == len(said) else "partly"
-    small = {key: value for key, value in grouped.items() if value <= HELPS}
-    where = "; with 8 KV heads it adds nothing where every slot finds its longest output's pages" if small else ""
-    return Verdict(verdict, "paged over reserve, QPS: " + ", ".join(parts) + where)
+    halves = (
+        ("past batch", {key: gain for key, gain in found.items() if key[2] > MUCH}),
+        ("with GQA", {key: gain for key, gain in found.items() if key[0] == GROUPED}),
+    )
+    parts = []
+    for half, some in halves:
+        said = f"no gain past batch {MUCH}" if half == "past batch" else "no gain with 8 KV heads"
+        for side in (True, False):
+            of_side = {key: gain for key, gain in some.items() if (gain <= HELPS) is side}
+            if of_side:
+                where = "everywhere" if len(of_side) == len(some) else f"in {len(of_side)} of {len(some)} cases"
+                parts.append(Part(f"{said} {where}, {spread(of_side.values())}{pools(of_side, some)}", side))
+    rest = [gain for key, gain in found.items() if not any(key in some for _, some in halves)]
+    others = f"with 32 KV heads up to {MUCH} slots {spread(rest)}" if rest else ""
+    return verdict_of(parts, others, how="Simulated, paged over reserve, requests a second")
+
+
+def spread(gains: Iterable[float]) -> str:
+    gains = list(gains)
+    return f"{min(gains):+.0%} to {max(gains):+.0%}"
+
+
+def pools(some: Mapping[tuple[str, float, int], float], every: Mapping[tuple[str, float, int], float]) -> str:
+    """Which slots of which pools they are, where they are not all that there are."""
+    if len(some) == len(every):
+        return ""
+    by: dict[float, list[int]] = {}
+    for _, gib, slots in some:
+        by.setdefault(gib, []).append(slots)
+    return f" ({', '.join(f'{gib:g} GiB with {to(slots)} slots' for gib, slots in by.items())})"
+
+
+def to(slots: list[int]) -> str:
+    return str(slots[0]) if len(slots) == 1 else f"{min(slots)} to {max(slots)}"
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.claims.c22 import Step
-from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.claims.claim import Claim, Row, Verdict, by_case, microseconds, verdict_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.step_profile import table
 from experiments.steps.timer import decode_steps
@@ -85,18 +85,14 @@ def kinds(phase: str, batch: int, tokens: int, run: Callable[[], Any], step_us: 
 
 
 def judge(rows: list[Row]) -> Verdict:
-    found = [row for row in rows if "share" in row]
-    shares = [row["share"] for row in found]
     low, high = STATED
-    inside = [low <= share <= high for share in shares]
-    parts = [
-        f"products take {min(shares):.0%} to {max(shares):.0%} of a step, {low:.0%} to {high:.0%} in {sum(inside)} of "
-        f"{len(inside)} cases"
-    ]
+    shares = {f"{row['phase']} {row['batch']} x {row['tokens']}": row["share"] for row in rows if "share" in row}
+    inside = {f"{name}: {share:.0%}": low <= share <= high for name, share in shares.items()}
     attention = [row["of_step"] for row in rows if row.get("kind") == "attention"]
-    if attention:
-        parts.append(f"attention kernels take {min(attention):.0%} to {max(attention):.0%} of a decode step")
-    return Verdict("yes" if all(inside) else "partly" if any(inside) else "no", "; ".join(parts))
+    return verdict_of(
+        by_case(f"products take {low:.0%} to {high:.0%} of a step", inside),
+        f"attention kernels take {min(attention):.0%} to {max(attention):.0%} of a decode step" if attention else "",
+    )
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

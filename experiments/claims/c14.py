@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.steps.batches import WholeBatch
 from experiments.throughput import Bench, parse_args
@@ -39,17 +39,14 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    under = [row for row in rows if row["prefill_share"] <= STATED]
-    shares = sorted(row["prefill_share"] for row in rows)
-    worst = max(rows, key=lambda row: row["prefill_share"])
-    parts = [
-        f"prefill takes {shares[0]:.1%} to {shares[-1]:.1%} of a generation, at most {STATED:.0%} in {len(under)} of "
-        f"{len(rows)} cases, most at {worst['batch']} x {worst['input']} -> {worst['output']}"
-    ]
+    shares = {f"{row['batch']} x {row['input']} -> {row['output']}": row["prefill_share"] for row in rows}
+    under = {f"{name}: {share:.1%}": share <= STATED for name, share in shares.items()}
     typical = [row for row in rows if (row["input"], row["output"]) == WORKLOAD]
-    parts += [f"{row['prefill_share']:.1%} at batch {row['batch']} and the workload's mean lengths" for row in typical]
-    verdict = "yes" if len(under) == len(rows) else "partly" if under else "no"
-    return Verdict(verdict, "; ".join(parts))
+    return verdict_of(
+        by_case(f"prefill takes at most {STATED:.0%} of a generation", under),
+        f"{min(shares.values()):.1%} to {max(shares.values()):.1%} in all",
+        *(f"{row['prefill_share']:.1%} at batch {row['batch']} and the workload's mean lengths" for row in typical),
+    )
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

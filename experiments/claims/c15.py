@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.accuracy.rows import rounded, weight_error
 from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from pallas_kernels.quantized_weights import parse_weight_format
 
 GROUPS = (16, 32, 64)
@@ -34,18 +34,18 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def judge(rows: list[Row]) -> Verdict:
     found = {(row["codes"], row["group"]): row for row in rows}
-    parts, better, added = [], [], []
-    for group in dict.fromkeys(group for _, group in found):
-        nf4, int4 = found["nf4", group], found["int4", group]
-        ratios = [nf4[key] / int4[key] for key in ("relative_error", "kl")]
-        better += [ratio < 1 for ratio in ratios]
-        added.append(nf4["added"] < int4["added"])
-        parts.append(
-            f"group {group}: error {ratios[0]:.2f}, KL {ratios[1]:.2f} of int4's, perplexity {percent(nf4['added'])} "
-            f"against {percent(int4['added'])}"
-        )
-    verdict = "yes" if all(better) and all(added) else "partly" if any(better) else "no"
-    return Verdict(verdict, "; ".join(parts))
+    pairs = [(group, found["nf4", group], found["int4", group]) for group in dict.fromkeys(group for _, group in found)]
+    parts = []
+    for said, key in (("error", "relative_error"), ("divergence", "kl")):
+        ratios = {
+            f"group {group}: {nf4[key] / int4[key]:.2f} of int4's": nf4[key] < int4[key] for group, nf4, int4 in pairs
+        }
+        parts += by_case(f"less {said}", ratios)
+    added = {
+        f"group {group}: {percent(nf4['added'])} for {percent(int4['added'])}": nf4["added"] < int4["added"]
+        for group, nf4, int4 in pairs
+    }
+    return verdict_of([*parts, *by_case("less added to perplexity", added)])
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

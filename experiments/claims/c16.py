@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import FEW, Claim, Part, Row, Verdict, verdict_of
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
@@ -108,20 +108,27 @@ def computed_rows(rows: list[Row]) -> list[Row]:
 
 def judge(rows: list[Row]) -> Verdict:
     found = computed_rows(rows)
-    stream = [row["stream_share"] for row in found]
-    swap = [row["swap_over_recompute"] for row in found]
-    streams = {row["device"] for row in found if row["stream_share"] > PAYS}
-    swaps = sum(ratio < 1 for ratio in swap)
-    step = [row["gb_ms"] / row["step_ms"] for row in found]
-    parts = [
-        f"1 GB takes {min(step):.2g} to {max(step):.2g} steps of a full device",
-        f"streaming adds {min(stream):.1%} to {max(stream):.1%} more sequences"
-        + (f", over {PAYS:.0%} on {', '.join(sorted(streams))}" if streams else ""),
-        f"swapping out and in takes {min(swap):.2g} to {max(swap):.2g} times computing again, less in "
-        f"{swaps} of {len(swap)} cases",
+    parts = []
+    steps = [row["gb_ms"] / row["step_ms"] for row in found]
+    streams, swaps = ([row[key] for row in found] for key in ("stream_share", "swap_over_recompute"))
+    for said, values, holds, shown, unit in (
+        ("1 GB takes a decode step of a full device or longer", steps, lambda x: x >= 1, "{:.2g}", "steps"),
+        (f"streaming adds at most {PAYS:.0%} more sequences", streams, lambda x: x <= PAYS, "{:.1%}", "of them"),
+        ("swapping out and in takes no less than computing again", swaps, lambda x: x >= 1, "{:.2g}", "times"),
+    ):
+        for side in (True, False):
+            some = [(row, value) for row, value in zip(found, values) if holds(value) is side]
+            if some:
+                least, most = (shown.format(end(value for _, value in some)) for end in (min, max))
+                devices = sorted({row["device"].removeprefix("NVIDIA ") for row, _ in some})
+                on = f", on {', '.join(devices)}" if len(devices) <= 2 * FEW else ""
+                parts.append(Part(f"{said} in {len(some)} of {len(found)} cases ({least} to {most} {unit}{on})", side))
+    links = [
+        f"measured on {row['device']}: {row['to_host_gb_s']:g} GB/s to the host and {row['to_device_gb_s']:g} back"
+        for row in rows
+        if row["source"] == "measured" and row.get("device", "cpu") != "cpu"
     ]
-    verdict = "yes" if not streams and not swaps else "no" if swaps == len(swap) and len(streams) > 1 else "partly"
-    return Verdict(verdict, "; ".join(parts))
+    return verdict_of(parts, *links, how="Computed from data sheets")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -10,11 +10,11 @@ ended so far, `learned` on the prompt as well, `oracle` on the truth. quantile a
 QUANTILES; of these the best that preempts at most PREEMPTED of the requests is the one that is judged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.simulated import Bench, Todo, cell
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
@@ -27,6 +27,7 @@ PREEMPTED = 0.05
 POOLS = (16.0, 32.0)
 POLICIES = ("paged", "extent")
 NEAR = 0.90  # of the oracle's QPS
+NEEDED = 0.05  # of it, that is lost without
 STORIES = "stories"
 
 
@@ -69,13 +70,27 @@ def _rank(row: Row) -> tuple[bool, float]:
 
 
 def judge(rows: list[Row]) -> Verdict:
+    """Whether admission needs a prediction, by policy: without one, and by the longest output, against the oracle; and
+    whether a trained predictor is worth more than a quantile."""
     found = chosen(rows)
-    parts, bars = [], []
-    for name in ("none", "longest", "quantile", "learned"):
-        shares = [cells[name]["qps"] / cells["oracle"]["qps"] for cells in found.values() if name in cells]
-        if shares:
-            parts.append(f"{name} {min(shares):.0%} to {max(shares):.0%}")
-    wins = []
+    parts, bars, wins = [], [], []
+
+    def shares(name: str, policy: str) -> list[float]:
+        return [
+            cells[name]["qps"] / cells["oracle"]["qps"]
+            for (_, of, _), cells in found.items()
+            if of == policy and name in cells
+        ]
+
+    for policy in dict.fromkeys(policy for _, policy, _ in found):
+        for name, said in (
+            ("none", "without any"), ("longest", "with the longest output as one"),
+        ):  # fmt: skip
+            if some := shares(name, policy):
+                needed = min(some) < 1 - NEEDED
+                parts.append(
+                    Part(f"needed by {policy}, which {said} serves {between(some)} of the oracle's QPS", needed)
+                )
     for (workload, policy, gib), cells in found.items():
         if "learned" not in cells:
             continue
@@ -88,12 +103,19 @@ def judge(rows: list[Row]) -> Verdict:
             {"name": f"learned over quantile's QPS, {where}", "value": round(learned / quantile, 4), "unit": "1",
              "bar": 1.0, "met": learned > quantile},
         ]  # fmt: skip
-    needed = [1 - cells["none"]["qps"] / cells["oracle"]["qps"] for cells in found.values() if "none" in cells]
-    text = "QPS of the oracle's: " + ", ".join(parts)
     if wins:
-        text += f"; learned {min(wins):+.1%} to {max(wins):+.1%} over quantile"
-    verdict = "yes" if wins and min(wins) > 0 and min(needed) > 0.05 else "no" if max(needed) <= 0.02 else "partly"
-    return Verdict(verdict, text, tuple(bars))
+        said = f"a trained one over a quantile of past lengths, {min(wins):+.1%} to {max(wins):+.1%}"
+        parts.append(Part(said, min(wins) > 0))
+    rest = [f"{name} {between(some)}" for name in ("quantile", "learned") if (some := every(found, name))]
+    return verdict_of(parts, f"of the oracle's: {', '.join(rest)}" if rest else "", how="Simulated", bars=bars)
+
+
+def every(found: Mapping[tuple[Any, ...], dict[str, Row]], name: str) -> list[float]:
+    return [cells[name]["qps"] / cells["oracle"]["qps"] for cells in found.values() if name in cells]
+
+
+def between(shares: list[float]) -> str:
+    return f"{min(shares):.0%} to {max(shares):.0%}"
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

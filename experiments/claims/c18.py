@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
+from experiments.claims.contest import NOISE
 from experiments.claims.shapes import config_of, random_params
 from experiments.claims.unfused import NAMES, Fusions, layers, split
 from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
@@ -157,15 +158,24 @@ def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, Row]]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, saved = [], []
+    saved: dict[str, dict[bool | None, list[str]]] = {}
+    kernels = []
     for (phase, sequences, tokens), by in cases_of(rows).items():
         none = by["none"]
-        gains = {name: 1 - row["step_ms"] / none["step_ms"] for name, row in by.items() if name != "none"}
-        saved += [gain > 0 for gain in gains.values()]
-        each = ", ".join(f"{name} {-gain:+.0%}" for name, gain in gains.items())
-        many = f", {none['kernels']:g} to {by['all']['kernels']:g} kernels a layer" if "all" in by else ""
-        parts.append(f"{phase} {sequences} x {tokens}: time {each}{many}")
-    return Verdict("yes" if saved and all(saved) else "partly" if any(saved) else "no", "; ".join(parts))
+        for name, row in by.items():
+            change = row["step_ms"] / none["step_ms"] - 1
+            holds = None if abs(change) <= NOISE else change < 0
+            if name != "none":
+                saved.setdefault(name, {}).setdefault(holds, []).append(f"{phase} {change:+.0%}")
+        if "all" in by:
+            where = f"{phase} {sequences} x {tokens}"
+            kernels.append(f"{where}: {none['kernels']:g} to {by['all']['kernels']:g} kernels a layer")
+    parts = [
+        Part(f"{name}: less time ({', '.join(texts)})", holds)
+        for name, by_side in saved.items()
+        for holds, texts in by_side.items()
+    ]
+    return verdict_of(parts, *kernels, how="Time of a step with each fused alone, and with all")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -9,7 +9,7 @@ of 176B parameters, which is no LLaMA, the weights are all that is known here, a
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
@@ -23,6 +23,7 @@ CONTEXT = 1024  # of the sequences that fill the cache
 USABLE = 0.9  # of a device's memory
 ROOM = 0.1  # of the weights, that must be left for K and V
 STATED = {"llama-2-7b": 0.84, LARGE: 0.5}
+ABOUT = 0.05  # below it, that counts as it
 GIB = 1 << 30
 
 
@@ -61,21 +62,23 @@ def fitting(rows: list[Row]) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, wins = [], []
+    parts, figures = [], []
     for name, stated in STATED.items():
         found = [row for row in fitting(rows) if row["model"] == name and row["kv"] == "bf16"]
         if not found:
             continue
         shares = sorted(row["share"] for row in found)
-        at_80 = [row["share"] for row in found if "80 GB" in row["device"] or "80GB" in row["device"]]
-        middle = at_80[0] if at_80 else shares[len(shares) // 2]
+        at_80 = [row for row in found if "80 GB" in row["device"] or "80GB" in row["device"]]
+        at = at_80[0] if at_80 else min(found, key=lambda row: abs(row["share"] - shares[len(shares) // 2]))
         of_8 = [row["share_of_8"] for row in found if row["share_of_8"]]
-        parts.append(
-            f"{name}: {middle:.0%} on devices of 80 GB ({shares[0]:.0%} to {shares[-1]:.0%} on as few as hold it, "
-            f"{min(of_8):.0%} to {max(of_8):.0%} on eight), stated {stated:.0%}"
+        devices = f"{at['devices']} {'devices' if at['devices'] > 1 else 'device'} of 80 GB"
+        near = at["share"] >= stated - ABOUT
+        parts.append(Part(f"{name}: {at['share']:.0%} on {devices}, stated {stated:.0%}", near))
+        figures.append(
+            f"{name}: {shares[0]:.0%} to {shares[-1]:.0%} on as few as hold it, {min(of_8):.0%} to {max(of_8):.0%} on "
+            "eight"
         )
-        wins.append(middle >= stated - 0.05)
-    return Verdict("yes" if all(wins) else "partly" if any(wins) else "no", "; ".join(parts))
+    return verdict_of(parts, *figures, how="Computed from data sheets")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims.claim import Claim, Row, Verdict, microseconds
+from experiments.claims.claim import Claim, Row, Verdict, by_case, microseconds, verdict_of
 from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
@@ -139,23 +139,24 @@ class Contest:
 def judge(rows: list[Row]) -> Verdict:
     cache = [row for row in rows if row["part"] == "cache"]
     attention = [row for row in rows if row["part"] == "attention"]
-    parts, wins = [], []
+    parts, figures = [], []
     if cache:
         a, b = cache[0], cache[-1]
-        parts.append(
+        texts = {f"{row['times']:g} times at {row['tokens']}": row["times"] > 1 for row in cache}
+        parts += by_case("the cache makes a token faster", texts)
+        figures.append(
             f"a token costs {a['cached_ms']} ms at {a['tokens']} and {b['cached_ms']} at {b['tokens']} with the cache, "
-            f"{a['recomputed_ms']} and {b['recomputed_ms']} without ({a['times']:g} and {b['times']:g} times); the "
-            f"cache takes {b['cached_mib']:.0f} MiB, recomputation {b['recomputed_mib']:.0f}"
+            f"{a['recomputed_ms']} and {b['recomputed_ms']} without; the cache takes {b['cached_mib']:.0f} MiB, "
+            f"recomputation {b['recomputed_mib']:.0f}"
         )
-        wins += [row["times"] > 1 for row in cache]
     if attention:
-        a, b = attention[0], attention[-1]
-        parts.append(
-            f"flash is {a['times']:g} times as fast as naive at {a['tokens']} and {b['times']:g} times at {b['tokens']}"
-            f", with {b['flash_mib']:.0f} MiB for {b['naive_mib']:.0f}"
-        )
-        wins += [row["times"] > 1 and row["flash_mib"] <= row["naive_mib"] for row in attention]
-    return Verdict("yes" if all(wins) else "partly" if any(wins) else "no", "; ".join(parts))
+        texts = {}
+        for row in attention:
+            mib = f"{row['flash_mib']:.0f} MiB for {row['naive_mib']:.0f}"
+            better = row["times"] > 1 and row["flash_mib"] <= row["naive_mib"]
+            texts[f"{row['times']:g} times at {row['tokens']} with {mib}"] = better
+        parts += by_case("flash is faster than naive attention in less memory", texts)
+    return verdict_of(parts, *figures)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -10,7 +10,7 @@ A file of before 2026-11-25 has bursts of 384 requests at three rates.
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.loads import from_settled, server, simulates
 
 FIRST, STEP, LAST = 0.8, 0.1, 1.5  # rates, of what is served all at once
@@ -39,19 +39,20 @@ def judge(rows: list[Row]) -> Verdict:
     good = [row for row in at_rates if row["good_share"] >= GOOD]
     if not good:
         best = max((row["good_share"] for row in at_rates), default=0.0)
-        return Verdict("no", f"at no rate are {GOOD:.0%} of requests in time, at most {best:.1%}")
+        return verdict_of([Part(f"at no rate are {GOOD:.0%} of requests in time, at most {best:.1%}", False)])
     top = max(good, key=lambda row: row["rate"])
     of_most = f", where {most:.4g} are when all are there at once" if most else ""
     above = [row for row in at_rates if row["rate"] > top["rate"]]
     fails = min(above, key=lambda row: row["rate"], default=None)
-    then = f"; at {fails['rate']:.4g} arrivals {fails['good_share']:.1%} are" if fails else "; no rate failed"
-    measured = (
-        f"{'simulated: ' * (top.get('source') == 'simulated')}{GOOD:.0%} of requests are in time in {period(top)} of "
-        f"up to {top['rate']:.4g} arrivals a second{'' if is_steady(top) else ', no steady state'}: {top['qps']:.4g} a "
-        f"second were completed{of_most}; first token p99 {top['ttft_ms_p99']:.4g} ms, between tokens p99 "
-        f"{top['itl_ms_p99']:.4g} ms{then}"
+    then = f"at {fails['rate']:.4g} arrivals {fails['good_share']:.1%} are" if fails else "no rate failed"
+    in_time = (
+        f"{GOOD:.0%} of requests are in time in {period(top)} of "
+        f"up to {top['rate']:.4g} arrivals a second{'' if is_steady(top) else ', no steady state'}"
     )
-    return Verdict("yes" if most and top["qps"] >= ENOUGH * most else "partly", measured)
+    enough = f"{top['qps']:.4g} a second were completed{of_most}"
+    parts = [Part(in_time, True), Part(enough, most is not None and top["qps"] >= ENOUGH * most)]
+    waits = f"first token p99 {top['ttft_ms_p99']:.4g} ms, between tokens p99 {top['itl_ms_p99']:.4g} ms"
+    return verdict_of(parts, waits, then, how="Simulated" if top.get("source") == "simulated" else "")
 
 
 def lasted(row: Row) -> float:

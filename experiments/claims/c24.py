@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
 from experiments.qps import Request
 from experiments.simulate import Costs, make_costs
@@ -107,30 +107,33 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
 def judge(rows: list[Row]) -> Verdict:
     workload, shapes, before = (gains(rows, part) for part in ("at once", "shapes", "two policies"))
     if not workload:
-        return Verdict("no", "the two were not measured")
+        return verdict_of([Part("the two were not measured", False)])
     source = next(row["source"] for row in rows if row["part"] == "at once")
     said = [f"{gain:+.1%} at {slots} slots" for (slots, *_), gain in workload.items()]
-    parts = [f"{source}: requests a second of the QPS workload {', '.join(said)}"]
+    figures = []
     loaded = {row["policy"]: row for row in rows if row["part"] == "at a load"}
     if len(loaded) == 2:
         merged, separate = loaded["merged"], loaded["separate"]
-        parts.append(
+        figures.append(
             f"at {merged['rate']:g} arrivals a second between tokens p99 {merged['itl_ms_p99']:.3g} ms for "
             f"{separate['itl_ms_p99']:.3g}, first token p50 {merged['ttft_ms_p50']:.3g} for "
             f"{separate['ttft_ms_p50']:.3g}"
         )
     if shapes:
         slots, prompt, output = max(shapes, key=shapes.__getitem__)
-        parts.append(
+        figures.append(
             f"other lengths {min(shapes.values()):+.0%} to {max(shapes.values()):+.0%}, most at {prompt} -> {output} "
             f"and {slots} slots"
         )
     for (_, prompt, output), gain in before.items():
         row = next(row for row in rows if row["part"] == "two policies")
-        parts.append(f"measured on {row['device']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
+        figures.append(f"measured on {row['device']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
     every = [*workload.values(), *shapes.values(), *before.values()]
-    verdict = "yes" if min(every) >= STATED else "partly" if max(every) > NOISE else "no"
-    return Verdict(verdict, "; ".join(parts))
+    parts = [
+        Part(f"more requests a second: on the QPS workload {', '.join(said)}", max(every) > NOISE),
+        Part(f"{STATED:+.0%}: {min(every):+.0%} to {max(every):+.0%} over all lengths", min(every) >= STATED),
+    ]
+    return verdict_of(parts, *figures, how=source.capitalize())
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

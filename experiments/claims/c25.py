@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.accuracy.measured_speed import STEPS, documents
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.loads import MODEL, server, simulates
 from experiments.quant_steps import Case, parse_args
 from experiments.simulate import Costs
@@ -79,7 +79,7 @@ def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, equal, above = [], [], []
+    parts: list[Part] = []
     source = next((row["source"] for row in rows if row["part"] == "requests"), None)
     errors = [row["fit_error"] for row in rows if "fit_error" in row]
     how = f"{source} by steps within {max(errors):.0%}" if errors else source
@@ -89,22 +89,19 @@ def judge(rows: list[Row]) -> Verdict:
         for name, over in (("fp8", "int8"), ("fp8", "int4"), ("int8", "int4")):
             found = ratios(rows, name, over)
             pairs[name, over] = [v for (k, n), v in found.items() if k == kind and (k == "requests" or n >= SERVING)]
-        if not all(pairs.values()):
-            continue
-        equal += pairs["fp8", "int8"]
-        above += pairs["fp8", "int4"] + pairs["int8", "int4"]
-        texts = [f"{name} {between(found)} times {over}'s speed" for (name, over), found in pairs.items()]
-        parts.append(f"{where}: {', '.join(texts)}")
+        if all(pairs.values()):
+            equal = all(abs(v - 1) <= ABOUT for v in pairs["fp8", "int8"])
+            parts.append(Part(f"fp8 about int8's speed in {where} ({between(pairs['fp8', 'int8'])} times)", equal))
+            above = [each for over, each in pairs.items() if over[1] == "int4"]
+            text = " and ".join(between(each) for each in above)
+            parts.append(Part(f"both faster than int4 there ({text} times)", all(v > 1 for v in sum(above, []))))
     few = [
         f"{v:.2f} at batch {n}" for (k, n), v in ratios(rows, "fp8", "int4").items() if k == "decode" and n < SERVING
     ]
-    if few:
-        parts.append(f"below that int4 is the fastest: fp8 {', '.join(few)} times its decode steps' speed")
-    if not equal:
-        return Verdict("no", "nothing was measured of all three")
-    level, faster = [abs(v - 1) <= ABOUT for v in equal], [v > 1 for v in above]
-    verdict = "yes" if all(level) and all(faster) else "partly" if any(level) or any(faster) else "no"
-    return Verdict(verdict, "; ".join(parts))
+    if not parts:
+        return verdict_of([Part("nothing was measured of all three", False)])
+    slower = f"below that int4 is the fastest: fp8 {', '.join(few)} times its decode steps' speed" if few else ""
+    return verdict_of(parts, slower)
 
 
 def between(values: list[float]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import throughput
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.loads import MODEL, simulate, simulates
 from experiments.claims.serving import workload
 from experiments.qps import pages_of_h200
@@ -148,23 +148,23 @@ def off_by(rows: list[Row]) -> list[float]:
 def judge(rows: list[Row]) -> Verdict:
     full, served = gains(rows, "full"), gains(rows, "requests")
     if not full:
-        return Verdict("no", "no batch at full memory was measured in both formats")
+        return verdict_of([Part("no batch at full memory was measured in both formats", False)])
     source = next(row["source"] for row in rows if row["part"] == "full")
-    texts = [f"{gain:+.0%} at {prompt} -> {output}" for (prompt, output), gain in full.items()]
-    parts = [f"{source}: tokens a second at full memory {', '.join(texts)}"]
-    parts += [f"simulated: {gain:+.0%} on the QPS workload" for gain in served.values()]
+    every = {f"{gain:+.0%} at {prompt} -> {output}": gain for (prompt, output), gain in full.items()}
+    every |= {f"{gain:+.0%} on the QPS workload": gain for gain in served.values()}
+    figures = []
     for (prompt, output), (memory, gain) in no_more_memory(rows).items():
-        parts.append(f"measured in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}")
+        figures.append(f"measured in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}")
     errors = [row["simulated_tokens_s"] / row["tokens_s"] - 1 for row in rows if row["part"] == "recorded"]
     if errors:
         off = off_by(rows)
-        parts.append(
+        figures.append(
             f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches, and int8's "
             f"gain by {100 * min(off):+.0f} to {100 * max(off):+.0f} points where both formats have the same"
         )
-    decided = [*full.values(), *served.values()]
-    enough = [gain >= LEAST for gain in decided]
-    return Verdict("yes" if all(enough) else "partly" if any(gain > 0 for gain in decided) else "no", "; ".join(parts))
+    about = by_case(f"about {STATED:+.0%} at full memory", {text: v >= LEAST for text, v in every.items()})
+    more = Part("more tokens a second", all(v > 0 for v in every.values()))
+    return verdict_of([more, *about], *figures, how=source.capitalize())
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.simulation.requests import read_workload
 
 WORKLOADS = ("ppl_samples_1024", "stories")
@@ -51,15 +51,18 @@ def shuffled(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, wins = [], []
+    parts, figures = [], []
     for name in dict.fromkeys(row["workload"] for row in rows):
         found = {row["batch"]: row["unwanted_shuffled"] for row in rows if row["workload"] == name}
         reached = [batch for batch, share in found.items() if share >= STATED]
-        from_then_on = f"half from batch {min(reached)} on" if reached else "never half"
+        below = [f"{share:.0%} at {batch}" for batch, share in found.items() if batch > 1 and share < STATED]
         some = [batch for batch in (2, 8, 32, 128, 512) if batch in found]
-        parts.append(f"{name}: {', '.join(f'{found[b]:.0%} at {b}' for b in some)}, {from_then_on}")
-        wins += [share >= STATED for batch, share in found.items() if batch > 1]
-    return Verdict("yes" if all(wins) else "partly" if any(wins) else "no", "; ".join(parts))
+        figures.append(f"{name}: {', '.join(f'{found[b]:.0%} at {b}' for b in some)}")
+        if reached:
+            parts.append(Part(f"half from batch {min(reached)} on ({name})", True))
+        if below:
+            parts.append(Part(f"{', '.join(below)} ({name})", False))
+    return verdict_of(parts, *figures)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -9,7 +9,7 @@ latency where there is more to do than either can serve is C1's.
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.loads import from_settled, server, simulates
 
 POLICIES = {"dynamic": "merge", "static": "static"}
@@ -42,18 +42,11 @@ def judge(rows: list[Row]) -> Verdict:
     found = {name: list(ratios(rows, name).values()) for name in LATENCIES}
     rates = list(ratios(rows, "e2e_ms_p50"))
     if not rates:
-        return Verdict("no", "no rate was measured under both")
-    parts = [f"{said} {min(found[name]):.2f} to {max(found[name]):.2f} times" for name, said in LATENCIES.items()]
-    measured = (
-        f"{rows[0]['source']}: at {min(rates):g} to {max(rates):g} arrivals a second static batches take, "
-        f"over dynamic ones: {', '.join(parts)}"
-    )
-    lower = {name: min(values) > 1 for name, values in found.items()}
-    longer = [LATENCIES[name] for name, is_lower in lower.items() if not is_lower]
-    if longer:
-        measured += f"; not at every rate lower with dynamic ones: {', '.join(longer)}"
-    verdict = "yes" if not longer else "partly" if any(lower[name] for name in WAITED) else "no"
-    return Verdict(verdict, measured)
+        return verdict_of([Part("no rate was measured under both", False)])
+    texts = {name: f"{said} {min(found[name]):.2f} to {max(found[name]):.2f} times" for name, said in LATENCIES.items()}
+    parts = [Part(text, min(found[name]) > 1) for name, text in texts.items()]
+    how = f"{rows[0]['source'].capitalize()}, what static batches take over dynamic ones"
+    return verdict_of(parts, f"at {min(rates):g} to {max(rates):g} arrivals a second", how=how)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report.documents import RESULTS
 
 PATTERN = "train_heads-" + "[0-9]" * 8 + "-*.json"
@@ -78,7 +78,12 @@ def judge(rows: list[Row]) -> Verdict:
     grouped = min(found, key=lambda count: abs(count - heads / 4))
     mean, _, high = found[grouped]
     texts = [f"{n} of {heads} KV heads: {m:+.4f} nats a token ({a:+.4f} to {b:+.4f})" for n, (m, a, b) in found.items()]
-    return Verdict("yes" if high <= HARDLY else "partly" if mean <= HARDLY else "no", "; ".join(texts))
+    said = f"at most {HARDLY:g} nats a token with {grouped} of {heads} KV heads"
+    parts = [
+        Part(f"{said}: on average, {mean:+.4f}", mean <= HARDLY),
+        Part(f"all of the interval, up to {high:+.4f}", high <= HARDLY),
+    ]
+    return verdict_of(parts, *texts)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -1,22 +1,23 @@
 """C3: host work beside the device's against a host that waits for each step.
 
-The QPS workload, all sent at once, through the same engine: step t + 1 is planned and dispatched before the tokens of
-step t are read, or each step is read before the next is planned.
+The same engine under its two policies (contest.py): step t + 1 is planned and dispatched before the tokens of step t
+are read, or each step is read before the next is planned.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
-from experiments.claims.serving import contest, draw_qps, gain_of
+from experiments.claims.claim import Claim, Row, Verdict, verdict_of
+from experiments.claims.contest import contest, draw_qps, gain_parts
 
 
 def measure(toy: bool) -> Iterator[Row]:
-    yield from contest(toy, {"pipelined": {"host": "late"}, "waiting": {"host": "wait"}})
+    yield from contest(toy, {"pipelined": "usual", "waiting": "waiting"})
 
 
 def judge(rows: list[Row]) -> Verdict:
-    return gain_of(rows, "pipelined", "waiting", least=0.05)
+    parts, waits = gain_parts(rows, "pipelined", "waiting", stated=(0.05, 0.10, 0.30))
+    return verdict_of(parts, waits)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -30,4 +31,5 @@ CLAIM = Claim(
     judge=judge,
     draw=draw,
     serves=True,
+    alternates=True,
 )

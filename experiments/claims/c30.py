@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from experiments.report.documents import read_result
 from pallas_kernels.bench.peers import FLASHINFER, best
 
@@ -48,16 +48,17 @@ def kind(rows: Sequence[Row], variants: Sequence[str]) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, enough = [], []
+    parts, figures = [], []
     for heads, kv_heads in dict.fromkeys((row["H"], row["K"]) for row in rows):
-        times = [row["times"] for row in rows if (row["H"], row["K"]) == (heads, kv_heads)]
-        won = sum(each >= ENOUGH for each in times)
-        parts.append(
+        some = [row for row in rows if (row["H"], row["K"]) == (heads, kv_heads)]
+        enough = {f"{row['R']} x {row['length']}: {row['times']:.2f}": row["times"] >= ENOUGH for row in some}
+        parts += by_case(f"enough with {heads}/{kv_heads} heads", enough)
+        times = [row["times"] for row in some]
+        figures.append(
             f"{heads}/{kv_heads} heads: {min(times):.2f} to {max(times):.2f} times as fast by CUDA cores as by tensor "
-            f"cores, enough in {won} of {len(times)} cells"
+            "cores"
         )
-        enough += [each >= ENOUGH for each in times]
-    return Verdict("yes" if all(enough) else "partly" if any(enough) else "no", "; ".join(parts))
+    return verdict_of(parts, *figures)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

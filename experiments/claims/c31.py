@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from experiments.claims.decoding import Run, compiled, contiguous, moved_bytes, paged, size
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.decode_attention.cases import BENCH_CASES, Case
@@ -99,19 +99,21 @@ def separate(case: Case, library: str = "cudnn") -> Run:
 def judge(rows: list[Row]) -> Verdict:
     """By time where there is any, else by bytes. Pointless is what is slower than the fused kernel and gains nothing
     over K and V that were never quantized."""
-    parts = []
+    parts, figures = [], []
     for part in dict.fromkeys(row["part"] for row in rows):
         found = [row for row in rows if row["part"] == part]
-        pointless = [row["over_fused"] > 1 and row["over_library"] >= 1 for row in found]
         over = ", ".join(
             f"{min(row[name] for row in found):.2f} to {max(row[name] for row in found):.2f} times {what}"
             for name, what in (("over_fused", "the fused kernel's"), ("over_library", "unquantized K and V's"))
         )
-        where = [f"{row['R']} x {row['length']}, {row['H']}/{row['K']}" for row, no in zip(found, pointless) if not no]
-        but = f", but not at {'; '.join(dict.fromkeys(where))}".replace("; ", " and ") if where else ""
-        parts.append(f"by {part} the pass takes {over}: pointless in {sum(pointless)} of {len(found)} cells{but}")
-    verdict = "yes" if all(pointless) else "partly" if any(pointless) else "no"
-    return Verdict(verdict, "; ".join(reversed(parts)))
+        pointless = {
+            f"{row['kv']} {row['R']} x {row['length']} {row['H']}/{row['K']}": row["over_fused"] > 1
+            and row["over_library"] >= 1
+            for row in found
+        }
+        parts = by_case(f"pointless by {part}", pointless)  # what comes last, time, decides
+        figures.append(f"by {part} the pass takes {over}")
+    return verdict_of(parts, *reversed(figures))
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

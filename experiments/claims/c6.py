@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from jllm.cache import parse_kv_cache
 from jllm.config import load_config
 from jllm.errors import ConfigError
@@ -62,14 +62,17 @@ def bytes_each(kv: str) -> float:
 
 def judge(rows: list[Row]) -> Verdict:
     found = {row["kv"]: row for row in rows}
-    eight = [row for kv, row in found.items() if kv.startswith("int8")]
-    parts = [f"{row['kv']} {100 * (row['times'] - 1):+.0f} % requests" for row in eight]
+    more = {kv: row["times"] - 1 for kv, row in found.items() if kv.startswith("int8")}
     main = found["int8-g8"]
     low, high = map(percent, main.get("added_95", (main["added"],) * 2))
-    parts.append(f"int8-g8 adds {percent(main['added'])} to perplexity [{low}, {high}], KL {main['kl']:.2g}")
-    kept, more = main["added"] <= KEPT, main["times"] >= STATED
-    bars = (bar("perplexity added by int8-g8", main["added"], "1", KEPT, most=True),)
-    return Verdict("yes" if kept and more else "partly" if kept else "no", "; ".join(parts), bars)
+    kept = bar("perplexity added by int8-g8", main["added"], "1", KEPT, most=True)
+    accuracy = f"int8-g8 adds {percent(main['added'])} to perplexity [{low}, {high}], KL {main['kl']:.2g}"
+    parts = [
+        Part(f"accuracy kept: {accuracy}", kept["met"]),
+        Part(f"{STATED - 1:+.0%} requests: int8-g8 {more['int8-g8']:+.0%}", main["times"] >= STATED),
+    ]
+    others = [f"{kv} {gain:+.0%}" for kv, gain in more.items() if kv != "int8-g8"]
+    return verdict_of(parts, f"requests by larger groups: {', '.join(others)}" if others else "", bars=[kept])
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

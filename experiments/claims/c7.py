@@ -17,7 +17,7 @@ import jax
 
 from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
 from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.scaled_matmul import bench
@@ -91,38 +91,37 @@ def steps(results: Path) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
+    """Yes and no by the rows of a product, for whole decode steps, and for accuracy."""
     of = {part: [row for row in rows if row["part"] == part] for part in ("accuracy", "product", "step")}
-    parts = []
-    if of["product"]:
-        parts.append(f"{len(of['product'])} products against the fastest of bf16: {', '.join(by_rows(of['product']))}")
-    if times := [row["times"] for row in of["step"]]:
-        middle = statistics.median(times)
-        parts.append(f"{len(times)} decode steps {between(times)} times as fast, median {middle:.2f}")
-    if not parts:
-        parts.append("speed: not measured")
-    parts += [
-        f"{row['scheme']} adds {percent(row['added'])} to perplexity, KL {row['kl']:.2g}" for row in of["accuracy"]
+    bars = [bar(f"perplexity added by {row['scheme']}", row["added"], "1", KEPT, most=True) for row in of["accuracy"]]
+    parts = [
+        Part(
+            f"accuracy kept: {row['scheme']} adds {percent(row['added'])} to perplexity, KL {row['kl']:.2g}",
+            kept["met"],
+        )
+        for row, kept in zip(of["accuracy"], bars)
     ]
-    bars = tuple(
-        bar(f"perplexity added by {row['scheme']}", row["added"], "1", KEPT, most=True) for row in of["accuracy"]
-    )
-    times = [row["times"] for row in of["step"] or of["product"]]  # what a user sees decides
-    kept = bool(of["accuracy"]) and all(each["met"] for each in bars)
-    if not times:
-        return Verdict("not measured: speed", "; ".join(parts), bars)
-    verdict = (
-        "yes" if statistics.median(times) >= STATED and kept else "no" if max(times) < NEAR or not kept else "partly"
-    )
-    return Verdict(verdict, "; ".join(parts), bars)
+    steps = [row["times"] for row in of["step"]]
+    if steps:
+        middle = statistics.median(steps)
+        said = f"{len(steps)} decode steps {STATED:g} times as fast: {between(steps)}, median {middle:.2f}"
+        parts.append(Part(said, middle >= STATED))
+    parts += [
+        Part(f"products {where}: {between(times)}", min(times) >= STATED) for where, times in by_rows(of["product"])
+    ]
+    if not (steps or of["product"]):
+        return Verdict("not measured: speed", tuple(part.said for part in parts), bars=tuple(bars))
+    count = f"{len(of['product'])} products against the fastest of bf16"
+    return verdict_of(parts, count if of["product"] else "", bars=bars)
 
 
-def by_rows(products: list[Row]) -> list[str]:
-    """Between which ratios the products of each number of rows lie."""
+def by_rows(products: list[Row]) -> list[tuple[str, list[float]]]:
+    """How many times as fast the products of each number of rows are."""
     groups: dict[int, list[float]] = {}
     for row in products:
         groups.setdefault(min(row["M"], MANY), []).append(row["times"])
-    said = {1: "at 1 row", MANY: f"from {MANY:,} on"}
-    return [f"{between(groups[m])} times as fast {said.get(m, f'at {m}')}" for m in sorted(groups)]
+    said = {1: "of 1 row", MANY: f"from {MANY:,} rows on"}
+    return [(said.get(m, f"of {m}"), groups[m]) for m in sorted(groups)]
 
 
 def between(times: list[float]) -> str:

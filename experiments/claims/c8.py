@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments import quant_steps
 from experiments.accuracy.measured_speed import STEPS, documents
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report import floors_today
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
@@ -67,8 +67,8 @@ def judge(rows: list[Row]) -> Verdict:
     times = quant_steps.speedups(rows, INT4, "decode")
     limits = {1: LARGE, **STATED}
     sides = {batch: "most" if batch == 128 else "least" for batch in limits}
-    bars = tuple(
-        bar(
+    bars = {
+        batch: bar(
             f"INT4 over bf16, decode step, batch {batch}: at {side}",
             times[batch],
             "1",
@@ -77,13 +77,16 @@ def judge(rows: list[Row]) -> Verdict:
         )
         for batch, side in sides.items()
         if batch in times
-    )
-    holds = len(bars) == len(limits) and all(each["met"] for each in bars)
+    }
+    parts = [
+        Part(f"at {sides[batch]} {limits[batch]:g} times as fast at batch {batch}: {times[batch]:.2f}", each["met"])
+        for batch, each in bars.items()
+    ]
+    parts += [Part(f"batch {batch}: not measured", False) for batch in limits if batch not in times]
     lost = next((batch for batch, each in times.items() if each < 1), None)
-    measured = ", ".join(f"{each:.2f} times at batch {batch}" for batch, each in times.items()) + (
-        f"; slower than bf16 from batch {lost} on" if lost else "; never slower than bf16"
-    )
-    return Verdict("yes" if holds else "partly" if any(each["met"] for each in bars) else "no", measured, bars)
+    rest = [f"{each:.2f} times at batch {batch}" for batch, each in times.items() if batch not in limits]
+    slower = f"slower than bf16 from batch {lost} on" if lost else "never slower than bf16"
+    return verdict_of(parts, ", ".join(rest), slower, bars=bars.values())
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

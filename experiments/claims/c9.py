@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.accuracy.rows import rounded
 from experiments.claims.accuracy import Judge, bundled
-from experiments.claims.claim import Claim, Row, Verdict
+from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import matrices
@@ -100,21 +100,17 @@ def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
 
 def judge(rows: list[Row]) -> Verdict:
     rounding = {row["of"]: row for row in rows if row["part"] == "rounding" and row["which"] == "all"}
-    parts = [
-        f"FP8's error on {of} {row['fp8_over_int8']:.1f} times INT8's ({row['squared']:.1f} squared)"
-        for of, row in rounding.items()
-    ]
+    larger = {f"on {of} {row['fp8_over_int8']:.1f} times": row["fp8_over_int8"] for of, row in rounding.items()}
+    larger |= {f"squared on {of} {row['squared']:.1f} times": row["squared"] for of, row in rounding.items()}
     models = [row for row in rows if row["part"] == "model"]
-    parts += [f"KL {row['fp8_over_int8']:.1f} times ({row['of']})" for row in models]
+    larger |= {f"KL of {row['of']} {row['fp8_over_int8']:.1f} times": row["fp8_over_int8"] for row in models}
     growth = {kind: spread(rows, kind) for kind in ("int8", "fp8")}
-    parts.append("scale up to 4 times too large: " + ", ".join(f"{k} error x{up:.2f}" for k, (up, _) in growth.items()))
-    parts.append("down to a quarter: " + ", ".join(f"{k} x{down:.1f}" for k, (_, down) in growth.items()))
-    larger = [row["fp8_over_int8"] >= STATED for row in [*rounding.values(), *models]]
-    larger += [row["squared"] >= STATED for row in rounding.values()]
-    up = {kind: each[0] for kind, each in growth.items()}
-    sensitive = up["int8"] >= SENSITIVE > up["fp8"] and growth["fp8"][1] < SENSITIVE
-    verdict = "yes" if all(larger) and sensitive else "partly" if any(larger) or up["int8"] > up["fp8"] else "no"
-    return Verdict(verdict, "; ".join(parts))
+    parts = by_case(f"FP8's error {STATED:g} times INT8's", {text: ratio >= STATED for text, ratio in larger.items()})
+    sides = ("insensitive to a scale up to 4 times too large", "to one down to a quarter")
+    for said, int8, fp8 in zip(sides, *growth.values()):
+        holds = fp8 < SENSITIVE <= int8
+        parts.append(Part(f"FP8 {said}, which INT8 is not: errors x{fp8:.2f} and x{int8:.2f}", holds))
+    return verdict_of(parts)
 
 
 def spread(rows: list[Row], kind: str) -> tuple[float, float]:

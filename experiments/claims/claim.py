@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,58 @@ from experiments.result_file import ResultFile
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
+FEW = 4  # cases that an answer names one by one
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a claim says, with what was measured of it."""
+
+    said: str
+    holds: bool | None  # None: the interval has room for either
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the rows say of a claim."""
 
-    verdict: str  # "yes", "partly" or "no"
-    measured: str  # by how much, in a line
+    verdict: str  # "yes", "partly", "no" or "open"
+    answers: tuple[str, ...]  # by how much; of several parts what is yes, what is no, and what is open
+    figures: tuple[str, ...] = ()  # what else was found
     bars: tuple[Row, ...] = ()  # {name, value, unit, bar, met}
+
+    @property
+    def measured(self) -> str:
+        """All of it in a line."""
+        return ". ".join((*self.answers, *([f"Further: {'; '.join(self.figures)}"] if self.figures else [])))
+
+
+def verdict_of(parts: Iterable[Part], *figures: str, how: str = "", bars: Iterable[Row] = ()) -> Verdict:
+    """ "yes" where every part holds, "no" where none does, else "partly". The answers say which part is yes, which is
+    no, and which is open; where all are, so is the verdict. `how` is said ahead, like "Simulated"."""
+    parts = list(parts)
+    said = {
+        name: "; ".join(part.said for part in parts if part.holds is holds)
+        for name, holds in (("Yes", True), ("No", False), ("Open", None))
+    }
+    found = [name for name, text in said.items() if text]
+    verdict = found[0].lower() if len(found) == 1 else "partly" if said["Yes"] else "no"
+    answers = [f"{name}: {said[name]}" for name in found]
+    return Verdict(
+        verdict, ((how, *answers) if how else tuple(answers)), tuple(text for text in figures if text), tuple(bars)
+    )
+
+
+def by_case(said: str, found: Mapping[str, bool]) -> list[Part]:
+    """What a claim says of several cases, each named with its figures: where it holds, and where it does not."""
+    parts = []
+    for side in (True, False):
+        names = [name for name, holds in found.items() if holds is side]
+        where = f"all {len(names)}" if len(names) == len(found) else f"{len(names)} of {len(found)}"
+        listed = f" ({', '.join(names)})" if len(names) <= FEW else ""
+        if names:
+            parts.append(Part(f"{said} in {where} cases{listed}" if len(found) > 1 else f"{said}{listed}", side))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -41,14 +85,26 @@ class Claim:
     hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
     serves: bool = False  # whether it fills a GPU's memory with an engine's pages
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
+    alternates: bool = False  # whether its rows are rounds, which claims of one command share
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
 
 
-def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None], seconds: float | None = None) -> None:
-    """Measures a claim into the file of its result: its rows, the last of which is the verdict."""
-    for row in claim.measure(toy, seconds) if claim.lasts else claim.measure(toy):
-        result.add({"claim": claim.id, **row})
-        show("  ".join(f"{key}={value}" for key, value in row.items()))
+def run(
+    tested: Sequence[tuple[Claim, ResultFile]], toy: bool, show: Callable[[str], None], seconds: float | None = None
+) -> None:
+    """Measures claims into their files, a row of each in turn, so that what they share is alternated."""
+    measured = (claim.measure(toy, seconds) if claim.lasts else claim.measure(toy) for claim, _ in tested)
+    for rows in zip_longest(*measured):
+        for (claim, result), row in zip(tested, rows):
+            if row is not None:
+                result.add({"claim": claim.id, **row})
+                show("  ".join(f"{key}={value}" for key, value in row.items()))
+    for claim, result in tested:
+        conclude(claim, result, toy)
+
+
+def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
+    """The last row of a claim's file: the verdict."""
     rows = result.document["rows"]
     good = [row for row in rows if "error" not in row]
     bars: tuple[Row, ...] = ()

@@ -1,20 +1,19 @@
 """What the claims about requests a second share: the QPS workload through one engine after the other.
 
-Claims that one command tests share the model, what is compiled for it, and the run of the usual policies: compiling
+Claims that one command tests share the model, what is compiled for it, and runs under the same settings: compiling
 takes a minute before the first engine, serving half a minute in each. Hence one repeat, too.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from experiments.claims.claim import Row, Verdict
+from experiments.claims.claim import Row
 from experiments.claims.shapes import config_of, random_params
 from experiments.qps import WORKLOAD, Request, measure, parse_args, read_workload
 from jllm.pretrained import Model
@@ -25,7 +24,6 @@ KEPT = (
     "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
-NOISE = 0.02  # gains below are none
 
 
 @cache
@@ -75,39 +73,3 @@ def _served(toy: bool, count: int | None, seconds: float | None, changes: tuple[
         model = replace(model, params=quantize(model.params, args.quantize))
     *_, mean = measure(model, workload(toy, count, args.rate, seconds), args)
     return {key: mean[key] for key in KEPT if key in mean}
-
-
-def contest(
-    toy: bool, policies: Mapping[str, Mapping[str, Any]], *, count: int | None = None, **common: Any
-) -> Iterator[Row]:
-    """One row for each of the policies, which are settings of experiments.qps by a name."""
-    for name, changes in policies.items():
-        yield {"policy": name} | served(toy, count, **common, **changes)
-
-
-def gain_of(rows: list[Row], ours: str, other: str, least: float) -> Verdict:
-    """More requests a second by `ours` than by `other`: yes from `least` on."""
-    by = {row["policy"]: row for row in rows if "policy" in row}
-    if not {ours, other} <= set(by):
-        return Verdict("no", "one of the two was not measured")
-    a, b = by[ours], by[other]
-    gain = a["qps"] / b["qps"] - 1
-    spread = [(row["qps_ci"] / row["qps"]) ** 2 for row in (a, b) if row.get("qps_ci") is not None]
-    plus = f" +- {100 * (1 + gain) * sum(spread) ** 0.5:.1f}" if len(spread) == 2 else ""
-    measured = (
-        f"{100 * gain:+.1f}{plus} % requests a second ({a['qps']:.4g} for {b['qps']:.4g}), first token p50 "
-        f"{a['ttft_ms_p50']:.4g} ms for {b['ttft_ms_p50']:.4g}"
-    )
-    return Verdict("yes" if gain >= least else "partly" if gain > NOISE else "no", measured)
-
-
-def draw_qps(axes: Any, rows: list[Row]) -> None:
-    """Requests a second and goodput by policy."""
-    found = [row for row in rows if "policy" in row]
-    at = range(len(found))
-    errors = [row.get("qps_ci") or 0.0 for row in found]
-    axes.bar([x - 0.2 for x in at], [row["qps"] for row in found], 0.38, yerr=errors, label="requests/s")
-    axes.bar([x + 0.2 for x in at], [row["goodput"] for row in found], 0.38, label="of them in time")
-    axes.set_xticks(list(at), [row["policy"] for row in found])
-    axes.set_ylabel("requests a second")
-    axes.legend()

@@ -6,7 +6,7 @@ sections.py.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.claims.registry import TITLES
@@ -97,7 +97,7 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     about = [
         f"{document['device']}, {document['date']}, {versions}"
-        + (f", commit {document['commit']}" if document.get("commit") else "")
+        + "".join(f", {text}" for text in made_with(document))
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
         + ("; floors, shares and bars are by the limits of today, not the file's own" * ("floors_again" in document))
         + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
@@ -113,6 +113,18 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
         parts.append(bars_table(document["bars"]))
     parts += rows_tables(section, document["rows"])
     return [part for part in parts if part]
+
+
+def made_with(document: Document) -> Iterator[str]:
+    """The commit, and of a GPU driver and clocks, that a document was measured with, and which of these it lacks."""
+    known = {"commit": document.get("commit")}
+    if document["device"].startswith("NVIDIA"):
+        clocks = document.get("clocks_mhz") or {}
+        mhz = f"{clocks.get('sm')} of {clocks.get('most_sm')} MHz, memory {clocks.get('memory')}"
+        known |= {"driver": document.get("driver"), "clocks": mhz if clocks else None}
+    yield from (f"{name} {value}" for name, value in known.items() if value)
+    if lacking := [name for name, value in known.items() if not value]:
+        yield f"no {' or '.join([', '.join(lacking[:-1]), lacking[-1]][len(lacking) == 1 :])} recorded"
 
 
 def bars_table(bars: list[Document]) -> str:

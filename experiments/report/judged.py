@@ -24,7 +24,7 @@ def bars_of(document: Document) -> list[Document]:
 
 def claim_of(document: Document) -> str | None:
     """The claim that a document decides. A toy's rows and those of which some failed decide none."""
-    decided = document["rows"] and document["rows"][-1].get("verdict") in ("yes", "partly", "no")
+    decided = document["rows"] and document["rows"][-1].get("verdict") in ("yes", "partly", "no", "open")
     return claim_named(document["experiment"]) if decided else None
 
 
@@ -42,4 +42,8 @@ def judged(document: Document) -> Document:
         return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)} | changed
     if document["complete"] or document["bars"]:
         return document
+    if (claim := claim_named(document["experiment"])) and (rows := measured_rows(document)):  # cut off
+        so_far = find(claim).judge(rows).measured if document.get("size") == "full" else ""
+        last = {"stated": find(claim).stated, "measured": f"so far: {so_far}", "verdict": "incomplete"}
+        return document | {"rows": [*document["rows"], last] if so_far else document["rows"]}
     return document | {"bars": bars_of(document)}

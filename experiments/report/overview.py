@@ -6,7 +6,8 @@ from pathlib import Path
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
-from experiments.claims.registry import TITLES
+from experiments.claims.claim import measured_rows
+from experiments.claims.registry import TITLES, find
 from experiments.report.details import Places, places_of
 from experiments.report.documents import Entry, short
 from experiments.report.figures import (
@@ -22,17 +23,14 @@ from experiments.report.figures import (
     strips,
     worst,
 )
+from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar
 from experiments.report.sections import FLOOR, PAGES
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
-SHORT = {  # which parts of a claim's figures are shown, where the first alone says too little
-    "C6": (0, 4, 5), "C7": (1, 2), "C10": (0, 8), "C11": (1, 3), "C14": (0,), "C22": (0, 2), "C9": (0, 1),
-    "C25": (0, 2),
-}  # fmt: skip
-LONGEST = 150  # characters of a claim's figures
+LONGEST = 150  # characters of each answer to a claim
 MOST_MISSED = 12  # results with a row of their own among those that miss bars
 
 
@@ -169,13 +167,13 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
     cells = []
     for name, entry in claim_rows(results):
         row = entry.document["rows"][-1]
-        parts = row["measured"].split("; ")
-        chosen = "; ".join(parts[i] for i in SHORT.get(name, (0,)) if i < len(parts))
+        decided = claim_of(entry.document) is not None
+        found = find(name).judge(measured_rows(entry.document)).answers if decided else [row["measured"]]
         cells.append(
             [
                 f"[{name}]({places[entry.path]}) {TITLES[name]}",
                 row["stated"],
-                shortened(chosen),
+                " ".join(shortened(text) for text in found),
                 f"**{row['verdict']}**",
             ]
         )
@@ -184,9 +182,9 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
 
 
 def shortened(text: str) -> str:
-    """The first parts of an enumeration, if it is long."""
+    """The first parts of an answer, if it is long."""
     if len(text) <= LONGEST:
-        return text
+        return f"{text}."
     cut = text[:LONGEST]
     return cut[: max(cut.rfind(", "), cut.rfind("; "))] + " …"
 

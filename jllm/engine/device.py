@@ -122,6 +122,10 @@ class Device:
             state = replace(state, user=self._hooks.start(limits.max_slots))
         return state
 
+    def free(self) -> None:
+        """Gives the memory of the state back. There are no steps until renew()."""
+        self._state = None
+
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()

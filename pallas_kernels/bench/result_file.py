@@ -46,6 +46,7 @@ class ResultFile(contextlib.AbstractContextManager):
             "date": today.isoformat(),
             "commit": commit_of(Path(__file__).parents[2]),
             "device": device,
+            **gpu_of(device),
             "versions": versions | {name: importlib.metadata.version(name) for name in self.packages},
             "command": " ".join(portable(command)),
             "complete": False,
@@ -81,6 +82,7 @@ class ResultFile(contextlib.AbstractContextManager):
     def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
         """`bars` entries are {name, value, unit, bar, met}; `extra` are further figures of the whole run."""
         rows = self.document.pop("rows")  # last, as they are long
+        self.document |= gpu_of(self.document["device"])  # clocks are those of a device that was at work
         self.document |= {"complete": complete, "bars": bars, **extra, "rows": rows}
         self._write()
 
@@ -110,6 +112,23 @@ def commit_of(checkout: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def gpu_of(device: str) -> dict[str, Any]:
+    """The driver, and the clocks in MHz with the most that they may be, of the first GPU of this process; nothing where
+    nvidia-smi does not tell."""
+    names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] or "0"
+    command = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    if device == "cpu":
+        return {}
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    driver, *clocks = (word.strip() for word in said.strip().split(","))
+    mhz = {name: int(word) for name, word in zip(("sm", "most_sm", "memory"), clocks) if word.isdigit()}
+    return {"driver": driver, "clocks_mhz": mhz}
 
 
 def labelled(experiment: str, label: str | None) -> str:

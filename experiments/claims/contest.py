@@ -1,0 +1,159 @@
+"""Two policies against each other on the QPS workload, alternated: how many more requests a second one of them serves.
+
+ROUNDS times the first COUNT conversations at once under one and then the other, sampled by top-k and top-p, in half of
+the slots of the table of requests a second, whose pages a device of 80 GB holds, too. The figure of a claim is the gain
+of a round, the mean of all with its 95 % interval (Student's t).
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from experiments.baselines import DEVICES
+from experiments.claims.claim import Part, Row
+from experiments.claims.serving import KEPT, make_model, settings, workload
+from experiments.qps import half_interval, make_engine, run_once, sampling_of, warm_up
+from experiments.result_file import rounded
+from jllm.engine.device import Device
+from jllm.engine.loop import Engine
+
+ROUNDS = 3
+COUNT, SIZE = 512, {"slots": 256}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+POLICIES: dict[str, dict[str, str]] = {
+    "usual": {}, "static": {"batching": "static"}, "waiting": {"host": "wait"}, "padded": {"prefill": "padded"},
+    "sorting": {"sampling": "sort"},
+}  # fmt: skip
+NOISE = 0.02  # gains of single runs below are none
+
+
+@dataclass
+class Contest:
+    """The workload under one policy after the other, round after round, so that what a device does from minute to
+    minute is in each of them alike. A run that several claims ask for is run once.
+
+    Each policy has its engine, compiled at its first run. Those of one sampler share a device, whose state is fresh for
+    each run; the other sampler's gives its memory back meanwhile.
+    """
+
+    toy: bool
+    _devices: dict[str, Device] = field(default_factory=dict)
+    _engines: dict[str, Engine] = field(default_factory=dict)
+    _rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+
+    def row(self, policy: str, at: int) -> Row:
+        """The run of one of POLICIES in round `at`."""
+        if (policy, at) not in self._rows:
+            self._rows[policy, at] = self._run(policy)
+        return self._rows[policy, at]
+
+    def _run(self, policy: str) -> Row:
+        args = settings(self.toy, **SAMPLING, **({} if self.toy else SIZE), **POLICIES[policy])
+        print(f"serving by the policy {policy}", file=sys.stderr, flush=True)
+        if policy not in self._engines:
+            self._engines[policy] = self._engine(args)
+            self._engines[policy].compile_ahead([sampling_of(args)])
+        self._free_but(args.sampling)
+        self._devices[args.sampling].renew()
+        engine, requests = self._engines[policy], workload(self.toy, COUNT)
+        warm_up(engine, requests, args)
+        row, _ = run_once(engine, requests, args)
+        return rounded({name: row[name] for name in KEPT if name in row} | {"slots": args.slots})
+
+    def _engine(self, args: argparse.Namespace) -> Engine:
+        def device(*given: Any) -> Device:
+            if args.sampling not in self._devices:
+                self._free_but(args.sampling)
+                self._devices[args.sampling] = DEVICES[args.sampling](*given)
+            return self._devices[args.sampling]
+
+        for other in self._devices.values():  # each has as many pages
+            args.num_pages = other.sizes.limits.num_pages
+        engine = make_engine(make_model(self.toy), args, device)
+        assert isinstance(engine, Engine)
+        return engine
+
+    def _free_but(self, sampling: str) -> None:
+        for name, device in self._devices.items():
+            if name != sampling:
+                device.free()
+
+
+@cache
+def contest_of(toy: bool) -> Contest:
+    return Contest(toy)
+
+
+def contest(toy: bool, policies: Mapping[str, str]) -> Iterator[Row]:
+    """A row a run: in each round one of each policy, under a claim's own name for it."""
+    for at in range(ROUNDS):
+        for name, policy in policies.items():
+            yield {"policy": name, "round": at} | contest_of(toy).row(policy, at)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many more requests a second one of two policies serves, as a share, and half of its 95 % interval over the
+    rounds; None for a single one."""
+
+    mean: float
+    half: float | None
+    rounds: int
+
+    def reaches(self, least: float) -> bool | None:
+        """Whether all of the interval does; None where it has room for either."""
+        if self.half is None:
+            return self.mean >= least
+        return True if self.mean - self.half >= least else False if self.mean + self.half < least else None
+
+    def __str__(self) -> str:
+        if self.half is None:
+            return f"{100 * self.mean:+.1f} %, one run each, no interval"
+        ends = (100 * (self.mean + side * self.half) for side in (-1, 1))
+        return (
+            f"{100 * self.mean:+.1f} % [{', '.join(f'{end:+.1f}' for end in ends)}], {self.rounds} alternated runs each"
+        )
+
+
+def gain_of(rows: list[Row], ours: str, other: str) -> Gain | None:
+    """The mean over the rounds of the gain of each. None where no round has both."""
+    a, b = ([row["qps"] for row in rows if row.get("policy") == name] for name in (ours, other))
+    gains = [x / y - 1 for x, y in zip(a, b)]
+    return Gain(statistics.fmean(gains), half_interval(gains), len(gains)) if gains else None
+
+
+def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str]:
+    """The parts of a claim of more requests a second: that there are more, and each gain that is stated. Then in words
+    conditions, and waits of both."""
+    gain = gain_of(rows, ours, other)
+    if gain is None:
+        return [Part("one of the two was not measured", False)], ""
+    found = {name: [row for row in rows if row.get("policy") == name] for name in (ours, other)}
+    qps, first = (
+        [statistics.fmean(row[key] for row in some) for some in found.values()] for key in ("qps", "ttft_ms_p50")
+    )
+    more = gain.reaches(NOISE if gain.half is None else 0.0)
+    parts = [Part(f"more requests a second, {gain} ({qps[0]:.4g} for {qps[1]:.4g})", more)]
+    parts += [Part(f"{least:+.0%}", gain.reaches(least)) for least in stated]
+    one = found[ours][0]
+    where = f" in {one['slots']} slots" if "slots" in one else ""
+    return parts, f"{one['requests']:g} requests at once{where}: first token p50 {first[0]:.4g} ms for {first[1]:.4g}"
+
+
+def draw_qps(axes: Any, rows: list[Row]) -> None:
+    """Requests a second and goodput by policy, means over the rounds, and each round's own as a dot."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows if "policy" in row))
+    found = [[row for row in rows if row.get("policy") == policy] for policy in policies]
+    for key, label, side in (("qps", "requests/s", -0.2), ("goodput", "of them in time", 0.2)):
+        means = [statistics.fmean(row[key] for row in some) for some in found]
+        axes.bar([x + side for x in range(len(found))], means, 0.38, label=label)
+        if key == "qps":
+            for x, some in enumerate(found):
+                axes.plot([x + side] * len(some), [row[key] for row in some], ".", color="black", markersize=4)
+    axes.set_xticks(range(len(found)), policies)
+    axes.set_ylabel("requests a second")
+    axes.legend()
