@@ -124,7 +124,8 @@ def made_with(document: Document) -> Iterator[str]:
         known |= {"driver": document.get("driver"), "clocks": mhz if clocks else None}
     yield from (f"{name} {value}" for name, value in known.items() if value)
     if lacking := [name for name, value in known.items() if not value]:
-        yield f"no {' or '.join([', '.join(lacking[:-1]), lacking[-1]][len(lacking) == 1 :])} recorded"
+        first, last = ", ".join(lacking[:-1]), lacking[-1]
+        yield f"no {f'{first} or {last}' if first else last} recorded"
 
 
 def bars_table(bars: list[Document]) -> str:
