@@ -56,8 +56,9 @@ from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 SCHEMES = (
-    PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-tensor", "llm-int8", "fp8-weight", "fp8",
-    "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-g32-zp", "w4a16-g64-zp", "w4a16-g128-zp", "nf4", "nf4-dq",
+    PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-groups", "w8a8-tensor", "llm-int8",
+    "fp8-weight", "fp8", "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-g32-zp", "w4a16-g64-zp", "w4a16-g128-zp",
+    "nf4", "nf4-dq",
 )  # fmt: skip
 BOTH = (("w8a8-talk", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
 LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # whose layers are tried one by one

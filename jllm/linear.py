@@ -3,7 +3,8 @@
 A plain weight takes rows in the model's dtype, and so do a weight-only format and those of block_floats.py, whose rows
 are rounded here to what the format would hold of them. A format with quantized activations
 takes rows of eight bits: the RMSNorm or SiLU before it makes them in the same pass (`norm`, `silu_mul`); what comes
-from elsewhere, attention's output, is quantized here. Residuals are added in the product's epilogue: one pass over the
+from elsewhere, attention's output, is quantized here. Where groups of inputs have scales of their own, gate and up
+projection make the rows with them (`norm_mlp`). Residuals are added in the product's epilogue: one pass over the
 sum less than adding them in the norm that follows.
 
 `backend` chooses the implementation of all of these operations, as pallas_kernels.backends says.
@@ -32,6 +33,7 @@ from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, decode, padded, rotate_groups, take_rows
+from pallas_kernels.scaled_matmul.gated import scaled_swiglu
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
@@ -134,6 +136,50 @@ def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backe
     return _with_gradient(run, straight)(x, weight, w)
 
 
+def fuses_codes(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
+    """Whether gate and up projection, SiLU and the codes of its groups are one operation: of int8 codes, for a reader
+    whose inputs have a scale for each group."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or not isinstance(reader, QuantizedWeight):
+        return False
+    return _takes_plain_rows(w) and w.format.row_codes == "int8" and reader.format.row_group is not None
+
+
+def norm_mlp(
+    x: jax.Array,
+    weight: jax.Array,
+    w: Weight,
+    reader: Weight,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    backend: str | None = None,
+) -> jax.Array:
+    """x [T, E] plus linear, with `reader`, of SiLU(gate) * up of x's norm with w [2F, E], where fuses_codes says so."""
+
+    def run(
+        x: jax.Array, weight: jax.Array, w: QuantizedWeight, reader: QuantizedWeight, bias: jax.Array | None
+    ) -> jax.Array:
+        group = reader.format.row_group
+        assert group is not None, "fuses_codes says so"
+        if one_kernel(x, w.values, gated=True, backend=backend) is not None:
+            rows: Rows = of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
+        else:
+            normed = norm(x, weight, eps, w, backend=backend)
+            assert isinstance(normed, QuantizedRows), "w takes codes"
+            options: dict[str, Any] = {"group": group, "dtype": x.dtype, "backend": backend}
+            rows = scaled_swiglu(normed, w.values, w.scales, **options)
+        return _linear(rows, reader, bias, x, out_dtype=x.dtype, backend=backend)
+
+    def straight(
+        x: jax.Array, weight: jax.Array, w: QuantizedWeight, reader: QuantizedWeight, bias: jax.Array | None
+    ) -> jax.Array:
+        rows = norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
+        gated = silu_mul_quant(_straight(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
+        return _straight(gated, reader, bias, x, out_dtype=x.dtype)
+
+    return _with_gradient(run, straight)(x, weight, w, reader, bias)
+
+
 def silu_linear(
     gate_up: jax.Array,
     w: Weight,
@@ -190,7 +236,8 @@ def _linear(
                 out_dtype=out_dtype, backend=backend,
             )  # fmt: skip
             return y.reshape(*x.shape[:-1], w.shape[0])
-        rows = quantize_rows(x, w.format.row_codes, per_tensor=w.format.per_tensor, scale=w.input_scale)
+        options: dict[str, Any] = {"group": w.format.row_group, "per_tensor": w.format.per_tensor}
+        rows = quantize_rows(x, w.format.row_codes, **options, scale=w.input_scale)
         return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
         x = round_blocks(rotate_groups(x, w.format), w.format.activations, w.input_scale)
@@ -274,7 +321,7 @@ def rounded_inputs(x: jax.Array, fmt: WeightFormat, scale: jax.Array | None = No
     if fmt.row_codes is None:
         return x
     rest, large = (fixed, 0) if fmt.outliers is None else _part_outliers(fixed, fmt.outliers)
-    codes = quantize_rows(rest, fmt.row_codes, per_tensor=fmt.per_tensor, scale=scale)
+    codes = quantize_rows(rest, fmt.row_codes, group=fmt.row_group, per_tensor=fmt.per_tensor, scale=scale)
     return x + (dequantize_rows(codes, x.dtype) + large - fixed)
 
 
@@ -285,10 +332,11 @@ def _takes_numbers(w: QuantizedWeight) -> bool:
 
 def _rows_kind(reader: Weight) -> str | None:
     """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own, be it
-    found as they come or ahead (input_scale), and so do outliers."""
+    found as they come or ahead (input_scale), and so do outliers and scales of groups."""
     if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
-    return reader.format.row_codes if reader.format.outliers is None else None
+    apart = reader.format.outliers is not None or reader.format.row_group is not None
+    return None if apart else reader.format.row_codes
 
 
 def _takes_plain_rows(w: QuantizedWeight) -> bool:
@@ -320,11 +368,11 @@ def _codes_product(
 ) -> jax.Array:
     """Codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
     plain = w.format.group is None and w.zeros is None and w.columns is None
-    assert plain, "codes meet codes of one symmetric scale a row; no other format has quantized activations"
+    assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
     (N, K), leading = w.shape, x.values.shape[:-1]
     rows, columns = w.values.shape[0] - N, w.values.shape[1] - K
     values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, columns)))
-    scales = x.scales.reshape(-1)
+    scales = x.scales.reshape(len(values), *x.scales.shape[len(leading) :])
     if bias is not None:
         bias = jnp.pad(bias, (0, rows))
     if residual is not None:

@@ -49,8 +49,8 @@ class Tap:
     found: dict[str, Any] = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
-    def wants(self, name: str) -> bool:
-        return name in self.names
+    def wants(self, *names: str) -> bool:
+        return any(name in self.names for name in names)
 
     def edits_any(self, *names: str) -> bool:
         """Whether one of these values is changed: then it cannot stay inside of a fused operation."""

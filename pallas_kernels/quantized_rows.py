@@ -1,4 +1,5 @@
-"""Rows in eight bits with a scale each: what quantized matmuls take as their left operand.
+"""Rows in eight bits with a scale each, or one for each group of their columns: what quantized matmuls take as their
+left operand.
 
 Symmetric and dynamic: the scale of a row is its largest magnitude over the largest code, so that a token's codes depend
 on that token alone; or static, one scale found ahead for all rows. The arithmetic is spelled out as products (with
@@ -21,14 +22,20 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}  # -128 is not used: symmetric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedRows:
-    """x = values * scales[..., None]."""
+    """x = values * scales[..., None], or of each group."""
 
     values: jax.Array  # int8 or float8_e4m3fn [..., E]
-    scales: jax.Array  # float32 (float64 of float64 inputs) [...], positive
+    scales: jax.Array  # float32 (float64 of float64 inputs) [...], positive; of groups of columns [..., E / group]
 
 
 def quantize_rows(
-    x: jax.Array, kind: str, *, per_tensor: bool = False, scale: jax.Array | None = None, axis: str | None = None
+    x: jax.Array,
+    kind: str,
+    *,
+    group: int | None = None,
+    per_tensor: bool = False,
+    scale: jax.Array | None = None,
+    axis: str | None = None,
 ) -> QuantizedRows:
     """x [..., E] of bf16, f16, f32 or f64 -> values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row.
 
@@ -37,10 +44,16 @@ def quantize_rows(
     holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
     token's codes then depend on the batch. With `scale` [1], positive, all rows have that one: what is beyond it is
     clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. With `axis` a row's columns are
-    spread over the devices of that mesh axis, and its scale is that of the whole row. Raises ValueError for another
-    kind, dtype, an E of zero, or `scale` and `per_tensor` at once.
+    spread over the devices of that mesh axis, and its scale is that of the whole row. With `group`, and none of these
+    three, every `group` columns of a row have a scale as a row has. Raises ValueError for another kind, dtype, an E of
+    zero or no multiple of `group`, or options that exclude each other.
     """
     check_kind(kind)
+    if group is not None:
+        if per_tensor or scale is not None or axis is not None or group < 1 or x.ndim < 1 or x.shape[-1] % group:
+            raise ValueError(f"group={group} of x {list(x.shape)}, expected a divisor of E, and no other option")
+        rows = quantize_rows(x.reshape(*x.shape[:-1], -1, group), kind)
+        return QuantizedRows(rows.values.reshape(x.shape), rows.scales)
     if x.ndim < 1 or x.shape[-1] < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{list(x.shape)}, expected floating point [..., E] with E of at least 1")
     if scale is not None and (per_tensor or scale.shape != (1,)):
@@ -64,7 +77,8 @@ def quantize_rows(
 
 def dequantize_rows(rows: QuantizedRows, dtype: DTypeLike | None = None) -> jax.Array:
     """The numbers that `rows` stand for [..., E], in `dtype` (default: that of the scales)."""
-    x = rows.values.astype(rows.scales.dtype) * rows.scales[..., None]
+    parts = rows.values.reshape(*rows.scales.shape, -1).astype(rows.scales.dtype)
+    x = (parts * rows.scales[..., None]).reshape(rows.values.shape)
     return x if dtype is None else x.astype(dtype)
 
 

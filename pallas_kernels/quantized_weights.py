@@ -75,6 +75,7 @@ class WeightFormat:
     scale_codes: str | None = None  # "e8m0" or "e4m3", as block_floats.py has them
     outliers: float | None = None  # inputs of this magnitude or more stay in 16 bits, token by token (LLM.int8)
     rotated: bool = False  # groups of the weight, and of its inputs before they are rounded, are times hadamard(group)
+    row_group: int | None = None  # inputs that share an activation scale of a token; None: all of them
 
     @property
     def block_kind(self) -> str | None:
@@ -129,7 +130,8 @@ class WeightFormat:
         if self.outliers is not None:
             return LLM_INT8 if self.outliers == THRESHOLD else f"{LLM_INT8}-t{self.outliers!r}".removesuffix(".0")
         bits = "w4a16" if self.codes == "int4" else "w8a8" if self.activations else "w8a16"
-        return bits + group + ("-zp" if self.zero_point else "") + ("-tensor" if self.per_tensor else "")
+        of_inputs = "-tensor" if self.per_tensor else "" if self.row_group is None else f"-act-g{self.row_group}"
+        return bits + group + ("-zp" if self.zero_point else "") + of_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -154,9 +156,9 @@ class QuantizedWeight:
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format called `name`: w8a8, w8a8-tensor, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq],
-    fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-h][-weight], N a multiple of 8, X a positive
-    threshold. Raises ValueError for others.
+    """The format called `name`: w8a8, w8a8-tensor, w8a8-act-gN, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq],
+    fp4[-gN][-dq], fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-h][-weight], N a multiple of
+    8 (of 32 for inputs), X a positive threshold. Raises ValueError for others.
     """
     fixed = {
         "w8a8": WeightFormat("int8", activations="int8"),
@@ -182,12 +184,14 @@ def parse_weight_format(name: str) -> WeightFormat:
     threshold = re.fullmatch(rf"{LLM_INT8}-t([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", name)
     if threshold is not None and 0 < float(threshold[1]) < math.inf:
         return replace(fixed[LLM_INT8], outliers=float(threshold[1]))
+    if (of_inputs := re.fullmatch(r"w8a8-act-g([1-9][0-9]*)", name)) and int(of_inputs[1]) % MULTIPLE == 0:
+        return replace(fixed["w8a8"], row_group=int(of_inputs[1]))
     match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4)-g([1-9][0-9]*)(-zp|-dq)?", name)
     suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq"), "fp4": (None, "-dq")}
     if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
         raise ValueError(
             f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
-            "fp4-gN[-dq] (N = 8, 16, ..), llm-int8-tX (X > 0)"
+            f"fp4-gN[-dq] (N = 8, 16, ..), w8a8-act-gN (N = {MULTIPLE}, {2 * MULTIPLE}, ..), llm-int8-tX (X > 0)"
         )
     codes = {"w8a16": "int8", "w4a16": "int4"}.get(match[1], match[1])
     return WeightFormat(codes, int(match[2]), match[3] == "-zp", match[3] == "-dq")
@@ -199,13 +203,15 @@ def padded(size: int) -> int:
 
 
 def check_shape(shape: tuple[int, int], fmt: WeightFormat) -> None:
-    """Raises ValueError where groups don't divide K, or K is empty."""
+    """Raises ValueError where groups don't divide K, the weight's or its inputs', or K is empty."""
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"a weight of shape {tuple(shape)} cannot be quantized: expected [N, K]")
     if fmt.group is not None and (shape[1] % fmt.group or padded(shape[1]) != shape[1]):
         raise ValueError(
             f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {math.lcm(fmt.group, MULTIPLE)}"
         )
+    if fmt.row_group is not None and shape[1] % fmt.row_group:
+        raise ValueError(f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {fmt.row_group}")
 
 
 def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:

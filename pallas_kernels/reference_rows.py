@@ -6,8 +6,11 @@ import numpy as np
 from pallas_kernels.quantized_rows import QuantizedRows
 
 
-def quantize_rows(x: np.ndarray, kind: str) -> QuantizedRows:
-    """x [..., E] -> codes and scales; the scales rounded to float32 unless x is float64."""
+def quantize_rows(x: np.ndarray, kind: str, group: int | None = None) -> QuantizedRows:
+    """x [..., E] -> codes and scales [...], or [..., E / group]; the scales rounded to float32 unless x is float64."""
+    if group is not None:
+        rows = quantize_rows(x.reshape(*x.shape[:-1], -1, group), kind)
+        return QuantizedRows(rows.values.reshape(x.shape), rows.scales)
     largest = {"int8": 127, "fp8": 448}[kind]
     wide = x.astype(np.float64)
     scales = np.maximum(np.abs(wide).max(axis=-1) / largest, 2.0**-126)

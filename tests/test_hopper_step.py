@@ -31,7 +31,7 @@ KV = {"bf16": None, "w8a8": "int8-g8", "w4a16-g128": None}
 @cache
 def traced(scheme: str, bucket: Bucket, backend: str | None = "hopper") -> Any:
     """The jaxpr of a step, from shapes alone."""
-    formats = parse_kv_cache(KV[scheme], CONFIG, jnp.bfloat16)
+    formats = parse_kv_cache(KV.get(scheme), CONFIG, jnp.bfloat16)
     layout = Layout(bucket, deltas=160)
     step = packed_step.trace(
         quantize(abstract_params(CONFIG, jnp.bfloat16), scheme),
@@ -81,6 +81,21 @@ def test_the_kernels_of_a_7b_step(scheme, bucket):
 @pytest.mark.parametrize("scheme", KV)
 def test_a_model_that_is_told_mosaic_runs_the_same_kernels(scheme):
     assert kernels_of(traced(scheme, MIXED, "mosaic")) == kernels_of(traced(scheme, MIXED))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "products"),
+    [
+        (ONE, {"gemv_int8": 1, "gemv_int8_gated": 1, "gemm_grouped": 2, "norm_quant": -2}),
+        (SOME, {"gemm_skinny": 1, "gemm_gated_codes": 1, "gemm_grouped": 2}),
+        (MANY, {"gemm_tall": 2, "silu_mul_quant": 1, "gemm_grouped": 2}),
+    ],
+    ids=str,
+)
+def test_scales_of_groups_have_kernels_where_mosaic_is_named(bucket, products):
+    found = kernels_of(traced("w8a8-groups", bucket, "mosaic"))
+    assert found == of_step(LAYERS, chunks=False, **products)
+    assert not kernels_of(traced("w8a8-groups", bucket)).keys() & {"gemm_grouped", "gemm_gated_codes"}
 
 
 def test_a_hopper_gpu_runs_them_unasked(monkeypatch):

@@ -127,9 +127,10 @@ def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:
             f"{name}: its groups hold inputs in an order of their own, which devices cannot share: "
             "quantize without activation order (desc_act)"
         )
-    group = w.format.group
+    group = w.format.group or w.format.row_group
     if group is not None and columns % math.lcm(group, MULTIPLE):
-        fits = [g for g in range(8, columns + 1, 8) if columns % math.lcm(g, MULTIPLE) == 0]
+        least = 8 if w.format.group else MULTIPLE
+        fits = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
         why = f"groups of {', '.join(map(str, fits))} would fit" if fits else "a format with a scale a row would fit"
         raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and a device {columns} inputs; {why}")
 

@@ -63,7 +63,8 @@ def stored_weights(
 def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping[str, StoredTensor]) -> StoredWeight:
     N, K = spec.shape
     reordered = fmt.row_codes is None and not fmt.rotated and f"{name}.columns" in stored
-    fixed = fmt.activations is not None and not fmt.per_tensor and f"{name}.input_scale" in stored
+    of_inputs = fmt.activations is not None and not fmt.per_tensor and fmt.row_group is None
+    fixed = of_inputs and f"{name}.input_scale" in stored
     wanted = arrays(name, _abstract_weight((N, K), fmt, reordered=reordered, fixed=fixed))
 
     def build(found: Mapping[str, np.ndarray]) -> QuantizedWeight:

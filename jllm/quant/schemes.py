@@ -158,6 +158,7 @@ def _int4_names(suffix: str) -> list[str]:
 
 
 _TALK = ("o_proj", PLAIN)  # as in PPL's talk: attention and its output projection stay in 16 bits
+_ACTIVATION_GROUPS = "|".join((*(f"w8a8-act-g{g}" for g in (128, 64, 32)), "w8a8"))  # the first that divides K
 PRESETS: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -167,6 +168,8 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8-talk", "w8a8", _TALK),
         _linears("w8a8-all", "w8a8"),
         _linears("w8a8-head", "w8a8", ("lm_head", "w8a8")),
+        # Where attention and SiLU end, a scale for each group of a token's values needs no pass over all of them.
+        _linears("w8a8-groups", "w8a8", *((name, _ACTIVATION_GROUPS) for name in ("o_proj", "down_proj"))),
         _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
         *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "fp8", "fp8-weight", "uint8-zp")),

@@ -68,13 +68,13 @@ def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) 
         for rows in (64, 128, 256)
         for columns in range(16, 257, 16)
         if rows * columns <= 256 * 192
-        for config in (Config(rows, columns, _step(rows, columns)),)
+        for config in (Config(rows, columns, stage_bytes(rows, columns)),)
         if most_stages(config, itemsize, out_itemsize, config.step // itemsize) >= 3
     ]
     return min(choices, key=lambda config: estimate(config, m, n, k, itemsize))
 
 
-def _step(rows: int, columns: int) -> int:
+def stage_bytes(rows: int, columns: int) -> int:
     """Bytes of K of a stage: what makes it large enough that waiting for it, and asking for the next, is cheap."""
     return 2 * STEP if (rows + columns) * STEP < 20_000 else STEP
 

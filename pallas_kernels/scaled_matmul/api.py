@@ -11,10 +11,13 @@ from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
 from pallas_kernels.one_order import check_device, in_tiles
 from pallas_kernels.scaled_matmul import xla
 from pallas_kernels.scaled_matmul.config import (
+    check_grouped,
+    check_grouped_unasked,
     check_supported,
     check_triton,
     check_triton_fp8,
     choose_config,
+    grouped_config,
     is_skinny,
 )
 
@@ -32,19 +35,24 @@ def scaled_matmul(
     operand: DTypeLike,
 ) -> jax.Array:
     """The product of operands of dtype `operand`."""
-    sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), x_scale=(x_scale, "M"), w_scale=(w_scale, "N"))
+    grouped = x_scale.ndim == 2
+    of_rows = (x_scale, "M G" if grouped else "M")
+    sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), x_scale=of_rows, w_scale=(w_scale, "N"))
     for name, array in (("x", x), ("w", w)):
         if array.dtype != operand:
             raise ValueError(f"{name} has dtype {array.dtype}, expected {jnp.dtype(operand)}")
     if str(x_scale.dtype) not in ("float32", "float64") or w_scale.dtype != x_scale.dtype:
         raise ValueError(f"scales are {x_scale.dtype} and {w_scale.dtype}, expected float32 or float64 for both")
+    if grouped and (operand != jnp.int8 or not sizes["G"] or sizes["K"] % sizes["G"]):
+        raise ValueError(f"x_scale has shape {x_scale.shape}, expected [M], or of int8 [M, G] where G divides K")
     for name, addend, spec in (("bias", bias, "N"), ("residual", residual, "M N")):
         if addend is not None:
             check_floats(**{name: addend})
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
     out_dtype = check_out_dtype(out_dtype)
     backends = BACKENDS if operand == jnp.int8 else BACKENDS | {"triton": FP8_TRITON}
-    chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
+    backends, of_groups = (GROUPED, (sizes["K"] // sizes["G"],)) if grouped else (backends, ())
+    chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual, *of_groups)
     return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
@@ -64,6 +72,23 @@ def _mosaic(
     bias = None if bias is None else bias.astype(jnp.float32)
     added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     return gemm(x, w, **added, out_dtype=out_dtype, config=config)
+
+
+def _mosaic_grouped(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    from pallas_kernels.gemm_sm90 import grouped  # imports all of Pallas
+
+    config = grouped_config(x.shape[0], *w.shape)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    return grouped.gemm(x, w, **added, out_dtype=out_dtype, config=config)
 
 
 def _triton(*args) -> jax.Array:
@@ -87,6 +112,18 @@ def _one_order(
     return in_tiles(lambda x, s, r: xla.scaled_matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
 
 
+def _grouped_one_order(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    return in_tiles(lambda x, s, r: xla.grouped_matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
+
+
 def _check_one_order(*arguments) -> None:
     check_device()
     if on_hopper():
@@ -98,5 +135,10 @@ BACKENDS = {
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.scaled_matmul),
     DETERMINISTIC: Backend(_one_order, _check_one_order),
+}
+GROUPED = {
+    "mosaic": Backend(_mosaic_grouped, check_grouped, check_grouped_unasked),
+    "xla": Backend(xla.grouped_matmul),
+    DETERMINISTIC: Backend(_grouped_one_order, lambda *_: check_device()),
 }
 FP8_TRITON = Backend(_triton, check_triton_fp8, unasked_on=("ampere",))

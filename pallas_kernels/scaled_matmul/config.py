@@ -50,6 +50,49 @@ def estimate(m: int, n: int, k: int) -> tall_config.Config:
     return min(TILES, key=clocks)
 
 
+def check_grouped(
+    n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, residual: jax.Array | None, group: int
+) -> None:
+    """The same for rows with a scale for every `group` columns."""
+    check_supported(n, k, scale_dtype, out_dtype, residual)
+    check_group(group)
+
+
+def check_group(group: int) -> None:
+    """Raises NotImplementedError for groups that the kernels do not take."""
+    if group not in GROUPS:
+        names = ", ".join(map(str, GROUPS))
+        raise NotImplementedError(f"a scale for {group} columns is not supported by backend mosaic, which does {names}")
+
+
+def check_grouped_unasked(*arguments) -> None:
+    """check_grouped, where no backend is named."""
+    check_grouped(*arguments)
+    check_not_run()
+
+
+def check_not_run() -> None:
+    """Raises NotImplementedError: the kernels of scales for groups are chosen by name, and not by default."""
+    raise NotImplementedError("the mosaic kernels of scales for groups of columns were not yet run on a GPU")
+
+
+def grouped_config(m: int, n: int, k: int) -> skinny_config.Config:
+    """The configuration for x [M, K] with scales of groups and w [N, K]: of tiles whose sums registers hold twice, the
+    one that a count of microseconds likes best."""
+    choices = [
+        skinny_config.Config(rows, columns, skinny_config.stage_bytes(rows, columns))
+        for rows in (64, 128)
+        for columns in range(16, 129, 16)
+    ]
+    return min(choices, key=lambda config: skinny_config.estimate(config, m, n, k, 1))
+
+
+def gated_config(group: int) -> skinny_config.Config:
+    """The configuration of gate and up with codes of groups: a tile has a group of both halves of w."""
+    return skinny_config.Config(64, 2 * group, skinny_config.stage_bytes(64, 2 * group))
+
+
+GROUPS = (32, 64, 128)  # columns that may share a scale: what a swizzle is wide
 FEW_ROWS = 64  # up to which the product is bound by the bytes of w, and skinny's
 ALL = 1 << 30
 _tall = tall_config.Config

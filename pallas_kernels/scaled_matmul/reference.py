@@ -17,9 +17,12 @@ def scaled_matmul(
     bias: ArrayLike | None,
     residual: ArrayLike | None,
 ) -> np.ndarray:
-    """x [M, K], w [N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> float64 [M, N]."""
+    """x [M, K], w [N, K], x_scale [M] or [M, G], w_scale [N], bias [N], residual [M, N] -> float64 [M, N]."""
     rows, columns = (np.asarray(scale).astype(np.float64) for scale in (x_scale, w_scale))
-    y = product(x, w) * np.outer(rows, columns)
+    x = np.asarray(x).astype(np.float64)
+    each = x.shape[1] // rows.shape[1] if rows.ndim == 2 else x.shape[1]
+    numbers = x * np.repeat(rows.reshape(len(x), -1), each, axis=1)
+    y = product(numbers, w) * columns
     for addend in (bias, residual):
         if addend is not None:
             y = y + np.asarray(addend).astype(np.float64)

@@ -27,6 +27,30 @@ def scaled_matmul(
     return y.astype(out_dtype)
 
 
+@partial(jax.jit, static_argnames="out_dtype")
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    x_scale: jax.Array,
+    w_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """x int8[M, K], w int8[N, K], x_scale [M, G], w_scale [N], bias [N], residual [M, N] -> [M, N]; see api.py."""
+    (M, K), N, G = x.shape, w.shape[0], x_scale.shape[1]
+
+    def add(g: jax.Array, total: jax.Array) -> jax.Array:
+        own_x, own_w = (lax.dynamic_slice_in_dim(array, g * (K // G), K // G, axis=1) for array in (x, w))
+        scale = lax.dynamic_slice_in_dim(x_scale, g, 1, axis=1)
+        return total + product(own_x, own_w, total.dtype).astype(total.dtype) * scale
+
+    y = lax.fori_loop(0, G, add, jnp.zeros((M, N), x_scale.dtype)) * w_scale[None, :]
+    for addend in (None if bias is None else bias[None, :], residual):
+        y = y if addend is None else y + addend.astype(y.dtype)
+    return y.astype(out_dtype)
+
+
 def product(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x [M, K] times w [N, K] transposed -> [M, N]: int32 of int8, exactly; else `dtype`, which sums are in."""
     if x.dtype == jnp.int8:

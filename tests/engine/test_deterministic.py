@@ -38,6 +38,7 @@ CASES = [
     ("float32", None, "int8-g8", "decodes apart"),
     ("float32", "w8a8-all", None, TINY),
     ("float32", "w8a8", "fp8", "decodes apart"),
+    ("float32", "w8a8-groups", None, "decodes apart"),
     ("float32", "w4a16-g32", None, "decodes apart"),
     ("bfloat16", "fp8", None, "decodes apart"),
     ("bfloat16", None, None, TINY),

@@ -47,6 +47,19 @@ def test_ties_round_to_even_and_the_last_code_is_127():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_columns_are_rows_of_their_own(kind):
+    x = inputs((3, 5, 192), "bfloat16")
+    rows, apart = quantize_rows(x, kind, group=64), quantize_rows(x.reshape(3, 5, 3, 64), kind)
+    assert rows.scales.shape == (3, 5, 3)
+    np.testing.assert_array_equal(rows.scales, apart.scales)
+    np.testing.assert_array_equal(np.asarray(rows.values), np.asarray(apart.values.reshape(x.shape)))
+    np.testing.assert_array_equal(dequantize_rows(rows), dequantize_rows(apart).reshape(x.shape))
+    for wrong in ({"group": 80}, {"group": 64, "per_tensor": True}, {"group": 0}, {"group": 64, "axis": "ranks"}):
+        with pytest.raises(ValueError, match=r"group=\d+ of x \[3, 5, 192\], expected a divisor of E"):
+            quantize_rows(x, kind, **wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_zero_rows_and_tiny_rows(kind):
     x = jnp.asarray([[0.0, -0.0], [1e-40, 0.0], [1.0, -1.0]])
     rows = quantize_rows(x, kind)

@@ -47,7 +47,7 @@ def test_logits_are_those_of_one_device(devices):
     ("scheme", "devices"),
     [
         ("w8a16", 8), ("w4a16-g32", 4), ("w4a16-g32-zp", 2), ("nf4-dq", 2), ("uint8-zp", 4), ("fp8-weight", 2),
-        ("fp4", 2), ("fp4-dq", 2),
+        ("fp4", 2), ("fp4-dq", 2), ("w8a8-act-g32", 2),
     ],
 )  # fmt: skip
 def test_quantized_weights_are_cut_to_the_same_numbers(scheme, devices):
@@ -173,6 +173,9 @@ def test_formats_that_cannot_be_cut():
     params = quantize(model.params, "nf4")
     with pytest.raises(QuantizationError, match=r"layers.0.self_attn.o_proj: nf4 has groups of 64, .* 8, 16, 32 would"):
         share_params(params, config)
+    groups = quantize(model.params, "w8a8-groups")
+    with pytest.raises(QuantizationError, match="o_proj: w8a8-act-g128 has groups of 128, .* groups of 32 would fit"):
+        share_params(groups, config)
     down = params.layers[0].mlp.down
     ordered = replace(down, columns=jnp.arange(down.shape[1], dtype=jnp.int32))
     layer = with_fields(model.params.layers[0], mlp={"down": ordered})

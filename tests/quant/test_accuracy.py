@@ -40,6 +40,7 @@ BOUNDS = {
     "w8a8-talk": 1.2e-3,
     "w8a8-all": 1.2e-3,
     "w8a8-head": 1.2e-3,
+    "w8a8-groups": 6e-4,
     "llm-int8": 1.2e-3,
     "fp8-weight": 2.5e-3,
     "fp8": 6e-3,

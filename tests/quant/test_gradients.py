@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.linear import linear, norm_linear, silu_linear
+from jllm.linear import linear, norm_linear, norm_mlp, rounded_inputs, silu_linear
 from jllm.model import Packed, packed_logits
 from jllm.quant.quantize import quantize
 from pallas_kernels import quantized_weights
@@ -17,6 +17,7 @@ from pallas_kernels.quantized_weights import QuantizedWeight, decode, parse_weig
 from tests.tiny import tiny_model
 
 IDS = jnp.asarray([3, 14, 15, 92, 65, 35, 89, 79], jnp.int32)
+GROUPS = parse_weight_format("w8a8-act-g32")
 encode = jax.jit(quantized_weights.encode, static_argnums=1)
 
 
@@ -77,11 +78,12 @@ def test_whole_model_against_finite_differences():
     np.testing.assert_allclose(stored, grads.layers[0].mlp.down.scales, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor", "llm-int8-t2"])
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor", "w8a8-act-g32", "llm-int8-t2"])
 def test_rounding_of_activations_is_passed_straight_through(name):
     """Inputs get what the decoded weight says, weights what the rounded inputs say."""
     fmt = parse_weight_format(name)
-    w, x, g = encode(normal(0, 64, 40), fmt), normal(1, 6, 40), normal(2, 6, 64)
+    K = fmt.row_group or 40
+    w, x, g = encode(normal(0, 64, K), fmt), normal(1, 6, K), normal(2, 6, 64)
     bias, residual = normal(3, 64), normal(4, 6, 64)
     y, pull = jax.vjp(lambda *args: linear(args[0], args[1], args[2], residual=args[3]), x, widen(w), bias, residual)
     dx, dw, db, dr = pull(g)
@@ -122,6 +124,22 @@ def test_norm_and_silu_before_a_product(name):
     got = jax.vjp(lambda x: silu_linear(x, w, residual=residual), gate_up)[1](g)
     want = jax.vjp(lambda x: dot(silu(x), full) + residual, gate_up)[1](g)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-10, atol=1e-12)
+
+
+def test_an_mlp_whose_codes_are_made_on_the_way():
+    """As if its values had been made apart, and rounded straight through."""
+    w, reader = encode(normal(0, 128, 64), parse_weight_format("w8a8")), encode(normal(1, 64, 64), GROUPS)
+    x, weight, bias, g = normal(2, 6, 64), 1 + normal(3, 64) / 4, normal(4, 64), normal(5, 6, 64)
+
+    def plain(x, weight, bias):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weight[None, :]
+        gate, up = jnp.split(jnp.einsum("tk,nk->tn", rounded_inputs(y, w.format), decode(w, jnp.float64)), 2, axis=1)
+        z = rounded_inputs(jax.nn.silu(gate) * up, GROUPS)
+        return jnp.einsum("tk,nk->tn", z, decode(reader, jnp.float64)) + bias[None, :] + x
+
+    got = jax.vjp(lambda x, weight, bias: norm_mlp(x, weight, w, reader, bias, eps=1e-5), x, weight, bias)[1](g)
+    for a, b in zip(got, jax.vjp(plain, x, weight, bias)[1](g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_eight_bits_everywhere_point_the_same_way():

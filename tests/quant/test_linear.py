@@ -1,6 +1,7 @@
 """linear() on every kind of leaf, against the formula in float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ FORMATS = [
     "w8a8",
     "fp8",
     "w8a8-tensor",
+    "w8a8-act-g32",
     "llm-int8-t2",
     "w8a16",
     "fp8-weight",
@@ -61,6 +63,8 @@ def fake_quantized(x: np.ndarray, name: str) -> np.ndarray:
     if name == "llm-int8-t2":
         large = np.abs(x) >= 2
         return np.where(large, x, fake_quantized(np.where(large, 0, x), "w8a8"))
+    if (group := parse_weight_format(name).row_group) is not None:
+        return fake_quantized(x.reshape(*x.shape[:-1], -1, group), "w8a8").reshape(x.shape)
     largest = 127 if kind == "int8" else 448
     absmax = np.abs(x).max(axis=None if name.endswith("tensor") else -1, keepdims=True)
     codes = x / (absmax / largest)
@@ -83,7 +87,7 @@ def dtype(request):
 def test_products(name, dtype):
     added = dtype == "float64"
     fmt = parse_weight_format(name.removesuffix("-static"))
-    N, K = (96, 128) if fmt.group else (70, 52)  # the second is padded
+    N, K = (96, 128) if fmt.group else (70, 96) if fmt.row_group else (70, 52)  # the others are padded
     w = quantized(normal(0, N, K, dtype=dtype), name)
     x = normal(1, 2, 5, K, dtype=dtype)
     bias, residual = (normal(2, N, dtype=dtype), normal(3, 2, 5, N, dtype=dtype)) if added else (None, None)
@@ -96,7 +100,9 @@ def test_products(name, dtype):
     assert relative(got, want) < (1e-12 if dtype == "float64" else 1e-3 if fmt.activations else 1e-5)
 
 
-@pytest.mark.parametrize("name", [None, "w8a8", "fp8", "w8a8-tensor", "llm-int8-t2", "w4a16-g32", *FIXED])
+@pytest.mark.parametrize(
+    "name", [None, "w8a8", "fp8", "w8a8-tensor", "w8a8-act-g64", "llm-int8-t2", "w4a16-g32", *FIXED]
+)
 def test_norm_and_silu_give_what_the_reader_takes(name, dtype):
     """One pass quantizes; the rows are those of quantizing afterwards."""
     reader: QuantizedWeight | jax.Array = normal(0, 64, 128, dtype=dtype)
@@ -119,6 +125,32 @@ def test_norm_and_silu_give_what_the_reader_takes(name, dtype):
         )
 
 
+def test_gate_and_up_make_the_codes_of_groups(dtype):
+    """The MLP for a reader of groups is one operation; what it computes is norm, product, SiLU and product."""
+    w, reader = (
+        quantized(normal(0, 192, 64, dtype=dtype), "w8a8"),
+        quantized(normal(1, 64, 96, dtype=dtype), "w8a8-act-g32"),
+    )
+    x, weight, bias = normal(2, 6, 64, dtype=dtype), normal(3, 64, dtype=dtype), normal(4, 64, dtype=dtype)
+    assert module.fuses_codes(w, None, reader)
+    assert not module.fuses_codes(w, bias, reader)
+    assert not module.fuses_codes(w, None, quantized(normal(1, 64, 96, dtype=dtype), "w8a8"))
+    assert not module.fuses_codes(quantized(normal(0, 192, 64, dtype=dtype), "fp8"), None, reader)
+    got = jax.jit(partial(module.norm_mlp, eps=EPS))(x, weight, w, reader, bias)
+    apart = module.norm_linear(x, weight, w, eps=EPS)
+    apart = module.silu_linear(apart, reader, bias, residual=x)
+    y = np.asarray(x, np.float64)
+    y = y / np.sqrt((y**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight, np.float64)
+    gate, up = np.split(fake_quantized(y, "w8a8") @ np.asarray(decode(w, dtype), np.float64).T, 2, axis=1)
+    z = fake_quantized(gate / (1 + np.exp(-gate)) * up, "w8a8-act-g32")
+    want = (
+        z @ np.asarray(decode(reader, dtype), np.float64).T + np.asarray(bias, np.float64) + np.asarray(x, np.float64)
+    )
+    for found in (got, apart):
+        assert found.dtype == x.dtype
+        assert relative(found, want) < (1e-12 if dtype == "float64" else 5e-3)
+
+
 @pytest.mark.parametrize("name", [None, "w8a8", "fp8", "uint8-zp", "w4a16-g64-zp", "nf4", "nf4-dq"])
 def test_embeddings(name):
     table = normal(0, 50, 128, dtype="float32")
@@ -128,7 +160,7 @@ def test_embeddings(name):
     np.testing.assert_array_equal(embed(w, tokens, jnp.float32), np.asarray(want)[[[0, 49], [7, 49]]])
 
 
-@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor", "nf4", "uint8-zp", "w4a16-g32", *FIXED])
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "w8a8-tensor", "w8a8-act-g64", "nf4", "uint8-zp", "w4a16-g32", *FIXED])
 def test_zero_tokens_and_channels_give_zeros(name):
     x, w = normal(1, 4, 128, dtype="float32").at[2].set(0), normal(0, 64, 128, dtype="float32").at[5].set(0)
     got = np.asarray(linear(x, quantized(w, name)))

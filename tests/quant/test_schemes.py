@@ -39,10 +39,11 @@ def test_presets(name):
         return
     assert found.keys() & {"lm_head", "model.embed_tokens"} == ({"lm_head"} if name == "w8a8-head" else set())
     kept_o = name in ("w8a8", "w8a8-talk", "w8a8-tensor")
-    wanted = {"w8a8": "w8a8", "w8a8-talk": "w8a8", "w8a8-all": "w8a8", "w8a8-head": "w8a8"}.get(name, name)
+    wanted = "w8a8" if name in ("w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-groups") else name
     for layer in ("model.layers.0.", LAYER):
         for linear in LINEARS:
-            assert found[layer + linear][:1] == ([] if kept_o and linear == "self_attn.o_proj" else [wanted])
+            own = "w8a8-act-g128" if name == "w8a8-groups" and linear.endswith(("o_proj", "down_proj")) else wanted
+            assert found[layer + linear][:1] == ([] if kept_o and linear == "self_attn.o_proj" else [own])
 
 
 def test_help_and_presets_agree():
@@ -200,7 +201,7 @@ def test_formats_of_weights_give_their_scheme_back(name):
     assert {weight: found for weight, found in again.formats(modules(3)).items() if found} == {
         weight: (fmt,) for weight, fmt in formats.items()
     }
-    assert again.name in ("bf16", "w8a8", *(fmt.name for fmt in formats.values()), name)
+    assert again.name in ("bf16", "w8a8", "w8a8-all", *(fmt.name for fmt in formats.values()), name)
 
 
 def test_mixed_formats_give_rules_of_their_own():
