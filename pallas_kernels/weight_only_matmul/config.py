@@ -29,6 +29,9 @@ class Config:
     stream: another kernel, for up to `tokens` rows of x, whose codes go straight into registers (stream_sm90.py). CTAs
     have 64 row_tiles / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of
     128 columns that a warp has in flight. split, width, overlap and ctas are not its.
+
+    by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
+    warpgroup has 16 row_tiles rows, and stages two fold parts of 128 columns; width and overlap are not its.
     """
 
     tokens: int = 8
@@ -41,11 +44,12 @@ class Config:
     overlap: bool = False
     ctas: int = SMS
     stream: bool = False
+    by_warp: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
             raise ValueError(f"tokens is {self.tokens}, expected 1 or a multiple of 8, up to 256 / fold={self.fold}")
-        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1 and not self.stream):
+        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1 and not (self.stream or self.by_warp)):
             raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
         if self.width not in (64, 128):
             raise ValueError(f"width is {self.width}, expected 64 or 128")
@@ -64,19 +68,28 @@ class Config:
         if self.stream:
             if self.tokens not in (8, 16):
                 raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
-            for name in ("split", "width", "overlap", "ctas"):
-                if getattr(self, name) != getattr(Config, name):
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)}, but a streaming kernel has {getattr(Config, name)}"
-                    )
+            self._check_defaults("a streaming kernel", "split", "width", "overlap", "ctas", "by_warp")
+        if self.by_warp:
+            if self.fold > 2 or self.tokens not in (8, 16, 24, 32):
+                raise ValueError(
+                    f"fold is {self.fold} and tokens {self.tokens}, expected 1 or 2 and 8, 16, 24 or 32 by warp"
+                )
+            self._check_defaults("a kernel by warp", "width", "overlap")
         if self.rows > 256:  # of one copy
             raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
+
+    def _check_defaults(self, what: str, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) != getattr(Config, name):
+                raise ValueError(f"{name} is {getattr(self, name)}, but {what} has {getattr(Config, name)}")
 
     @property
     def rows(self) -> int:
         """Rows of the weight in a tile."""
         if self.stream:
             return 64 * self.row_tiles // self.fold
+        if self.by_warp:
+            return 16 * self.warpgroups * self.row_tiles
         return 64 * self.warpgroups * self.row_tiles // self.fold
 
 
@@ -121,7 +134,7 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowC
         stream = Config(fold=4, warpgroups=1, stream=True)
         tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
         one = [ONE_ROW, RowConfig(rows=8)] if m == 1 and takes_one_row(n, fmt) else []
-        return *one, stream, Config(tokens=tokens, fold=4, stages=12)
+        return *one, stream, Config(tokens=tokens, fold=4, stages=12), *by_warp(m, n, fmt)
     base = Config(tokens=even_tokens(m, 128))
     if m <= 16:
         stream = Config(tokens=16, fold=4, row_tiles=2, stream=True)
@@ -131,10 +144,10 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowC
         cut = first.fold > 1 and (fmt.group or 1) > (128 if fmt.packed else 64)  # groups, by stages of a part
         others = [] if cut else [finer]
         others += [] if wide else [replace(folded, split=3)]
-        return first, *others, stream, replace(stream, warpgroups=1)
+        return first, *others, stream, replace(stream, warpgroups=1), *by_warp(m, n, fmt)
     if m <= 64:
         other = replace(base, warpgroups=3, split=2 if wide else 6)
-        return in_parts(base, m, n), other
+        return in_parts(base, m, n), other, *by_warp(m, n, fmt)
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
@@ -145,6 +158,17 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowC
         return (base,)
     half = replace(base, tokens=even_tokens(m, 64))  # twice the work of decoding, but on SMs that would have no tile
     return half, base, replace(half, width=128)
+
+
+def by_warp(m: int, n: int, fmt: WeightFormat) -> tuple[Config, ...]:
+    """Those of single warps, with tiles of 96 rows of a wide weight; of a narrow one 32, or 96 of a part of K. No GPU
+    has run them yet, so that none is the first. With more than 16 rows of x, finer groups need too many registers."""
+    if not fmt.packed or m > (32 if fmt.codes == "int4" and fmt.group == 128 else 16):
+        return ()
+    base = Config(tokens=-(-m // 8) * 8, fold=2, row_tiles=3, by_warp=True)
+    if n < 8192:
+        return replace(base, row_tiles=1), in_parts(base, m, n)
+    return (base, replace(base, warpgroups=3, row_tiles=2)) if m <= 16 else (base,)
 
 
 def in_one_order(m: int, n: int) -> Config:

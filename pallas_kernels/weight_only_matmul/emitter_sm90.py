@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf, vector
 
 
 class Emitter:
@@ -36,6 +36,9 @@ class Emitter:
 
     def bits_xor(self, a: ir.Value, b: int) -> ir.Value:
         return arith.xori(a, self.c(b)) if b else a
+
+    def xor(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.xori(a, b)
 
     def masked_xor(self, a: ir.Value, mask: int, b: int) -> ir.Value:
         """(a & mask) ^ b in one instruction."""
@@ -152,6 +155,16 @@ class StreamEmitter(Emitter):
         found = llvm.inline_asm(kinds, [place], text, constraints, has_side_effects=pinned)
         return [llvm.extractvalue(result, found, [i]) for i in range(words)]
 
+    def matrices(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
+        """Four 8 x 8 matrices of 16 bits in shared memory, of which lane 8 i + r points to row r of the i-th: lane
+        4 r + c gets elements 2c and 2c + 1 of row r of each."""
+        pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
+        pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
+        shape = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
+        kind = nvvm.LdStMatrixEltType.B16
+        found = nvvm.ldmatrix(pointer, layout=nvvm.MMALayout.row, num=4, shape=shape, elt_type=kind)
+        return [llvm.extractvalue(self.i32, found, [i]) for i in range(4)]
+
     def widened(self, scale: ir.Value) -> ir.Value:
         """What load_vector gives, as float32."""
         return arith.extf(self.f32, arith.bitcast(self.f16, scale))
@@ -218,3 +231,6 @@ class StreamEmitter(Emitter):
     def synchronize(self) -> None:
         """All threads of the CTA."""
         gpu.barrier()
+
+    def synchronize_warpgroup(self) -> None:
+        mgpu.utils.warpgroup_barrier()

@@ -21,7 +21,7 @@ from pallas_kernels.norm_quant import xla as norm_xla
 from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
 from pallas_kernels.silu_mul_quant import xla as silu_xla
-from pallas_kernels.weight_only_matmul import row_sm90, stream_sm90, xla
+from pallas_kernels.weight_only_matmul import row_sm90, stream_sm90, warp_sm90, xla
 from pallas_kernels.weight_only_matmul.config import Config, RowConfig, check_supported, choose_config
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
@@ -45,6 +45,10 @@ def product(
     plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config)
     if config.stream:
         return stream_sm90.product(plan, x, w, interpret)
+    if config.by_warp and (m > config.tokens or not w.format.packed):
+        raise NotImplementedError(
+            f"{config} is for at most {config.tokens} rows of x and 4 bits, not M={m} and {w.format.name}"
+        )
     if config.fold > 1 and (w.format.group or 1) > plan.step:
         raise NotImplementedError(
             f"{config} cuts groups of {w.format.group}: stages hold {plan.step} columns of a part"
@@ -63,9 +67,10 @@ def product(
     arrays = {name: array for name, array in arrays.items() if array is not None}
     # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
     width = n + 16 if n == ROWS // config.fold else n
+    shape = (config.split, m, n) if config.by_warp else (config.split, rows, width)
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
-        out_type=jax.ShapeDtypeStruct((config.split, rows, width), out_dtype),
+        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
         scratch_types=plan.scratch(tuple(arrays)),
         grid=(min(config.ctas, plan.items),),
         grid_names=("worker",),
@@ -168,9 +173,11 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
         if "table" in names:
             plgpu.barrier_wait(scratch["table_full"])
 
+        compute = warp_sm90.compute_item if config.by_warp else compute_item
+
         @pl.loop(0, mine)
         def _item(i: jax.Array) -> None:
-            compute_item(plan, names, warpgroup, i, item(i), out, scratch)
+            compute(plan, names, warpgroup, i, item(i), out, scratch)
 
         plgpu.wait_smem_to_gmem(0)
 

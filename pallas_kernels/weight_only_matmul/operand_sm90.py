@@ -76,6 +76,8 @@ class Codes:
         magic, half = _MAGIC[dtype.name], dtype == jnp.float16
         # What pairs have too much, as bits.
         self.biased = {"int4": magic | 8, "int8": (magic | 0x80) if half else 0}.get(fmt.codes, 0)
+        self.bias = np.array(self.biased, np.uint16).view(dtype).astype(float).item()
+        self.one = _twice(0x3C00 if half else 0x3F80)  # a pair of ones
 
     def offset(self, zero: Any) -> Any:
         """What is to be subtracted from pairs for a zero, an integer, or for none."""
@@ -128,12 +130,13 @@ class Codes:
         return [pairs[p] for p in range(4) for pairs in by_word]
 
     def by_bytes(self, x: list[Any]) -> list[Any]:
-        """Pairs of x as the codes of a byte are: 8 columns apart."""
+        """Pairs of x, four to a word of codes, as the codes of a byte are: 8 columns apart."""
+        words = len(x) // 4
         return [
-            self.emit.permute(x[p + w], x[p + 4 + w], selector)
+            self.emit.permute(x[p + w], x[p + words + w], selector)
             for selector in (0x5410, 0x7632)
-            for p in (0, 8)
-            for w in range(4)
+            for p in (0, 2 * words)
+            for w in range(words)
         ]
 
     def byte_pairs(self, words: list[Any]) -> list[Any]:

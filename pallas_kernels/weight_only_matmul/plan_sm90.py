@@ -14,6 +14,9 @@ from pallas_kernels.smem_sm90 import shared_bytes, swizzled
 from pallas_kernels.weight_only_matmul.config import Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 
+PARTS = 4  # of a stage's columns, of which each warp of a warpgroup has one where products are by_warp
+WARP_ROWS = 16  # of the weight in a product of a warp
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,6 +58,11 @@ class Plan:
     def kept(self) -> int:
         """Rows of x that are stored, with those that do not exist."""
         return max(8, self.config.tokens)
+
+    @property
+    def parts_stride(self) -> int:
+        """Of a row of x among the sums of a warpgroup's warps: such that neither writing nor reading crowds a bank."""
+        return PARTS * WARP_ROWS + 4
 
     @property
     def by_group(self) -> bool:
@@ -107,7 +115,6 @@ class Plan:
         scratch: dict[str, Any] = {
             "w_s": swizzled((stages, config.rows, config.fold * config.width), self.format.storage_dtype, config.width),
             "x_s": swizzled((stages, self.columns, self.step), self.dtype),
-            "out_s": plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype),
             "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
@@ -115,7 +122,11 @@ class Plan:
         for name in ("scales", "zeros"):
             if name in names:
                 scratch[f"{name}_s"] = plgpu.SMEM((*shape, self.vector_rows(name)), self.vector_dtype(name))
-        if config.fold > 1:
+        if config.by_warp:
+            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, config.tokens, self.parts_stride), jnp.float32)
+        else:
+            scratch["out_s"] = plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype)
+        if config.fold > 1 and not config.by_warp:
             scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
         if self.vectors(names):
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors(names)))

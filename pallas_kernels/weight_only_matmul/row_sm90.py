@@ -227,8 +227,6 @@ class Row(Codes):
                 emit.advance(name, block, plan.kept * size)
                 emit.pointers[f"{name}1"] = emit.pointers[name]  # of the second half
                 emit.advance(f"{name}1", emit.c(1), plan.n * size)
-        self.one = 0x3F803F80 if plan.dtype == jnp.bfloat16 else 0x3C003C00  # a pair of ones
-        self.bias = np.array(self.biased, np.uint16).view(plan.dtype).astype(float).item()
 
     def whole(self, step: int) -> bool:
         """Whether all warps have whole chunks in this step."""

@@ -253,6 +253,20 @@ def _shuffle(op: Any) -> Any:
     return lambda run, mask, x, distance, clamp: x[np.arange(len(x)) ^ distance]
 
 
+@operation("nvvm.ldmatrix")
+def _load_matrices(op: Any) -> Any:
+    """Lane 8 i + r points to row r, 16 bytes, of the i-th matrix; lane l gets word l % 4 of its row l / 4."""
+    count = op.attributes["num"].value
+    assert count == 4
+    assert "row" in str(op.attributes["layout"])
+
+    def run(run: Run, place: Value) -> list[np.ndarray]:
+        rows = run.load(place, 16, 16).view(np.uint32).reshape(-1, count, 8, 4)
+        return [np.ascontiguousarray(rows[:, i]).reshape(-1) for i in range(count)]
+
+    return run
+
+
 @operation("nvvm.cp.async.shared.global")
 def _copy(op: Any) -> Any:
     size = op.attributes["size"].value
