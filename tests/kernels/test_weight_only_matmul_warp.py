@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.quantized_weights import decode, parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, warp_sm90
 from pallas_kernels.weight_only_matmul.cases import Case
-from pallas_kernels.weight_only_matmul.config import Config, candidates
+from pallas_kernels.weight_only_matmul.config import Config, by_warp, candidates
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_weight_only_matmul_mosaic import (
@@ -36,7 +36,7 @@ INTERPRETED = [
     (Case((1,), 64, 1024, "w4a16-g128", residual=True), WARP),
     (Case((13,), 160, 1280, "w4a16-g128-zp"), replace(WARP, tokens=16, row_tiles=2, warpgroups=2)),
     (Case((8,), 96, 2304, "w4a16-g64", "float16"), replace(WARP, stages=2, warpgroups=3)),
-    (Case((16,), 96, 768, "w4a16-g32-zp", out_dtype="float32"), replace(WARP, tokens=16, row_tiles=3, split=2)),
+    (Case((16,), 96, 768, "w4a16-g32-zp", out_dtype="float32"), replace(WARP, tokens=16, row_tiles=3, split=3)),
     (Case((7,), 64, 512, "w4a16-g32", "float16", bias=True), replace(WARP, fold=1)),
     (Case((3,), 64, 768, "w4a16-g128", "float16"), replace(WARP, fold=1, warpgroups=2)),
     (Case((32,), 64, 512, "w4a16-g64-zp"), replace(WARP, tokens=32, fold=1, row_tiles=2)),
@@ -205,3 +205,15 @@ def test_gpu_at_the_size_of_a_layer(name, n, k):
         assert row_error(out, expected) < TOLERANCE["bfloat16"]
         assert same_bits(run(x, config=replace(config, tokens=16)), out)
         assert same_bits(run(x[3:8], config=config), out[3:8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [12288, 4096])
+def test_gpu_more_rows_than_16(n):
+    x, w, *_ = Case((29,), n, 4096, "w4a16-g128").inputs()
+    expected = reference.weight_only_matmul(x, w, None, None)
+    for config in by_warp(29, n, w.format):
+        run = partial(mosaic_sm90.weight_only_matmul, w=w, bias=None, residual=None, out_dtype=x.dtype, config=config)
+        out = run(x)
+        assert row_error(out, expected) < TOLERANCE["bfloat16"]
+        assert same_bits(run(x[3:20]), out[3:20])
