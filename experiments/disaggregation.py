@@ -37,7 +37,7 @@ from experiments.result_file import record, rounded
 from experiments.simulate import Costs, make_costs
 from experiments.simulation.apart import apart, merged
 from experiments.simulation.requests import Arrival, Sample
-from experiments.simulation.run import Simulation, Tally
+from experiments.simulation.run import Simulation
 from experiments.steps.links import read_link
 from experiments.steps.timer import model_config, random_params
 from jllm.batch import Bucket, make_buckets
@@ -200,7 +200,7 @@ def simulate(args: argparse.Namespace) -> Iterator[Row]:
                 run = partial(apart, of, prefill=first, decode=gpus - first, copy=copy)
                 runs.append(("apart", gpus, f"{first}+{gpus - first}", run))
     one = argparse.Namespace(**vars(args))
-    capacity = _row(merged(simulation_of(args, costs, "merged"), _arrivals(one, None), 1))["qps"]
+    capacity = merged(simulation_of(args, costs, "merged"), _arrivals(one, None), 1).figures()["qps"]
     seen = set()
     for level, gpus, split, run in runs:
         if (level, gpus, split) in seen:
@@ -214,18 +214,11 @@ def simulate(args: argparse.Namespace) -> Iterator[Row]:
         }  # fmt: skip
         for load in (None, *args.load):
             rate = None if load is None else load * capacity * gpus
-            yield about | {"load": load, "rate": rate} | rounded(_row(run(_arrivals(many, rate))))
+            yield about | {"load": load, "rate": rate} | rounded(run(_arrivals(many, rate)).figures())
 
 
 def _arrivals(args: argparse.Namespace, rate: float | None) -> list[Arrival]:
     return [Arrival(Sample((1,) * r.prompt, r.output), r.arrival) for r in workload(args, rate)]
-
-
-def _row(tally: Tally) -> Row:
-    row: Row = {"qps": tally.requests / tally.seconds, "output_tokens_s": tally.output_tokens / tally.seconds}
-    for name, times in (("ttft", tally.first_token), ("itl", tally.inter_token)):
-        row |= {f"{name}_ms_p{p}": 1e3 * (times.percentile(p) or 0.0) for p in (50, 90, 99)}
-    return row | {"itl_ms_max": 1e3 * tally.inter_token.largest}
 
 
 def with_claim(rows: Iterator[Row]) -> Iterator[Row]:

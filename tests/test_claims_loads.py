@@ -205,7 +205,7 @@ def test_c25_wants_fp8_level_and_int4_behind():
 
 def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
     """Steps that a cost model makes up give that cost model."""
-    made = c25.make_cost_model(c25.model_shapes(c25.MODEL, "fp8"), None, c25.Shares(2e-3, 2.0, 3.0))
+    made = c25.make_cost_model(c25.model_shapes(c25.MODEL, "fp8"), None, c25.Shares(1e-4, 2.0, 3.0))
     rows = []
     for kind in ("decode", "prefill"):
         for batch in (1, 64, 512):
@@ -214,7 +214,7 @@ def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
             ms = 1e3 * made.seconds(case.work(context, 8))
             rows.append({**vars(case), "context": context, "ms": ms})
     found = c25.fitted("fp8", rows, "x.json").cost.shares
-    assert (found.fixed, found.products, found.attention) == pytest.approx((2e-3, 2.0, 3.0), rel=1e-3)
+    assert (found.fixed, found.products, found.attention) == pytest.approx((1e-4, 2.0, 3.0), rel=1e-3)
     assert found.error == pytest.approx(0, abs=1e-6)
 
 

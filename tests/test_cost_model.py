@@ -1,6 +1,7 @@
 """Costs of steps against figures worked out by hand; data sheets; the claim about the host's link."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,8 @@ def test_a_step_costs_what_its_parts_do():
     assert CostModel(FLOOR, 50.0).seconds(decode) == pytest.approx(products + 5e-6)
     shares = Shares(fixed=1e-3, products=2.0, attention=3.0)
     assert CostModel(FLOOR, 50.0, shares).seconds(decode) == pytest.approx(1e-3 + 2 * products + 1.5e-5)
+    three = CostModel(replace(FLOOR, layers=3), 50.0, shares)
+    assert three.seconds(decode) == pytest.approx(3e-3 + 2 * products + 1.5e-5), "its fixed time is of each layer"
     # 10 rows computed though one decodes: 2e7 operations each now take longer than the bytes; the head sees one row
     assert CostModel(FLOOR, 50.0).seconds(decode, 10) == pytest.approx(2 * 2e-2 + 2e-5 + 5e-6)
     # a prompt of 4: attention's 10 pairs x 4000 operations take longer than 4 keys of 50 bytes

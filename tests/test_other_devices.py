@@ -25,7 +25,7 @@ def test_half_the_bandwidth_takes_twice_the_bytes_time():
     fast, slow = (other_devices.cost_on(device_sheet(name), model, shares) for name in ("h200-sxm", "a10"))
     ratio = device_sheet("h200-sxm").bandwidth / device_sheet("a10").bandwidth
     work = Work(1, 0, 1, 257)
-    over_fixed = [cost.seconds(work) - shares.fixed for cost in (slow, fast)]
+    over_fixed = [cost.seconds(work) - 32 * shares.fixed for cost in (slow, fast)]
     assert over_fixed[0] == pytest.approx(ratio * over_fixed[1], rel=0.01)
 
 

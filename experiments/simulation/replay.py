@@ -63,6 +63,6 @@ def compare(steps: list[Recorded], cost: CostModel) -> Row:
     found = {
         "steps": len(steps), "recorded_s": sum(measured), "simulated_s": sum(simulated),
         "error_mean": sum(each) / len(each), "error_sum": sum(simulated) / max(sum(measured), 1e-9) - 1,
-        "fixed_ms": 1e3 * s.fixed, "products": s.products, "attention": s.attention,
+        "fixed_ms": 1e3 * s.fixed * cost.floor.layers, "products": s.products, "attention": s.attention,
     }  # fmt: skip
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in found.items()}

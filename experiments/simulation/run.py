@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.qps import EACH_TOKEN, FIRST_TOKEN
+from experiments.qps import EACH_TOKEN, FIRST_TOKEN, PERCENTILES
 from experiments.simulation.requests import Arrival
 from experiments.steps.cost_model import CostModel
 from experiments.steps.floors import work_of
@@ -57,6 +57,15 @@ class Tally:
     host_turns: int = 0  # running sequences in these turns
     first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
+
+    def figures(self) -> Row:
+        """Throughput and tails, of a run that is over."""
+        row: Row = {"requests": self.requests, "seconds": self.seconds, "qps": self.requests / self.seconds}
+        row |= {"output_tokens_s": self.output_tokens / self.seconds, "goodput": self.good / self.seconds}
+        for name, times in (("ttft", self.first_token), ("itl", self.inter_token)):
+            found = {p: times.percentile(p) for p in PERCENTILES}
+            row |= {f"{name}_ms_p{p}": None if at is None else 1e3 * at for p, at in found.items()}
+        return row | {"itl_ms_max": 1e3 * self.inter_token.largest}
 
 
 @dataclass
@@ -191,9 +200,9 @@ class Simulation:
             else:
                 newest[one.last] += 1
             one.last = now
-            done = min(1, one.tokens)
-            one.tokens -= done
-            self.load.tokens -= done
+            if one.tokens:
+                one.tokens -= 1
+                self.load.tokens -= 1
             if len(seq.output) == one.output:
                 ended.append(one)
         for last, times in newest.items():
@@ -218,14 +227,8 @@ class Simulation:
         """The figures of a run that is over."""
         tally, counts, limits = self.tally, self.scheduler.counts, self.sizes.limits
         steps, pages = max(1, counts.steps), max(1, counts.page_steps)
-        first, each = tally.first_token, tally.inter_token
         return {
-            "source": "simulated",
-            "requests": tally.requests, "seconds": tally.seconds, "qps": tally.requests / tally.seconds,
-            "output_tokens_s": tally.output_tokens / tally.seconds,
-            "goodput": tally.good / tally.seconds,
-            "ttft_ms_p50": _ms(first.percentile(50)), "ttft_ms_p99": _ms(first.percentile(99)),
-            "itl_ms_p50": _ms(each.percentile(50)), "itl_ms_p99": _ms(each.percentile(99)),
+            "source": "simulated", **tally.figures(),
             "held_mean": tally.running_seconds / tally.seconds, "held_peak": counts.running_peak,
             "preemption_rate": counts.preempted / tally.requests,
             "recomputed_share": counts.recomputed / (tally.prompt_tokens + tally.output_tokens),
@@ -240,7 +243,3 @@ class Simulation:
 
 def _no_time() -> float:
     return 0.0
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds

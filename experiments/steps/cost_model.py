@@ -1,5 +1,5 @@
 """What a step costs without running it: the floor of its products and of its attention, each at a share of its limit
-that was measured, and a fixed time.
+that was measured, and a fixed time a layer.
 
 `calibrated` fits these to a results file of experiments.decode_step (whole steps by batch, bf16) and takes what other
 KV formats cost beyond their bytes from one of decode attention's benchmark; it says which files, and how far the fit is
@@ -31,9 +31,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True)
 class Shares:
-    """seconds of a step = fixed + products * the floor of its products + attention * that of its attention."""
+    """seconds of a step = fixed * layers + products * the floor of its products + attention * that of its attention."""
 
-    fixed: float = 0.0  # seconds
+    fixed: float = 0.0  # seconds a layer
     products: float = 1.0
     attention: float = 1.0
     source: str = "floors alone"
@@ -52,7 +52,7 @@ class CostModel:
         """Seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
         products, attention = self.floor.parts(work, self.token_bytes, computed)
         s = self.shares
-        return s.fixed + s.products * products + s.attention * attention
+        return s.fixed * self.floor.layers + s.products * products + s.attention * attention
 
 
 def model_shapes(name: str, scheme: str | None = None) -> Model:
@@ -81,7 +81,7 @@ def fit(
     if len(steps) < 3:
         raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
     measured = np.array([seconds for _, seconds in steps])
-    terms = np.array([(1.0, *floor.parts(work, kv_token_bytes)) for work, _ in steps])
+    terms = np.array([(floor.layers, *floor.parts(work, kv_token_bytes)) for work, _ in steps], float)
     unit = measured if relative else np.full(len(steps), measured.mean())
     found = _bounded_least_squares(terms / unit[:, None], measured / unit, np.array([0.0, 1.0, 1.0]))
     error = float(np.max(np.abs(terms @ found / measured - 1)))

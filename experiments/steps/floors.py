@@ -61,6 +61,7 @@ class Floor:
     attention: int  # operations for one query on one key, all layers and heads
     bandwidth: float = HBM
     attention_peak: float = ATTENTION_PEAK
+    layers: int = 1
 
     def parts(self, work: Work, token_bytes: float, computed: int | None = None) -> tuple[float, float]:
         """Seconds of a step's products and of its attention, with K and V of `token_bytes` a token; `computed` are the
@@ -90,7 +91,7 @@ def make_floor(
     layers = (matrix(w, peaks) for w in linears(params).values())
     head = matrix(params.embed if params.head is None else params.head, peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return Floor(tuple(Counter(layers).items()), head, attention, bandwidth, attention_peak)
+    return Floor(tuple(Counter(layers).items()), head, attention, bandwidth, attention_peak, config.num_layers)
 
 
 def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
