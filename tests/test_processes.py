@@ -65,18 +65,20 @@ PROCESS = """
 
 def run(dies: int = -1):
     """What both processes say, of which the second ends before its step number `dies`, and their exit statuses."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROCESS)]
-    started = [
-        subprocess.Popen([*command, str(rank), address, str(dies)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with socket.socket() as held:  # nobody else gets the port before the first process listens there, seconds later
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        command = [sys.executable, "-c", textwrap.dedent(PROCESS)]
+        started = [
+            subprocess.Popen([*command, str(rank), address, str(dies)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=300)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
     lines = [text.strip().splitlines()[-1] if text.strip() else "null" for text in said]
     return [json.loads(line) if line[:1] in '{"n' else line for line in lines], [each.returncode for each in started]
 

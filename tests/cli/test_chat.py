@@ -341,7 +341,7 @@ class Terminal:
     def rest(self) -> str:
         while self._more():
             pass
-        self.process.wait(60)
+        self.process.wait(240)
         os.close(self._ours)
         return self.seen
 

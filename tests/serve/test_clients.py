@@ -250,7 +250,7 @@ def test_the_command_serves_and_stops(checkpoint):
             process.send_signal(signal.SIGTERM)
             chunks = list(stream)
             assert chunks[-1].choices[0].finish_reason == "length"
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "")
     assert err.splitlines()[-1] == "stopped: all requests had ended"
     assert "127.0.0.1 POST /v1/completions 200" in err
