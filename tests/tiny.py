@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
@@ -67,9 +68,17 @@ def with_fields(layer: LayerParams, attention: dict[str, Any] | None = None, mlp
     return LayerParams(replace(layer.attention, **attention or {}), replace(layer.mlp, **mlp or {}))
 
 
+def one_size(slots: int = 4, page_size: int = 8, tokens: int = 28) -> dict[str, Any]:
+    """Options of an engine whose steps are one program, where an engine left to itself compiles up to a dozen: for
+    tests in which it doesn't matter which sizes there are."""
+    buckets = (Bucket(slots, tokens, slots),)
+    return {"max_slots": slots, "page_size": page_size, "max_step_tokens": slots + tokens, "buckets": buckets}
+
+
 def serve(model: Model, prompts, sampling, **options) -> list[Completion]:
-    """All prompts at once through a fresh engine; completions by prompt (one sample each)."""
-    engine = Engine(model, **options)
+    """All prompts at once through a fresh engine, of one size unless options give one; completions by prompt (one
+    sample each)."""
+    engine = Engine(model, **(options if "max_slots" in options else one_size() | options))
     ids = [engine.submit(p, s) for p, s in zip(prompts, sampling, strict=True)]
     done = {e.id: e.completion for e in engine.run() if e.completion}
     return [done[i] for i in ids]

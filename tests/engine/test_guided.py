@@ -25,7 +25,7 @@ from jllm.speculative.ngram import NGram
 from jllm.state import Guidance
 from tests.ascii import EOS, FIRST, TOKENIZER
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
-from tests.tiny import CONFIG, full_logits, tiny_model
+from tests.tiny import CONFIG, full_logits, one_size, tiny_model
 
 llguidance = pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_the_likeliest_that_are_allowed(model64, guide):
     prompt = list(range(20, 40))
     with jax.enable_x64(True):
         params = SamplingParams(temperature=0.0, max_new_tokens=20, guide=guide, logprobs=3)
-        (got,) = jllm.generate(model64, [prompt], params, max_slots=1)
+        (got,) = jllm.generate(model64, [prompt], params, **one_size())
         assert list(got.token_ids) == greedy_reference(model64, prompt, guide, 20)
         raw = full_logits(model64, [*prompt, *got.token_ids])[len(prompt) - 1 : -1]
     wanted = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
@@ -247,8 +247,8 @@ def test_what_no_token_can_write_ends_as_an_error(model64):
         ask = {"temperature": 0.0, "max_new_tokens": 5}
         params = [SamplingParams(**ask, guide=Guide.regex("aé+")), SamplingParams(**ask)]
         with pytest.warns(UserWarning, match="its guide allows none of the model's tokens"):
-            stuck, other = jllm.generate(model64, [[5, 6, 7]] * 2, params, max_slots=2)
-        (want,) = jllm.generate(model64, [[5, 6, 7]], params[1], max_slots=1)
+            stuck, other = jllm.generate(model64, [[5, 6, 7]] * 2, params, **one_size())
+        (want,) = jllm.generate(model64, [[5, 6, 7]], params[1], **one_size())
     assert (stuck.finish_reason, stuck.text) == ("error", "a")
     assert other.token_ids == want.token_ids
 
@@ -272,7 +272,7 @@ def test_what_no_token_can_write_ends_as_an_error(model64):
 )
 def test_what_is_refused(model64, ask, why):
     with jax.enable_x64(True), pytest.raises(RequestError, match=why) as error:
-        jllm.generate(model64, [[5, 6]], SamplingParams(guide=ask()), max_slots=1)
+        jllm.generate(model64, [[5, 6]], SamplingParams(guide=ask()), **one_size())
     assert "\n" not in str(error.value)
 
 
@@ -377,7 +377,7 @@ def test_steps_go_on_while_the_guide_of_what_is_resumed_is_compiled(monkeypatch)
 
     def slow(self, guide):
         began.set()
-        waited.append(go_on.wait(10))
+        waited.append(go_on.wait(60))
         return compile_(self, guide)
 
     engine = Engine(model, max_slots=2, num_pages=16, buckets=(Bucket(2, 8, 2),))
@@ -418,5 +418,5 @@ def test_faults_are_found(monkeypatch, fault):
     model = tiny_model(tokenizer=TOKENIZER, context=127)  # another config: nothing that was compiled before serves it
     params = [SamplingParams(temperature=0.0, max_new_tokens=20, guide=guide) for guide in GUIDES]
     with warnings.catch_warnings(action="ignore"):  # some end where their matchers see what they do not allow
-        found = jllm.generate(model, [list(range(20, 40))] * 4, params, max_slots=4)
+        found = jllm.generate(model, [list(range(20, 40))] * 4, params, **one_size())
     assert not all(c.finish_reason == "stop" and re.fullmatch(fits, c.text) for c, fits in zip(found, FITS))

@@ -24,7 +24,7 @@ from jllm.speculative.tree import Tree, chain
 from jllm.state import init_state
 from tests.engine.test_oracle import COMPANY, TINY, Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
-from tests.tiny import CONFIG, greedy, tiny_model
+from tests.tiny import CONFIG, greedy, one_size, tiny_model
 
 KIVI, BLOCK = "kivi2-g8-r16", 16
 COMMON = tuple(range(3, 40))  # two blocks and a part
@@ -59,7 +59,7 @@ def asked(model64):
 def test_any_company_same_tokens(model64, asked, more):
     these, want = asked
     drafter = scripted(chain(3), these, want, right=0.0)  # each segment writes three keys that do not stay
-    options = {"max_slots": 2, "page_size": 8, "speculate": drafter, "drafts": 3} if more == "drafts" else COMPANY[more]
+    options = one_size(2) | {"speculate": drafter, "drafts": 3} if more == "drafts" else COMPANY[more]
     seen: dict = {}
     with jax.enable_x64(True):
         for got, expected in zip(play(model64, these, {**options, "kv_cache": KIVI}, seen), want, strict=True):
@@ -74,7 +74,7 @@ def tokens_of(engine: Engine) -> dict[tuple[int, int], tuple[int, ...]]:
 def test_a_prefix_is_found_as_far_as_its_blocks_are_whole(model64):
     """The two blocks of the prompt; its other tokens are computed again, though a page of 8 of them is full."""
     with jax.enable_x64(True):
-        engine = Engine(model64, max_slots=1, page_size=8, kv_cache=KIVI)
+        engine = Engine(model64, **one_size(1), kv_cache=KIVI)
         first, again = (engine.submit(COMMON + (44,) * 5, greedy(6)) for _ in range(2))
         done = tokens_of(engine)
     assert done[first, 0] == done[again, 0]
@@ -83,11 +83,11 @@ def test_a_prefix_is_found_as_far_as_its_blocks_are_whole(model64):
 
 def test_a_block_within_a_page_is_copied(model64):
     with jax.enable_x64(True):
-        engine = Engine(model64, max_slots=2, page_size=64, kv_cache=KIVI)
+        engine = Engine(model64, **one_size(2, 64, 62), kv_cache=KIVI)
         samples = engine.submit(COMMON, SamplingParams(n=2, temperature=1.0, seed=3, max_new_tokens=40))
         done = tokens_of(engine)
         assert engine.metrics()["copied_pages"] == 1
-        alone = Engine(model64, max_slots=2, page_size=64, kv_cache=KIVI, prefix_cache=False)
+        alone = Engine(model64, **one_size(2, 64, 62), kv_cache=KIVI, prefix_cache=False)
         apart = [alone.submit(COMMON, SamplingParams(temperature=1.0, seed=3, max_new_tokens=40))]
         assert tokens_of(alone)[apart[0], 0] == done[samples, 0]
 
@@ -96,7 +96,7 @@ def test_a_block_within_a_page_is_copied(model64):
 def test_forks_and_snapshots_go_on_as_if_nothing_had_been(model64, steps, tmp_path):
     """Before, at and past the end of a block."""
     with jax.enable_x64(True):
-        engine = Engine(model64, max_slots=3, page_size=8, kv_cache=KIVI, max_step_tokens=64)
+        engine = Engine(model64, **one_size(3, tokens=61), kv_cache=KIVI)
         request = engine.submit(COMMON, greedy(40))
         for _ in range(steps):
             engine.step()
@@ -117,14 +117,14 @@ def test_forks_and_snapshots_go_on_as_if_nothing_had_been(model64, steps, tmp_pa
 
 def test_a_snapshot_that_was_cut_within_a_block_is_used_to_its_beginning(model64):
     with jax.enable_x64(True):
-        engine = Engine(model64, max_slots=2, page_size=8, kv_cache=KIVI)
+        engine = Engine(model64, **one_size(2), kv_cache=KIVI)
         request = engine.submit(COMMON, greedy(40))
         for _ in range(20):
             engine.step()
         value = snapshots.cut(engine.snapshot(request), BLOCK + 5)
         again = engine.resume(value, greedy(10))
         done = tokens_of(engine)
-        fresh = Engine(model64, max_slots=1, page_size=8, kv_cache=KIVI)
+        fresh = Engine(model64, **one_size(1), kv_cache=KIVI)
         other = fresh.submit(COMMON[: BLOCK + 5], greedy(10))
         assert tokens_of(fresh)[other, 0] == done[again, 0]
 

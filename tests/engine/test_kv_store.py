@@ -14,8 +14,9 @@ from jllm.errors import ConfigError
 from jllm.fingerprint import of_params
 from jllm.quant.quantize import quantize
 from pallas_kernels.quantized_weights import QuantizedWeight
-from tests.tiny import serve, tiny_model
+from tests.tiny import one_size, serve, tiny_model
 
+SIZES = one_size() | {"num_pages": 40}
 PROMPT = [int(x) for x in np.random.default_rng(0).integers(3, 97, 21)]
 PROMPTS = [PROMPT, [*PROMPT[:9], 50, 51], PROMPT[:8], [7, 8]]
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_new_tokens=6, ignore_eos=True) for i in range(4)]
@@ -34,12 +35,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    return [one.token_ids for one in serve(model, PROMPTS, PARAMS, max_slots=4, page_size=8, num_pages=40)]
+    return [one.token_ids for one in serve(model, PROMPTS, PARAMS, **SIZES)]
 
 
 def run(model, store, prompts=PROMPTS, **options):
     """Tokens by prompt, and how many tokens of prompts were found."""
-    engine = StoringEngine(model, store, **{"max_slots": 4, "page_size": 8, "num_pages": 40, **options})
+    engine = StoringEngine(model, store, **(SIZES | options))
     names = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
     ends = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
     found = engine.stored_tokens
@@ -48,7 +49,7 @@ def run(model, store, prompts=PROMPTS, **options):
 
 
 def test_keys_per_channel_are_stored_in_whole_blocks(model, tmp_path):
-    options = {"page_size": 8, "num_pages": 40, "max_slots": 4, "kv_cache": "kivi2-g8-r16"}
+    options = SIZES | {"kv_cache": "kivi2-g8-r16"}
     plain = [one.token_ids for one in serve(model, PROMPTS, PARAMS, **options)]
     assert run(model, KVStore(tmp_path / "kv", block=4), kv_cache="kivi2-g8-r16") == (plain, 0)
     assert run(model, KVStore(tmp_path / "kv", block=4), kv_cache="kivi2-g8-r16") == (plain, 16)
@@ -57,9 +58,7 @@ def test_keys_per_channel_are_stored_in_whole_blocks(model, tmp_path):
 @pytest.mark.parametrize("kv", [None, "int8-g8", "k=int4-g8,v=int8-g16"])
 def test_another_engine_with_other_pages_finds_what_one_computed(model, wanted, tmp_path, kv):
     store = KVStore(tmp_path / "kv", block=4)
-    plain = [
-        one.token_ids for one in serve(model, PROMPTS, PARAMS, max_slots=4, page_size=8, num_pages=40, kv_cache=kv)
-    ]
+    plain = [one.token_ids for one in serve(model, PROMPTS, PARAMS, **SIZES, kv_cache=kv)]
     assert run(model, store, kv_cache=kv) == (plain, 0)
     assert plain == wanted or kv is not None
     again, found = run(model, KVStore(tmp_path / "kv", block=4), page_size=16, kv_cache=kv)
@@ -114,7 +113,7 @@ def test_a_damaged_block_is_computed_and_written_anew(model, wanted, tmp_path, f
 
 
 def engine_about(model, store):
-    engine = StoringEngine(model, store, max_slots=1, page_size=8, num_pages=40)
+    engine = StoringEngine(model, store, **SIZES)
     engine.close()
     return engine._about
 
@@ -211,7 +210,7 @@ def test_a_folder_that_cannot_be_reached_costs_no_request(model, wanted, tmp_pat
 def test_what_needs_its_prompt_computed_looks_for_nothing(model, tmp_path):
     store = KVStore(tmp_path, block=4)
     run(model, store, PROMPTS[:1])
-    engine = StoringEngine(model, store, max_slots=1, page_size=8, num_pages=40)
+    engine = StoringEngine(model, store, **SIZES)
     name = engine.submit(PROMPT, SamplingParams(prompt_logprobs=True, max_new_tokens=2))
     (end,) = [event.completion for event in engine.run() if event.completion]
     assert name == 0

@@ -53,20 +53,25 @@ def samples(ends):
     return [ends[key] for key in sorted(ends)]
 
 
+def apart(model, **options):
+    """On the same two devices in all tests, so that programs are compiled for these once."""
+    return Disaggregated(model, jax.devices()[2:4], **(SIZES | options))
+
+
 @pytest.mark.parametrize(
     ("options", "prefill"),
     [
-        (SIZES, {}),
-        (SIZES, {"max_slots": 2, "max_step_tokens": 40, "buckets": (Bucket(2, 38, 2),)}),
-        ({**SIZES, "max_slots": 1, "num_pages": 12, "prefix_cache": False, "buckets": (Bucket(1, 13, 1),)}, {}),
-        ({**SIZES, "kv_cache": "int8-g8"}, {}),
-        ({**SIZES, "speculate": "ngram", "drafts": 2}, {}),
+        ({}, {}),
+        ({}, {"max_slots": 2, "max_step_tokens": 40, "buckets": (Bucket(2, 38, 2),)}),
+        ({"max_slots": 1, "num_pages": 12, "prefix_cache": False, "buckets": (Bucket(1, 13, 1),)}, {}),
+        ({"kv_cache": "int8-g8"}, {}),
+        ({"speculate": "ngram", "drafts": 2}, {}),
     ],
     ids=["same", "own sizes", "little room", "int8", "drafts"],
 )
 def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
     wanted = wanted if options.get("kv_cache") is None else alone(model, SEEDED, **options)
-    engine = Disaggregated(model, jax.devices()[2:4], prefill=prefill, **options)
+    engine = apart(model, prefill=prefill, **options)
     first, second = (replica.engine for replica in engine._all)
     engine.compile_ahead([params for _, params in SEEDED])
     for prompt, params in SEEDED:
@@ -139,7 +144,7 @@ def test_who_runs_does_not_wait_for_pages_that_are_on_their_way():
 
 
 def test_a_request_that_is_between_the_engines_can_be_aborted_and_forked(model):
-    engine = Disaggregated(model, **SIZES)
+    engine = apart(model)
     long = SamplingParams(temperature=0.8, seed=1, max_new_tokens=60, ignore_eos=True)
     names = [engine.submit([5, 6, 7, i], long) for i in range(3)]
     ends, twins, streamed = {}, {}, {}
@@ -165,7 +170,7 @@ def test_a_request_that_is_between_the_engines_can_be_aborted_and_forked(model):
 
 
 def test_a_snapshot_goes_on_where_requests_decode(model):
-    engine = Disaggregated(model, **SIZES)
+    engine = apart(model)
     params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=30, ignore_eos=True)
     name = engine.submit([5, 6, 7], params)
     value, rest = None, []
@@ -185,7 +190,7 @@ def test_a_snapshot_goes_on_where_requests_decode(model):
 @hypothesis.given(which=st.integers(0, 1), step=st.integers(0, 10), order=st.permutations(range(len(JOBS))))
 def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step, order):
     model = tiny_model("float64")
-    engine = Disaggregated(model, **SIZES)
+    engine = apart(model)
     failing = engine._all[which].engine
     advance, left = failing._advance, [step]
 
@@ -210,7 +215,7 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
 
 
 def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model):
-    engine = Disaggregated(model, **SIZES)
+    engine = apart(model)
     engine._prefill.engine.room = lambda samples: False
     params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=60, ignore_eos=True)
     name = engine.submit([5, 6, 7], params)

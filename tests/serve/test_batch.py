@@ -7,6 +7,7 @@ import pytest
 import jllm
 from jllm.engine.request import SamplingParams
 from jllm.serve.batch import main
+from tests.serve.conftest import OPTIONS
 from tests.tiny import serve
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -79,7 +80,7 @@ def test_answers_are_the_server_s_and_errors_stop_no_other(run, model):
         assert bodies[name]["usage"]["completion_tokens"] == 6
     prompts = ["the girl", [5, 6, 7]]
     sampling = SamplingParams(n=2, seed=3, max_new_tokens=5, ignore_eos=True)
-    want = jllm.generate(model, prompts, sampling, max_slots=4, executables=None)
+    want = jllm.generate(model, prompts, sampling, **OPTIONS, executables=None)
     assert [each["text"] for each in bodies["many"]["choices"]] == [done.text for done in want]
     assert bodies["chat"]["object"] == "chat.completion"
     assert bodies["chat"]["choices"][0]["message"]["role"] == "assistant"

@@ -42,6 +42,8 @@ def test_no_pool_is_copied(name, kv_cache):
     arguments, static = (model.params, state, buffer, drafter), {"config": model.config, "layout": layout}
     donated = packed_step.lower(*arguments, **static).compile()
     assert not copies(donated)
+    if name != "ngram":  # how a copy looks depends on the pool's format alone
+        return
 
     def kept(params, state, buffer, drafter):
         return eager_step(params, state, layout.unpack(buffer), drafter, config=model.config)

@@ -21,7 +21,7 @@ from tests.ascii import EOS, TOKENIZER
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
 from tests.speculative.test_oracle import BUSHY, POOL
-from tests.tiny import CONFIG, tiny_model
+from tests.tiny import CONFIG, one_size, tiny_model
 
 pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
@@ -239,7 +239,7 @@ def test_a_draft_after_which_nothing_is_possible(model64, shape):
 
 def test_rejection_sampling_keeps_to_the_guide(model64):
     """Without a temperature its tokens are those of plain decoding."""
-    options = {"max_slots": 4, "speculate": "ngram", "drafts": 3, "acceptance": "rejection"}
+    options = one_size() | {"speculate": "ngram", "drafts": 3, "acceptance": "rejection"}
     with jax.enable_x64(True):
         for temperature in (0.0, 1.0):
             asked = [
@@ -249,7 +249,7 @@ def test_rejection_sampling_keeps_to_the_guide(model64):
             for completion, fits in zip(got, FITS):
                 assert completion.finish_reason != "stop" or re.fullmatch(fits, completion.text)
             if temperature == 0:
-                wants = jllm.generate(model64, [[5, 6, 7]] * 4, asked, max_slots=4)
+                wants = jllm.generate(model64, [[5, 6, 7]] * 4, asked, **one_size())
                 assert [c.token_ids for c in got] == [c.token_ids for c in wants]
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-SLOTS, PAGE = 3, 8
+SLOTS, PAGE, LONGEST = 3, 8, 20
 
 
 def looked_up(tokens: list[int], drafter: NGram, context: int) -> list[int]:
@@ -33,10 +33,13 @@ def looked_up(tokens: list[int], drafter: NGram, context: int) -> list[int]:
 
 
 def advance(pieces: dict[int, tuple[int, list[int], bool]], width: int) -> Advance:
-    """Slots that each got some tokens from an index on: as a segment, or as a chunk and one more token."""
+    """Slots that each got some tokens from an index on: as a segment, or as a chunk and one more token. Chunks share
+    rows whose number is always the same, as in a step's bucket, so that operations are compiled once."""
     short = [(slot, *rest[:2]) for slot, rest in pieces.items() if not rest[2]]
     chunks = [(slot, *rest[:2]) for slot, rest in pieces.items() if rest[2]]
-    G, C = len(pieces), sum(len(tokens) - 1 for _, _, tokens in chunks)
+    G, C = len(pieces), LONGEST if chunks else 0
+    rows = [t for _, _, tokens in chunks for t in tokens[:-1]]
+    rows += [77] * (C - len(rows))
     drawn = np.full((G, width), -1, np.int32)
     for g, (_, _, tokens) in enumerate(short):
         drawn[g, : len(tokens)] = tokens
@@ -55,7 +58,7 @@ def advance(pieces: dict[int, tuple[int, list[int], bool]], width: int) -> Advan
         sampling=neutral_sampling(G),
         chunk_slot=ints([slot for slot, _, _ in chunks]),
         chunks=Chunks(
-            ints([t for _, _, tokens in chunks for t in tokens[:-1]]),
+            ints(rows),
             ints([start for _, start, _ in chunks]),
             ints([len(tokens) - 1 for _, _, tokens in chunks]),
             jnp.zeros((len(chunks), 1), jnp.int32),
@@ -65,7 +68,7 @@ def advance(pieces: dict[int, tuple[int, list[int], bool]], width: int) -> Advan
 
 
 portions = st.lists(
-    st.tuples(st.integers(0, SLOTS - 1), st.lists(st.integers(0, 2), min_size=1, max_size=20), st.booleans()),
+    st.tuples(st.integers(0, SLOTS - 1), st.lists(st.integers(0, 2), min_size=1, max_size=LONGEST), st.booleans()),
     min_size=1,
     max_size=12,
 )

@@ -24,7 +24,7 @@ from jllm.speculative.rejection import accept_or_draw, certain
 from jllm.speculative.tree import Tree, chain
 from jllm.state import init_state
 from tests.speculative.simulation import make
-from tests.tiny import full_logits, serve, tiny_model
+from tests.tiny import full_logits, one_size, serve, tiny_model
 
 ROWS, VOCABULARY, LIKELY = 40_000, 6, 1e-6  # a p-value that chance does not reach
 FILTERS = {
@@ -196,7 +196,7 @@ def drafter_of(kind: str, model):
 def test_sequences_have_the_model_s_distribution(small, kind):
     model, expected = small
     with jax.enable_x64(True):
-        options = {"max_slots": 32, "page_size": 8, "speculate": drafter_of(kind, model), "drafts": 2}
+        options = one_size(32, tokens=96) | {"speculate": drafter_of(kind, model), "drafts": 2}
         engine = Engine(model, **options, acceptance="rejection")
         params = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
         for seed in range(REQUESTS):
@@ -241,7 +241,8 @@ def test_bad_input():
         Engine(model, speculate=NGram(), acceptance="maybe")
     with pytest.raises(ConfigError, match="has no meaning without speculate"):
         Engine(model, acceptance="rejection")
-    tree = make("medusa", model, Tree((0, 0, 1)))
+    with jax.enable_x64(True):
+        tree = make("medusa", model, Tree((0, 0, 1)))
     with pytest.raises(ConfigError, match="takes chains of drafts, and this drafter makes a tree of 4 nodes"):
         Engine(model, speculate=tree, acceptance="rejection")
     with pytest.raises(ConfigError, match="takes chains"):
