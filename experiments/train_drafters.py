@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.result_file import ResultFile
-from experiments.train_small import row_nats
 from experiments.training.data import Rows, pack
 from experiments.training.drafters import (
     Known,
@@ -42,6 +41,7 @@ from experiments.training.drafters import (
 )
 from experiments.training.drafters_fit import Loss, Recipe, fit
 from experiments.training.drafters_texts import STORED, Continuation, Texts, know_rows, make_texts
+from experiments.training.fit import row_nats
 from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.drafter_files import DRAFTS, save_heads

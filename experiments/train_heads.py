@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from experiments.arguments import positive
 from experiments.result_file import ResultFile
-from experiments.train_small import (
+from experiments.train_small import BOS, EOS
+from experiments.training.data import Book, Rows, batches, read_books, train_tokenizer
+from experiments.training.fit import (
     BLOCK,
-    BOS,
-    EOS,
     Recipe,
     TrainState,
     Validation,
@@ -34,7 +34,6 @@ from experiments.train_small import (
     sum_nats,
     train_step,
 )
-from experiments.training.data import Book, Rows, batches, read_books, train_tokenizer
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError
 from pallas_kernels.bench.command import add_result_options, interruptible

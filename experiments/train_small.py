@@ -1,18 +1,14 @@
 """Train the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
 
-Training runs the library's own forward pass (jllm.model, no cache) over rows packed with passages. The text is small,
-so the danger is learning it by heart: every epoch cuts it into other passages, units are dropped out, and training
-stops when the validation loss has ceased to fall; the weights kept are those where it was lowest.
+experiments/training/fit.py says how; the weights kept are those where the validation loss was lowest.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,199 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from experiments.result_file import ResultFile
-from experiments.training.data import Book, Rows, batches, cut_passages, encode, pack, read_books, train_tokenizer
-from experiments.training.resume import FILE, Kept, forget, keep, kept
-from jllm.checkpoint import init_params, load_params, save
+from experiments.training.data import Book, read_books, train_tokenizer
+from experiments.training.fit import BLOCK, STORED, Recipe, Validation, begin, make_validation, train
+from experiments.training.resume import FILE, forget, keep, kept
+from jllm.checkpoint import load_params, save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
-from jllm.model import Packed, packed_logits
-from jllm.params import Params, Weight, with_matrices
 from jllm.run_identity import digest
 from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
-BLOCK = 10  # training steps a dispatch
-STORED = jnp.bfloat16
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train: everything but the model's shape and the text."""
-
-    steps: int
-    rows: int  # a step
-    lr: float  # peak of a cosine after a linear warm-up
-    warmup: int
-    weight_decay: float
-    dropout: float
-    subword_dropout: float
-    eval_every: int
-    patience: int  # evaluations without a better validation loss
-    seed: int
-    compute: str  # dtype of the forward and backward pass; weights and optimizer are float32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    params: Params  # float32
-    optimizer: Any
-    key: jax.Array
-
-
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, recipe.warmup, recipe.steps, 0.02 * recipe.lr)
-    adamw = optax.adamw(
-        schedule,
-        b2=0.98,
-        weight_decay=recipe.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
-    """Weights of a network in which each attention output and each hidden unit of the MLPs is silent with probability
-    `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the model."""
-
-    def keep(key: jax.Array, w: Weight) -> jax.Array:
-        assert isinstance(w, jax.Array), "quantized weights are not trained"
-        mask = jax.random.bernoulli(key, 1 - rate, (1, w.shape[1]))
-        return w * jnp.where(mask, 1 / (1 - rate), 0.0).astype(w.dtype)
-
-    keys = jax.random.split(key, (len(params.layers), 2))
-    layers = [
-        with_matrices(layer, {"o": keep(k[0], layer.attention.o), "down": keep(k[1], layer.mlp.down)})
-        for layer, k in zip(params.layers, keys)
-    ]
-    return replace(params, layers=tuple(layers))
-
-
-def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
-    """Sum of -log p of a row's targets (a row: leaves i32[L])."""
-    logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments))
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
-    return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
-
-
-def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, recipe: Recipe) -> jax.Array:
-    """Training loss in nats a token over rows [B, L]; each row has a dropout mask of its own."""
-    params = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), params)
-
-    def one(row: Rows, key: jax.Array) -> jax.Array:
-        return row_nats(drop_units(params, key, recipe.dropout) if recipe.dropout else params, row, config)
-
-    nats = jax.vmap(one)(rows, jax.random.split(key, recipe.rows))
-    return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
-
-
-def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """One step on rows [B, L], and its loss; pure, fit for vmap."""
-    key, drop = jax.random.split(state.key)
-    loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        updates, optimizer = make_optimizer(recipe).update(grads, state.optimizer, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), optimizer, key), loss
-
-
-@partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="state")
-def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """One step for each leading index of rows [steps, B, L]; losses [steps]."""
-    return jax.lax.scan(lambda state, rows: train_step(state, rows, config, recipe), state, rows)
-
-
-def begin(config: LlamaConfig, recipe: Recipe, seed: int | jax.Array) -> TrainState:
-    """Before the first step."""
-    init_key, key = jax.random.split(jax.random.key(seed))
-    params = init_params(config, init_key, jnp.float32)
-    return TrainState(params, make_optimizer(recipe).init(params), key)
-
-
-@partial(jax.jit, static_argnames=("config", "dtype"))
-def sum_nats(params: Params, rows: Rows, *, config: LlamaConfig, dtype: str) -> jax.Array:
-    """Sum of -log p of all targets of rows [B, L], the weights rounded as they will be stored, computed in `dtype`."""
-    params = jax.tree.map(lambda leaf: leaf.astype(STORED).astype(dtype), params)
-    return jnp.sum(jax.lax.map(lambda row: row_nats(params, row, config), rows, batch_size=8))
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Held-out text as rows, and how much text it is."""
-
-    rows: Rows
-    tokens: int  # targets, end tokens included
-    bytes: int  # of UTF-8 text
-
-    def loss(self, params: Params, config: LlamaConfig, dtype: str) -> float:
-        """Nats a token."""
-        return float(sum_nats(params, self.rows, config=config, dtype=dtype)) / self.tokens
-
-    def bits_per_byte(self, loss: float) -> float:
-        return loss * self.tokens / self.bytes / math.log(2)
-
-
-def make_validation(books: Sequence[Book], model: bytes, length: int) -> Validation:
-    """Always the same rows for the same text, tokenizer and length."""
-    import sentencepiece
-
-    rng = np.random.default_rng(0)
-    passages = encode(model, cut_passages(books, rng, longest=3 * length), length, dropout=0.0, seed=0)
-    texts = sentencepiece.SentencePieceProcessor(model_proto=model).decode([ids.tolist() for ids in passages])
-    rows = pack(passages, length, rng)
-    return Validation(rows, int(np.sum(rows.targets >= 0)), sum(len(text.encode()) for text in texts))
-
-
-def train(
-    config: LlamaConfig,
-    recipe: Recipe,
-    books: Sequence[Book],
-    model: bytes,
-    valid: Validation,
-    resumed: Kept | None = None,
-    keep: Callable[[Kept], None] = lambda kept: None,
-) -> Generator[tuple[dict[str, Any], Params | None], None, None]:
-    """Yields for each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params
-    (float32, on the host). Ends after recipe.steps, or early once the loss has ceased to fall. What `keep` was given
-    after an evaluation had been taken is what a run goes on from as `resumed`: with the same weights as if it had never
-    ended, on the same machine."""
-    from tqdm import tqdm
-
-    state, done = (resumed.state, list(resumed.rows)) if resumed else (begin(config, recipe, recipe.seed), [])
-    first, spent = (done[-1]["step"], done[-1]["seconds"]) if done else (0, 0.0)
-    best, since, losses, start = math.inf, 0, [], time.monotonic() - spent
-    for row in done:
-        since, best = 0 if row["valid_loss"] < best else since + 1, min(best, row["valid_loss"])
-    if done and since == recipe.patience:
-        return
-    blocks = batches(books, model, (BLOCK, recipe.rows, config.context), recipe.subword_dropout, recipe.seed)
-    with contextlib.closing(blocks), tqdm(total=recipe.steps, unit="step", mininterval=1) as bar:
-        for step in range(BLOCK, recipe.steps + 1, BLOCK):
-            epoch, rows = next(blocks)
-            if step <= first:
-                bar.update(BLOCK)
-                continue
-            state, block = train_steps(state, rows, config=config, recipe=recipe)
-            losses += np.asarray(block).tolist()
-            bar.update(BLOCK)
-            if step % recipe.eval_every and step != recipe.steps:
-                continue
-            loss, train_loss, losses = valid.loss(state.params, config, recipe.compute), float(np.mean(losses)), []
-            loss = round(loss, 4)  # as it is written down, so that a run that goes on compares the same figures
-            bar.set_postfix(train=f"{train_loss:.3f}", valid=f"{loss:.3f}")
-            since = 0 if loss < best else since + 1
-            best = min(best, loss)
-            row = {"step": step, "epoch": epoch, "train_loss": round(train_loss, 4), "valid_loss": loss}
-            row["seconds"] = round(time.monotonic() - start, 1)
-            done.append(row)
-            yield row, jax.device_get(state.params) if since == 0 else None
-            keep(Kept(state, done))
-            if since == recipe.patience:
-                return
 
 
 @interruptible

@@ -26,9 +26,10 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from experiments import train_small  # noqa: E402
-from experiments.train_small import Recipe, Validation, drop_units, hold_out, main, row_nats  # noqa: E402
-from experiments.training import resume  # noqa: E402
+from experiments.train_small import hold_out, main  # noqa: E402
+from experiments.training import fit, resume  # noqa: E402
 from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
+from experiments.training.fit import Recipe, Validation, drop_units, row_nats  # noqa: E402
 
 TINY = LlamaConfig(
     "LlamaForCausalLM", 300, 32, 64, 2, 2, 1, 16, context=64, tie_embeddings=True, bos_id=1, eos_ids=(2,)
@@ -114,9 +115,9 @@ def test_bad_input_gives_one_line_and_status_2(arguments, message, corpus, tmp_p
 def test_training_keeps_the_best_and_stops_when_the_loss_rises(corpus, monkeypatch):
     losses = iter([3.0, 2.0, 2.6, 2.5, 1.0])
     monkeypatch.setattr(Validation, "loss", lambda *_: next(losses))
-    monkeypatch.setattr(train_small, "train_steps", lambda state, rows, **_: (state, np.ones(10)))
+    monkeypatch.setattr(fit, "train_steps", lambda state, rows, **_: (state, np.ones(10)))
     books = read_books(corpus)
-    seen = list(train_small.train(TINY, RECIPE, books, train_tokenizer(books, 300), Validation(None, 1, 1)))
+    seen = list(fit.train(TINY, RECIPE, books, train_tokenizer(books, 300), Validation(None, 1, 1)))
     assert [row["valid_loss"] for row, _ in seen] == [3.0, 2.0, 2.6, 2.5]
     assert [params is not None for _, params in seen] == [True, True, False, False]
 
@@ -124,17 +125,17 @@ def test_training_keeps_the_best_and_stops_when_the_loss_rises(corpus, monkeypat
 def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(corpus, tmp_path):
     books = read_books(corpus)
     model = train_tokenizer(books, TINY.vocab_size)
-    valid = train_small.make_validation([books[0][:40]], model, TINY.context)
+    valid = fit.make_validation([books[0][:40]], model, TINY.context)
     recipe, about = replace(RECIPE, patience=9), {"text": "this"}
-    whole = list(train_small.train(TINY, recipe, books, model, valid))
-    begun = train_small.train(TINY, recipe, books, model, valid, None, partial(resume.keep, tmp_path, about))
+    whole = list(fit.train(TINY, recipe, books, model, valid))
+    begun = fit.train(TINY, recipe, books, model, valid, None, partial(resume.keep, tmp_path, about))
     first = [next(begun)[0] for _ in range(3)]  # of which two were kept: the third was cut off
     begun.close()
-    like = jax.eval_shape(lambda: train_small.begin(TINY, recipe, 0))
+    like = jax.eval_shape(lambda: fit.begin(TINY, recipe, 0))
     found = resume.kept(tmp_path, about, like)
     assert found is not None
     assert found.rows == first[:2]
-    rest = list(train_small.train(TINY, recipe, books, model, valid, found))
+    rest = list(fit.train(TINY, recipe, books, model, valid, found))
     assert [row["step"] for row, _ in rest] == [30, 40]
     assert [row["valid_loss"] for row, _ in rest] == [row["valid_loss"] for row, _ in whole[2:]]
     jax.tree.map(np.testing.assert_array_equal, rest[-1][1], whole[-1][1])

@@ -37,8 +37,8 @@ def toy_rows() -> Iterator[Row]:
     """Two numbers of KV heads, two seeds and twenty steps, on the text that the bundled model wrote."""
     from experiments.texts.read import BUNDLED_TEXT, read_documents
     from experiments.train_heads import CONFIG, RECIPE, family
-    from experiments.train_small import make_validation
     from experiments.training.data import train_tokenizer
+    from experiments.training.fit import make_validation
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "head_dim": 8}
     config = replace(CONFIG, **sizes, num_kv_heads=4, vocab_size=400, context=64)
