@@ -31,10 +31,10 @@ def pretended(monkeypatch):
         asked.append((scheme, kv))
         return dict(FIGURES)
 
-    judge = Judge(tiny_model(tokenizer=Pieces(), intermediate_size=64), ("Once upon a time " * 8,), None)
+    judge = Judge(tiny_model(tokenizer=Pieces(), intermediate_size=64), ("Once upon a time " * 8,), "document", None)
     monkeypatch.setattr(Judge, "row", row)
     for module in (c6, c7, c9, c10, c15):
-        monkeypatch.setattr(module, "bundled", lambda toy: judge)
+        monkeypatch.setattr(module, "judge_of", lambda toy, *subject: judge)
     return asked
 
 
@@ -272,6 +272,30 @@ def test_a_judge_evaluates_against_what_was_recorded():
 
     model = tiny_model(tokenizer=Pieces())
     texts = ("abc abd", "xyz")
-    found = Judge(model, texts, record(model, texts, "document")).row("w8a16")
+    found = Judge(model, texts, "document", record(model, texts, "document")).row("w8a16")
     assert 0 < found["kl"] < 1e-2
     assert found["protocol"] == "document"
+
+
+def test_a_claim_about_another_model_reads_its_text_in_windows(tmp_path, monkeypatch, capsys):
+    text = tmp_path / "mine.txt"
+    text.write_text("Once upon a time there was a king. " * 40)
+    asked = []
+
+    def load(name):
+        asked.append(name)
+        return tiny_model(tokenizer=Pieces(), hidden_size=64, intermediate_size=64, context=1024)
+
+    monkeypatch.setattr("experiments.claims.accuracy.jllm.load", load)
+    options = ["--toy", "--model", "mine", "--text", str(text), "--results", str(tmp_path)]
+    assert command.main(["C15", *options, "--label", "mine"]) == 0
+    (file,) = tmp_path.glob("claims-C15-mine-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["protocol"] for row in rows[:-1]] == ["windows-512"] * 2
+    assert asked == ["mine"]
+    assert command.main(["C15", "C2", *options, "--label", "mine"]) == 2
+    assert "--model has no meaning for C2" in capsys.readouterr().err
+    for wrong, said in [(options, "--model needs a --label"), (["--model", "mine", "--label", "x"], "belong together")]:
+        with pytest.raises(SystemExit):
+            command.main(["C15", *wrong])
+        assert said in capsys.readouterr().err

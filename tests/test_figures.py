@@ -7,6 +7,8 @@ what it should say. A measured figure of these pages that is in none of the sent
 import re
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -197,6 +199,20 @@ def found_beside_outliers() -> list[float]:
     return [found["int4-g128"], found["int4-g32"], min(rest)]
 
 
+def beside_rounding(name: str, method: str) -> list[float]:
+    """Divergence over rounding's of blocks of 4-bit floats, mean of seeds, by format."""
+    found = rows(name, "cpu")
+    kl = {key: mean(row["kl"] for row in found if (row["scheme"], row["method"]) == key)
+          for key in product(("mxfp4", "nvfp4"), ("round", method))}  # fmt: skip
+    return [kl[scheme, method] / kl[scheme, "round"] for scheme in ("mxfp4", "nvfp4")]
+
+
+def left_by_rotations(*which: str) -> list[float]:
+    found = rows("rotations-learned", "cpu", part="learned", scheme="mxfp4")
+    kl = {name: mean(row["kl"] for row in found if row["rotate"] == name) for name in ("none", *which)}
+    return [kl[name] / kl["none"] for name in which]
+
+
 QUOTES: dict[str, Callable[[], Any]] = {
     "costs the bundled model {:.3f} nats a token, `nvfp4-weight` {:.3f} and `mxfp4-weight` {:.3f};": lambda: (
         in_blocks("-weight")
@@ -271,6 +287,16 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "the memory in under 50 ms in {} of {} cases": below_a_hundred_billion,
     "On the bundled model `kivi2-g32` adds {:.1f} % to perplexity and `kivi2-g32-r32` {:.1f} % at 0.375 bytes a value "
     "(tails apart); `int4-g32` {:.1f} % at 0.56, and 2 bits per token (`int2-g32-zp`) {:.0f} %": per_channel,
+    "with outliers in the residual stream it leaves {:.2f} of rounding's divergence in `mxfp4` and {:.2f} in `nvfp4`, "
+    "rotated blocks alone {:.2f} and {:.2f}": lambda: [
+        *beside_rounding("ptq_methods_fp4_stream", "mr-gptq"), *beside_rounding("ptq_methods_fp4_stream", "h")
+    ],
+    "rotated blocks lose to blocks as they are, {:.1f} and {:.1f} to one": lambda: (
+        beside_rounding("ptq_methods_fp4", "h")
+    ),
+    "it leaves {:.2f} of the divergence of `mxfp4`, and Hadamard rotations {:.2f}": lambda: (
+        left_by_rotations("learned", "all")
+    ),
     "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
         spread([-100 * row["sim_error"] for row in rows("kv_measured")])
     ),

@@ -1,6 +1,7 @@
 """Tests claims, each with a table, a verdict with by-how-much, and a picture.
 
     python -m experiments.claims C5 C21 C22 [--json]
+    python -m experiments.claims C6 C9 C10 C15 --model DIR --text mine.txt --label mine  # of your own model
 
 Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, its last row the verdict, and an SVG beside
 it. What is about a kernel needs a Hopper GPU; what is computed or simulated (its rows say so) is so on any machine;
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from experiments.arguments import claim_memory, positive_seconds
+from experiments.claims.accuracy import Subject
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import result_of
@@ -39,6 +41,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=positive_seconds, help="that requests arrive for, at each load (default: as the claim says)"
     )
+    parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
+    parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")
     parser.add_argument(
         "--draw", nargs="+", type=Path, default=[], metavar="FILE", help="draw results, measure nothing"
     )
@@ -48,6 +52,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("name claims to test, or results to --draw")
     if args.seconds is not None and (args.toy or args.draw):
         parser.error("--seconds is for claims at full size: --toy has a few requests, and --draw measures nothing")
+    if (args.model is None) != (args.text is None):
+        parser.error("--model and --text belong together: what a model loses is measured on a text that suits it")
+    if args.model is not None and (args.draw or args.label is None):
+        parser.error(
+            "--model needs a --label, and nothing to --draw: its result is not to stand for the bundled model's"
+        )
     return args
 
 
@@ -78,6 +88,7 @@ def try_to_draw(document: Row, path: Path) -> None:
         print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {path.name}", file=sys.stderr)
 
 
+<<<<<<< HEAD
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
     """Tests claims side by side; what each of them found."""
     toy = args.toy or not (claims[0].computed or on_hopper())
@@ -103,6 +114,26 @@ def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
     for claim in claims:
         found.setdefault("rounds" if claim.alternates else claim.id, []).append(claim)
     return list(found.values())
+=======
+def asked(claim: Claim, args: argparse.Namespace) -> tuple[float | Subject, ...]:
+    """What was chosen of this claim, beside its size."""
+    if claim.chosen and args.model is not None:
+        return (Subject(args.model, args.text),)
+    return (args.seconds,) if claim.lasts else ()
+
+
+def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
+    toy = args.toy or not (claim.computed or on_hopper())
+    print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
+    with ResultFile(args.results, f"claims-{claim.id}", command, args.label, size="toy" if toy else "full") as result:
+        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True), *asked(claim, args))
+    document = result.document
+    *rows, verdict = document["rows"]
+    print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
+    print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
+    try_to_draw(document, result.path)
+    return document
+>>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
 
 
 @interruptible
@@ -116,6 +147,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.seconds is not None and (brief := [claim.id for claim in claims if not claim.lasts]):
             raise ValueError(
                 f"--seconds has no meaning for {', '.join(brief)}, at whose loads nothing arrives by a clock"
+            )
+        if args.model is not None and (other := [claim.id for claim in claims if not claim.chosen]):
+            raise ValueError(
+                f"--model has no meaning for {', '.join(other)}, which no model of yours can be chosen for"
             )
         if any(claim.serves for claim in claims):
             claim_memory()

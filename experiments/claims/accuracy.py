@@ -1,37 +1,55 @@
-"""What the claims about accuracy share: the bundled model on the text that it wrote, and one row an evaluation."""
+"""What the claims about accuracy share: a model on a text, and one row an evaluation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jllm
 from experiments.accuracy.rows import scheme_row
 from experiments.claims.claim import Row
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Recorded, record
-from jllm.pretrained import Model
+from jllm.pretrained import BUNDLED, Model
 
-PROTOCOL = "document"
-DOCUMENTS, TOY_DOCUMENTS = 16, 2  # of the bundled text, from its beginning
+DOCUMENTS, TOY_DOCUMENTS = 16, 2  # of a text, from its beginning
+CHARACTERS, TOY_CHARACTERS = 30_000, 4_000  # of a text that is one document
 KEPT = ("added", "added_95", "kl", "kl_95", "top1")
 
 
 @dataclass(frozen=True)
+class Subject:
+    """Which model, on which text."""
+
+    model: str = BUNDLED  # directory or Hub id
+    text: Path = BUNDLED_TEXT
+
+
+BUNDLED_SUBJECT = Subject()
+
+
+@dataclass(frozen=True)
 class Judge:
-    """A model, texts, and what the unquantized model makes of them."""
+    """A model, texts, how they are read, and what the unquantized model makes of them."""
 
     model: Model
     texts: tuple[str, ...]
+    protocol: str
     reference: Recorded
 
     def row(self, scheme: str = "bf16", kv: str = "model") -> Row:
         """How much worse weights and a KV format are: perplexity added, divergence, agreement, with intervals."""
-        (found,) = scheme_row(self.model, self.texts, PROTOCOL, self.reference, scheme, kv)
+        (found,) = scheme_row(self.model, self.texts, self.protocol, self.reference, scheme, kv)
         return {key: found[key] for key in ("protocol", "perplexity", *KEPT) if key in found}
 
 
-def bundled(toy: bool) -> Judge:
-    model = jllm.load()
-    texts = tuple(read_documents(BUNDLED_TEXT)[: TOY_DOCUMENTS if toy else DOCUMENTS])
-    return Judge(model, texts, record(model, texts, PROTOCOL))
+def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:
+    """The first documents one by one, or the beginning of a text that is one document, in windows."""
+    texts, protocol = tuple(read_documents(subject.text)), "document"
+    if len(texts) > 1:
+        texts = texts[: TOY_DOCUMENTS if toy else DOCUMENTS]
+    else:
+        texts, protocol = (texts[0][: TOY_CHARACTERS if toy else CHARACTERS],), "windows-512"
+    model = jllm.load(subject.model)
+    return Judge(model, texts, protocol, record(model, texts, protocol))
 
 
 def percent(value: float) -> str:

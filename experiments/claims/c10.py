@@ -13,8 +13,13 @@ from typing import Any
 import jax
 
 from experiments.accuracy.rows import kv_error, rounded, weight_error
+<<<<<<< HEAD
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
+=======
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of
+from experiments.claims.claim import Claim, Row, Verdict
+>>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import linears
@@ -29,8 +34,8 @@ WEIGHT_NAMES = {"int8": "w8a16", "int4": "w4a16"}
 CEILING = 8
 
 
-def measure(toy: bool) -> Iterator[Row]:
-    judge = bundled(toy)
+def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
+    judge = judge_of(toy, subject)
     groups = (8, 16) if toy else GROUPS
     ids = encode(judge.model.tokenizer, "\n\n".join(judge.texts), find_protocol("windows-512"))
     taps = tap(judge.model, ids[: TOY_TOKENS if toy else TOKENS], ["layers.*.k", "layers.*.v"])
@@ -154,4 +159,5 @@ CLAIM = Claim(
     judge=judge,
     draw=draw,
     computed=True,
+    chosen=True,
 )

@@ -14,8 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accuracy.rows import rounded
+<<<<<<< HEAD
 from experiments.claims.accuracy import Judge, bundled
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
+=======
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of
+from experiments.claims.claim import Claim, Row, Verdict
+>>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import matrices
@@ -35,8 +40,8 @@ STATED = 10.0
 SENSITIVE = 1.5  # times the error within a factor of 4: what counts as sensitive
 
 
-def measure(toy: bool) -> Iterator[Row]:
-    judge = bundled(toy)
+def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
+    judge = judge_of(toy, subject)
     values = {"weights": weights(judge), "activations": activations(judge, TOY_TOKENS if toy else TOKENS)}
     for kind, named in values.items():
         for name, arrays in (named | {"all": [x for each in named.values() for x in each]}).items():
@@ -152,4 +157,5 @@ CLAIM = Claim(
     judge=judge,
     draw=draw,
     computed=True,
+    chosen=True,
 )

@@ -72,9 +72,9 @@ def by_case(said: str, found: Mapping[str, bool]) -> list[Part]:
 class Claim:
     """One claim, and how it is tested.
 
-    measure(toy), or measure(toy, seconds) of a claim that lasts, yields flat rows; where something could not be
-    measured, a row has "error". judge(rows) sees those without one. draw(figure, rows) draws them on a matplotlib
-    figure.
+    measure(toy), measure(toy, seconds) of a claim that lasts, or measure(toy, subject) of one whose model is chosen,
+    yields flat rows; where something could not be measured, a row has "error". judge(rows) sees those without one.
+    draw(figure, rows) draws them on a matplotlib figure.
     """
 
     id: str
@@ -85,6 +85,7 @@ class Claim:
     hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
     serves: bool = False  # whether it fills a GPU's memory with an engine's pages
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
+<<<<<<< HEAD
     alternates: bool = False  # whether its rows are rounds, which claims of one command share
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
 
@@ -105,6 +106,18 @@ def run(
 
 def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
     """The last row of a claim's file: the verdict."""
+=======
+    chosen: bool = False  # whether a user may choose the model and the text that it is about
+    lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
+
+
+def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None], *asked: Any) -> None:
+    """Measures a claim into the file of its result: its rows, the last of which is the verdict. asked: what a user
+    chose of it, as its `measure` takes it."""
+    for row in claim.measure(toy, *asked):
+        result.add({"claim": claim.id, **row})
+        show("  ".join(f"{key}={value}" for key, value in row.items()))
+>>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
     rows = result.document["rows"]
     good = [row for row in rows if "error" not in row]
     bars: tuple[Row, ...] = ()
