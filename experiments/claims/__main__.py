@@ -88,10 +88,10 @@ def try_to_draw(document: Row, path: Path) -> None:
         print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {path.name}", file=sys.stderr)
 
 
-<<<<<<< HEAD
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
     """Tests claims side by side; what each of them found."""
     toy = args.toy or not (claims[0].computed or on_hopper())
+    subject = None if args.model is None else Subject(args.model, args.text)
     tested = []
     with ExitStack() as stack:
         for claim in claims:
@@ -99,7 +99,7 @@ def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) 
             size = "toy" if toy else "full"
             result = ResultFile(args.results, f"claims-{claim.id}", command, args.label, size=size)
             tested.append((claim, stack.enter_context(result)))
-        run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds)
+        run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds, subject)
     for claim, result in tested:
         *rows, verdict = result.document["rows"]
         print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
@@ -114,26 +114,6 @@ def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
     for claim in claims:
         found.setdefault("rounds" if claim.alternates else claim.id, []).append(claim)
     return list(found.values())
-=======
-def asked(claim: Claim, args: argparse.Namespace) -> tuple[float | Subject, ...]:
-    """What was chosen of this claim, beside its size."""
-    if claim.chosen and args.model is not None:
-        return (Subject(args.model, args.text),)
-    return (args.seconds,) if claim.lasts else ()
-
-
-def test(claim: Claim, args: argparse.Namespace, command: list[str]) -> Row:
-    toy = args.toy or not (claim.computed or on_hopper())
-    print(f"{claim.id}: {TITLES[claim.id]}{' (toy size)' if toy else ''}", file=sys.stderr)
-    with ResultFile(args.results, f"claims-{claim.id}", command, args.label, size="toy" if toy else "full") as result:
-        run(claim, result, toy, lambda line: print(line, file=sys.stderr, flush=True), *asked(claim, args))
-    document = result.document
-    *rows, verdict = document["rows"]
-    print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
-    print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
-    try_to_draw(document, result.path)
-    return document
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
 
 
 @interruptible

@@ -19,7 +19,7 @@ KEPT = ("added", "added_95", "kl", "kl_95", "top1")
 class Subject:
     """Which model, on which text."""
 
-    model: str = BUNDLED  # directory or Hub id
+    model: str | Path = BUNDLED  # directory or Hub id
     text: Path = BUNDLED_TEXT
 
 

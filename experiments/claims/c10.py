@@ -13,13 +13,8 @@ from typing import Any
 import jax
 
 from experiments.accuracy.rows import kv_error, rounded, weight_error
-<<<<<<< HEAD
-from experiments.claims.accuracy import Judge, bundled
-from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
-=======
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of
-from experiments.claims.claim import Claim, Row, Verdict
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import linears

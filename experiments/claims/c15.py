@@ -9,13 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.accuracy.rows import rounded, weight_error
-<<<<<<< HEAD
-from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
-=======
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent
-from experiments.claims.claim import Claim, Row, Verdict
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
+from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from pallas_kernels.quantized_weights import parse_weight_format
 
 GROUPS = (16, 32, 64)

@@ -11,13 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-<<<<<<< HEAD
-from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
-=======
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent
-from experiments.claims.claim import Claim, Row, Verdict
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from jllm.cache import parse_kv_cache
 from jllm.config import load_config
 from jllm.errors import ConfigError

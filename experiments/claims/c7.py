@@ -16,13 +16,8 @@ from typing import Any
 import jax
 
 from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
-<<<<<<< HEAD
-from experiments.claims.accuracy import bundled, percent
-from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
-=======
 from experiments.claims.accuracy import judge_of, percent
-from experiments.claims.claim import Claim, Row, Verdict
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
+from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.scaled_matmul import bench

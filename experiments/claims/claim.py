@@ -85,17 +85,27 @@ class Claim:
     hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
     serves: bool = False  # whether it fills a GPU's memory with an engine's pages
     computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
-<<<<<<< HEAD
     alternates: bool = False  # whether its rows are rounds, which claims of one command share
+    chosen: bool = False  # whether a user may choose the model and the text that it is about
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
 
 
 def run(
-    tested: Sequence[tuple[Claim, ResultFile]], toy: bool, show: Callable[[str], None], seconds: float | None = None
+    tested: Sequence[tuple[Claim, ResultFile]],
+    toy: bool,
+    show: Callable[[str], None],
+    seconds: float | None = None,
+    subject: Any = None,
 ) -> None:
-    """Measures claims into their files, a row of each in turn, so that what they share is alternated."""
-    measured = (claim.measure(toy, seconds) if claim.lasts else claim.measure(toy) for claim, _ in tested)
-    for rows in zip_longest(*measured):
+    """Measures claims into their files, a row of each in turn, so that what they share is alternated. `subject` of
+    claims whose model is chosen; None: the bundled one."""
+
+    def measure(claim: Claim) -> Iterable[Row]:
+        if claim.lasts:
+            return claim.measure(toy, seconds)
+        return claim.measure(toy, subject) if claim.chosen and subject is not None else claim.measure(toy)
+
+    for rows in zip_longest(*(measure(claim) for claim, _ in tested)):
         for (claim, result), row in zip(tested, rows):
             if row is not None:
                 result.add({"claim": claim.id, **row})
@@ -106,18 +116,6 @@ def run(
 
 def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
     """The last row of a claim's file: the verdict."""
-=======
-    chosen: bool = False  # whether a user may choose the model and the text that it is about
-    lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
-
-
-def run(claim: Claim, result: ResultFile, toy: bool, show: Callable[[str], None], *asked: Any) -> None:
-    """Measures a claim into the file of its result: its rows, the last of which is the verdict. asked: what a user
-    chose of it, as its `measure` takes it."""
-    for row in claim.measure(toy, *asked):
-        result.add({"claim": claim.id, **row})
-        show("  ".join(f"{key}={value}" for key, value in row.items()))
->>>>>>> f87ec9d (Claims about accuracy take another model and text by one command; the paper's order of 4-bit floats holds for outliers in the residual stream, and for which it does not is said with files)
     rows = result.document["rows"]
     good = [row for row in rows if "error" not in row]
     bars: tuple[Row, ...] = ()
