@@ -37,6 +37,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
+from pallas_kernels.backends import UNTRIED
 from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
 
@@ -59,7 +60,7 @@ def kind_of(name: str) -> str:
 def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Callable[[], jax.Array]:
     """A function that runs --steps steps: decoding, each fed by the one before, or with the same prompts anew."""
     tokens = args.context + 16 * args.steps if args.kind == "decode" else args.input + 1  # it is called a few times
-    timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache))
+    timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache), args.backend)
     layout, buffer = step_of(args.kind, batch, args.input)
     context = args.context if args.kind == "decode" else 0
     return timer.repeated(timer.lower(layout).compile(), buffer, context, args.steps)
@@ -76,6 +77,7 @@ def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any],
         "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
         "page_size": args.page_size, "kv_cache": args.kv_cache, "max_step_tokens": batch + prompts,
         "buckets": (Bucket(batch, 0, 0), Bucket(batch, prompts, chunks)), "prefix_cache": False,
+        "backend": args.backend,
     }  # fmt: skip
     return options, output
 
@@ -160,6 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--input", type=positive, default=8, help="prefill: tokens of each prompt")
     parser.add_argument("--steps", type=positive, default=4, help="steps in one profile")
+    parser.add_argument("--backend", help=f"xla, mosaic, triton or {UNTRIED} (default: the best for the device)")
     add_result_options(parser)
     return parser.parse_args(argv)
 
@@ -177,6 +180,7 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
     step = {
         "model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "batch": batch,
         "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),
+        **({} if args.backend is None else {"backend": args.backend}),
     }  # fmt: skip
     profiled = args.steps + SKIPPED if args.kind == "serve" else args.steps
     with ExitStack() as stack:

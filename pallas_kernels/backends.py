@@ -7,9 +7,10 @@ that registry. The `backend` of an operation is one of
 - a name ("mosaic": Pallas kernels for Hopper; "triton": kernels for Ampere, Ada and Hopper through jax_triton; "xla":
   plain jnp, everywhere). A name never falls back: where the backend
   lacks the arguments, it raises NotImplementedError;
-- a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
-  machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
-  slower with them than the next;
+- a kind of device ("hopper": a GPU of compute capability 9.0; "hopper-untried": the same, with what was interpreted and
+  lowered and has not yet run on one; "ampere": one of 8.0 to 8.9, Ada too), on whatever machine it is said: the first
+  of the backends of such a device that supports the arguments and was not measured to be slower with them than the
+  next;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
   choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).
@@ -34,8 +35,10 @@ BACKEND_NAMES = ("xla", "mosaic", "triton")
 DETERMINISTIC = "deterministic"
 OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
+UNTRIED = "hopper-untried"
+_HOPPER = ("peer", "mosaic", "triton", "xla")
 # Backends of a kind of device, the first choice first; of others: xla.
-DEVICES = {"hopper": ("peer", "mosaic", "triton", "xla"), "ampere": ("peer", "triton", "xla")}
+DEVICES = {"hopper": _HOPPER, "ampere": ("peer", "triton", "xla"), UNTRIED: _HOPPER}
 TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
 
 

@@ -8,11 +8,14 @@ x's included: where that is the limit, tiles are chosen nearly square.
 
 With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up
 is made of sums in registers: half of a product's results are never written, and nothing reads them.
+
+With `norm`, the product is that of RMSNorm(x) * norm. A row's root mean square is one number for all of its results, so
+each tile multiplies x * norm, which goes to wgmma through registers, adds up x's squares on the way, and divides the
+sums at the end: no kernel for the norm, and no second pass over x.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +23,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
+from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, takes_norm
+from pallas_kernels.gemm_sm90.skinny_plan import Plan, Refs, begin_of, tiles_of
 from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
-from pallas_kernels.row_pieces_sm90 import silu_mul
-from pallas_kernels.smem_sm90 import swizzled
+from pallas_kernels.row_pieces_sm90 import silu_mul, widen
 
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
+SQUARES = 8  # columns of x's squares that are added up side by side
+LAYOUT = plgpu.Layout.WGMMA
+ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
 
 
-@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "interpret"))
+@partial(jax.jit, static_argnames=("eps", "out_dtype", "config", "gated", "interpret"))
 def gemm(
     x: jax.Array,
     w: jax.Array,
     *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
     x_scale: jax.Array | None = None,
     w_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -46,6 +52,7 @@ def gemm(
 ) -> jax.Array:
     """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too.
 
+    norm [K], in x's dtype, where takes_norm says so: RMSNorm(x) * norm takes the place of x; only x * norm is rounded.
     gated: SiLU of the product with w's first half, times that with its second half -> [M, N / 2]; nothing is added.
     """
     (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
@@ -53,10 +60,13 @@ def gemm(
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
-    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    optional = {"norm": norm, "x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     given = {name: array for name, array in optional.items() if array is not None}
-    assert not (gated and given), "a gated product is neither scaled nor added to"
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), {name: a.dtype for name, a in given.items()}, config, gated)
+    assert not (gated and given.keys() - {"norm"}), "a gated product is neither scaled nor added to"
+    assert norm is None or takes_norm(config, m, k, x.dtype), "a norm that is an operation of its own"
+    extra = {name: array.dtype for name, array in given.items()}
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, eps)
+    names = ["gemm_skinny"] + ["norm"] * plan.normed + ["gated"] * gated
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -67,133 +77,12 @@ def gemm(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=gated,  # SiLU's exponential, good to 2^-21
+            approx_math=gated or plan.normed,  # SiLU's exponential and the norm's rsqrt, good to 2^-21
         ),
         interpret=interpret,
-        kernel_name="gemm_skinny_gated" if gated else "gemm_skinny",
+        kernel_name="_".join(names),
     )
     return kernel(x, w, *given.values())
-
-
-class Refs(NamedTuple):
-    """Global arrays, shared memory and barriers."""
-
-    x: Any
-    w: Any
-    out: Any
-    x_s: Any  # [stages, rows, step]
-    w_s: Any  # [stages, columns, step]
-    full: Any
-    free: Any
-    out_s: Any  # [warpgroups, 64, columns]
-    vectors_full: Any = None
-    vectors_free: Any = None
-    x_scale: Any = None
-    x_scale_s: Any = None  # [rows]
-    w_scale: Any = None
-    w_scale_s: Any = None  # [columns, and more: copies are of 128 bytes]
-    bias: Any = None
-    bias_s: Any = None
-    residual: Any = None
-    residual_full: Any = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Static sizes."""
-
-    m: int
-    n: int  # columns of the result
-    k: int
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    extra: dict[str, jnp.dtype]  # the optional arguments that are there
-    config: Config
-    gated: bool = False
-
-    @property
-    def parts(self) -> int:
-        """Runs of w's rows that a tile has."""
-        return 2 if self.gated else 1
-
-    @property
-    def columns(self) -> int:
-        """Columns of a tile's result."""
-        return self.config.columns // self.parts
-
-    @property
-    def copied(self) -> int:
-        """Rows of x that a tile copies."""
-        return min(pl.cdiv(self.m, 8) * 8, self.config.rows)
-
-    @property
-    def computing(self) -> int:
-        """Warpgroups that compute."""
-        return min(self.config.rows // UNIT, 2)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a computing warpgroup."""
-        return self.config.rows // self.computing
-
-    @property
-    def step(self) -> int:
-        """Elements of K that a stage holds: of fewer bytes than asked for where rows of K are no multiple of 128."""
-        size = self.dtype.itemsize
-        return next(width // size for width in (self.config.step, 64, 32) if self.k * size % min(width, 128) == 0)
-
-    @property
-    def steps(self) -> int:
-        """What is past the end of K reads as zeros."""
-        return pl.cdiv(self.k, self.step)
-
-    @property
-    def row_tiles(self) -> int:
-        return pl.cdiv(self.m, self.config.rows)
-
-    @property
-    def tiles(self) -> int:
-        return self.row_tiles * pl.cdiv(self.n, self.columns)
-
-    @property
-    def workers(self) -> int:
-        return min(self.tiles, self.config.ctas)
-
-    @property
-    def vectors(self) -> list[str]:
-        return [name for name in self.extra if name != "residual"]
-
-    @property
-    def vector(self) -> int:
-        """Elements of a column vector that are copied: a multiple of 128 bytes, in 16 bits too."""
-        return pl.cdiv(self.config.columns, 64) * 64
-
-    def stages(self) -> int:
-        """Stages of the ring: what is asked for, as far as it is of use and shared memory holds it."""
-        stages = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step)
-        stages = min(self.config.stages, max(self.steps, 2), stages)
-        if stages < 2:
-            raise NotImplementedError(f"{self.config} needs more shared memory for {self.dtype} and {self.out_dtype}")
-        return stages
-
-    def scratch(self) -> dict[str, Any]:
-        stages, config = self.stages(), self.config
-        vectors = {"x_scale": config.rows, "w_scale": self.vector, "bias": self.vector}
-        scratch = {
-            "x_s": swizzled((stages, config.rows, self.step), self.dtype),
-            "w_s": swizzled((stages, config.columns, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.parts, num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
-            "out_s": plgpu.SMEM((self.computing, UNIT, self.columns), self.out_dtype),
-        }
-        if self.vectors:
-            scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
-            scratch["vectors_free"] = plgpu.Barrier(num_arrivals=self.computing)
-        for name in self.vectors:
-            scratch[f"{name}_s"] = plgpu.SMEM((vectors[name],), self.extra[name])
-        if "residual" in self.extra:
-            scratch["residual_full"] = plgpu.Barrier(num_barriers=self.computing)
-        return scratch
 
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
@@ -220,21 +109,9 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
                 pl.when(warp == 2)(lambda: copy_vectors(plan, refs))
 
 
-def tiles_of(plan: Plan) -> jax.Array:
-    """How many tiles this CTA has."""
-    return (plan.tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
-
-
-def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
-    number = lax.axis_index("worker") + i * plan.workers
-    row = lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows
-    return row, number // plan.row_tiles * plan.columns
-
-
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
-    """The warp that copies x or w, step by step, on and on across tiles; of w perhaps in parts, each of `rows` rows.
-    Rows that gate's part has past its end are up's, and results of them are not stored."""
+    """The warp that copies x or w, step by step, on and on across tiles: with x the norm's weight, of w perhaps several
+    parts, each of `rows` rows. Rows that gate's part has past its end are up's, and results of them are not stored."""
     steps, tiles = plan.steps, tiles_of(plan)
 
     @pl.loop(0, tiles)
@@ -248,6 +125,9 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
                 at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
                 to = target.at[slot, pl.ds(part * rows, rows)]
                 plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
+            if refs.norm is not None and source is refs.x:
+                weight = refs.norm.at[pl.ds(s * plan.step, plan.step)]
+                plgpu.copy_gmem_to_smem(weight, refs.norm_s.at[slot], refs.full.at[slot])
 
     drain(tiles * steps, refs.free)
 
@@ -277,26 +157,45 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
         row, column = begin_of(plan, i)
         fetch_residual(plan, refs, warpgroup, row + rows.start, column)
 
-        def accumulate(acc: Any) -> jax.Array:
-            @pl.loop(0, steps)
-            def _(s: jax.Array) -> None:
+        def accumulate(acc: Any) -> tuple[jax.Array, jax.Array | None]:
+            def step(s: jax.Array, squares: jax.Array | None) -> jax.Array | None:
                 slot = slot_of(i * steps + s, stages)
                 plgpu.barrier_wait(refs.full.at[slot])
-                plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot].transpose((1, 0)))
+                x = refs.x_s.at[slot, rows]
+                if squares is not None:
+                    x, squares = weigh(x, refs.norm_s.at[slot], squares)
+                plgpu.wgmma(acc, x, refs.w_s.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
 
                 @pl.when(s > 0)
                 def _() -> None:
                     plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + s - 1, stages)])
 
-            return lax.optimization_barrier(acc[...])  # else what is done with the sums may move before the wait
+                return squares
+
+            zeros = jnp.zeros((plan.rows, SQUARES), jnp.float32) if plan.normed else None
+            squares = lax.fori_loop(0, steps, step, None if zeros is None else plgpu.layout_cast(zeros, LAYOUT))
+            return lax.optimization_barrier(acc[...]), squares  # else what is done with sums may move before the wait
 
         accumulator = jnp.int32 if plan.dtype == jnp.int8 else jnp.float32
-        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), accumulator))
+        sums, squares = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), accumulator))
         plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + steps - 1, stages)])
+        if squares is not None:
+            over_rms = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / plan.k) + plan.eps)
+            sums = sums * lax.broadcast_in_dim(over_rms, sums.shape, (0,))
         finish(plan, refs, warpgroup, row, column, sums)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def weigh(x: Any, norm: Any, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A step's x [rows, step] in shared memory times the norm's weight [step], in registers as wgmma takes it, and
+    `squares` f32[rows, 8] plus those of x: column after column modulo 8, so that no size of a step changes the sums."""
+    values = plgpu.load(x, layout=LAYOUT)
+    for first in range(0, values.shape[1], SQUARES):
+        squares = squares + jnp.square(widen(values[:, first : first + SQUARES]))
+    weight = plgpu.load(norm, layout=COLUMN, optimized=False)
+    return values * lax.broadcast_in_dim(weight, values.shape, (1,)), squares
 
 
 def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, column: jax.Array) -> None:
@@ -332,7 +231,7 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column:
             fetch_residual(plan, refs, warpgroup, row + begin, column)
         if refs.residual is not None:
             plgpu.barrier_wait(refs.residual_full.at[warpgroup])
-            total = total + plgpu.load(out_s, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            total = total + plgpu.load(out_s, layout=LAYOUT, optimized=False).astype(jnp.float32)
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])

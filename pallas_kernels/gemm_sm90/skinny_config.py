@@ -90,8 +90,14 @@ def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[flo
     return max(n * k * itemsize / FROM_MEMORY, busiest), busiest, waves * intake
 
 
-def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int) -> int:
-    """Stages of `step` elements of K that shared memory holds beside the rest."""
+def takes_norm(config: Config, m: int, k: int, dtype: object) -> bool:
+    """Whether the product takes the norm of x [m, k] along: in one warpgroup, and in bfloat16 alone, since values meet
+    the norm's weight before they are divided by the root mean square, and float16 may not hold what that is."""
+    return str(dtype) == "bfloat16" and m <= config.rows == UNIT and k % UNIT == 0
+
+
+def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int, normed: bool = False) -> int:
+    """Stages of `step` elements of K that shared memory holds beside the rest, with as much of a norm's weight."""
     vectors = 4 * (config.rows + 2 * (config.columns + 48))
     results = min(config.rows, 2 * UNIT) * config.columns * out_itemsize
-    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize)
+    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns + normed) * step * itemsize)
