@@ -12,8 +12,9 @@ would be the same if tokens differed independently.
 `gap` is the largest difference between a token's log-probability as served (engine, pages, batch) and by the forward
 pass that training takes, over the scheme's own continuations in nats, and `gap_mean` the mean: of schemes alone, since
 that pass has no K and V in a cache. Both passes sum in other orders. Where activations are rounded that moves some of
-them to the next code, and those all that follow, so that the bound is of their bits (`activations`): 16, 8 or 4. A run
-that was interrupted goes on where it stopped.
+them to the next code, and those all that follow, so that the bound is of their bits (`activations`): 16, 8 or 4. In
+bfloat16 all have 8 at most, since its values do. `--backend` serves by kernels of that name, and the forward pass is
+XLA's. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -51,7 +52,7 @@ Row = dict[str, Any]
 SCHEMES = (*(name for name in PRESETS if name not in (PLAIN, "w8a8")), "mxfp8", "nvfp4", "mxfp4")
 KV = ("int8-g8", "fp8", "int4-g8")
 LENGTHS = (8, 32, 64)
-GAPS = {16: 1e-4, 8: 0.25, 4: 1.0}  # nats: bounds of `gap` by the bits of activations, in float32
+GAPS = {16: 1e-4, 8: 0.25, 4: 1.0}  # nats: bounds of `gap` by the bits of activations
 logits_of = jax.jit(packed_logits, static_argnums=1)
 
 
@@ -65,9 +66,12 @@ def beginnings(model: Model, args: argparse.Namespace) -> list[list[int]]:
     return found
 
 
-def continuations(model: Model, prompts: Sequence[Sequence[int]], count: int, kv: str) -> list[Completion]:
+def continuations(
+    model: Model, prompts: Sequence[Sequence[int]], count: int, kv: str, backend: str | None = None
+) -> list[Completion]:
     greedy = jllm.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, logprobs=0)
-    return jllm.generate(model, [list(ids) for ids in prompts], greedy, kv_cache=kv_name(kv, model.params.dtype))
+    options: Any = {"kv_cache": kv_name(kv, model.params.dtype), "backend": backend}
+    return jllm.generate(model, [list(ids) for ids in prompts], greedy, **options)
 
 
 def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray:
@@ -117,10 +121,11 @@ def forced(model: Model, prompts: Sequence[Sequence[int]], plain: Sequence[Compl
 
 
 def activation_bits(model: Model) -> int:
-    """The fewest that inputs of a linear layer are rounded to."""
+    """The fewest that inputs of a linear layer are rounded to; 16 stands for float32 that is not rounded."""
     leaves = linears(model.params).values()
     formats = [leaf.format.activations for leaf in leaves if isinstance(leaf, QuantizedWeight)]
-    return min((4 if "fp4" in name else 8 for name in formats if name is not None), default=16)
+    own = 8 if model.params.dtype == jnp.bfloat16 else 16
+    return min((own, *(4 if "fp4" in name else 8 for name in formats if name is not None)))
 
 
 def rows(
@@ -128,7 +133,7 @@ def rows(
 ) -> Iterator[Row]:
     """One a pair of scheme and KV format; those that are there before are not computed again."""
     prompts = beginnings(model, args)
-    plain = continuations(model, prompts, args.new_tokens, PLAIN_KV)
+    plain = continuations(model, prompts, args.new_tokens, PLAIN_KV, args.backend)
     wide = [forward_logprobs(model, [*ids, *c.token_ids], len(c.token_ids)) for ids, c in zip(prompts, plain)]
     done = {(row["scheme"], row["kv"]): row for row in before}
     for (name, scheme), kv in tqdm(pairs, delay=2, disable=None):
@@ -136,7 +141,7 @@ def rows(
             yield done[name, kv]
             continue
         quantized = quantize_model(model, scheme)
-        found = continuations(quantized, prompts, args.new_tokens, kv)
+        found = continuations(quantized, prompts, args.new_tokens, kv, args.backend)
         row = {"scheme": name, "kv": kv, **agreement(found, plain)}
         if kv == PLAIN_KV:
             apart = gaps(quantized, prompts, found)
@@ -160,6 +165,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--kv", nargs="*", default=list(KV), help="KV formats, with weights as loaded")
+    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
     parser.add_argument("--prompts", type=positive, default=24, help="documents, at most")
     parser.add_argument("--prompt-tokens", type=positive, default=32, help="of each")
     parser.add_argument("--new-tokens", type=positive, default=64, help="of each continuation")
@@ -175,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         schemes = by_name([PLAIN, *args.schemes])
         model = jllm.load(args.model, dtype=args.dtype)
         names = [(name, PLAIN_KV) for name in schemes] + [(PLAIN, kv) for kv in args.kv]
-        check_all_run(model, names, (), None, schemes)
+        check_all_run(model, names, (), args.backend, schemes)
         pairs = [((name, schemes[name]), kv) for name, kv in dict.fromkeys(names)]
         with ResumedFile(args.results, "continuations", command, args.label, run=run_of(args)) as result:
             for row in rows(model, args, pairs, result.before):

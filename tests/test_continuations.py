@@ -48,7 +48,8 @@ def test_a_run_compares_texts_and_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(continuations, "run_of", lambda args: {})
     monkeypatch.setattr(continuations, "beginnings", lambda model, args: PROMPTS)
     options = ["--results", str(tmp_path), "--new-tokens", "8", "--schemes", "w8a16", "w4a16-g32", "--kv", "int8-g8"]
-    assert continuations.main(options) == 0
+    assert continuations.main([*options, "--backend", "mosaic"]) == 2  # no Hopper GPU
+    assert continuations.main([*options, "--backend", "xla"]) == 0
     (file,) = tmp_path.glob("*.json")
     document = json.loads(file.read_text())
     plain, eight, four, kv = document["rows"]
@@ -67,3 +68,10 @@ def test_too_few_documents_are_refused(tmp_path, monkeypatch, capsys):
     options = ["--text", str(tmp_path / "t.jsonl"), "--results", str(tmp_path), "--schemes", "w8a16"]
     assert continuations.main(options) == 2
     assert "fewer than two documents have 32 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("scheme", "wide", "half"), [("w8a16", 16, 8), ("w8a8-all", 8, 8), ("nvfp4", 4, 4)])
+def test_bits_of_activations_decide_the_bound(scheme, wide, half):
+    for dtype, bits in (("float32", wide), ("bfloat16", half)):
+        model = tiny_model(dtype, **SIZES)
+        assert continuations.activation_bits(replace(model, params=quantize(model.params, scheme))) == bits
