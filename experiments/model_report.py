@@ -50,9 +50,10 @@ KV = ("fp8", "int8-g8", "int4-g32")
 DIVERGENCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # nats a token
 SHARES = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3)  # of the bytes without quantization
 CSS = """:root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;border-bottom:1px solid #8886;text-align:right}
-td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left;white-space:nowrap}tr.front{font-weight:600}
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+div{overflow-x:auto}figure{margin:1rem 0}table{border-collapse:collapse;margin:1rem 0;white-space:nowrap}
+td,th{padding:.25rem .6rem;border-bottom:1px solid #8886;text-align:right}tr.front{font-weight:600}
+td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}.why td{white-space:normal}
 svg{background:#fff;max-width:100%;height:auto;border-radius:6px}.note{opacity:.75}"""
 
 
@@ -160,7 +161,9 @@ def page(document: Row, found: Sequence[Choice], sheet: DeviceSheet, left_out: d
     if left_out:
         body += [
             "<h2>Left out</h2>",
+            '<section class="why">',
             _table(["what", "why"], [[html.escape(k), html.escape(v)] for k, v in left_out.items()]),
+            "</section>",
         ]
     body.append(
         f'<p class="note">Accuracy: measured, {html.escape(document["device"])}, {document["date"]}, '
@@ -182,7 +185,7 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]], bold: Iterable
         for line in lines
     ]
     head = "".join(f"<th>{cell}</th>" for cell in header)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table>"
+    return f"<div><table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table></div>"
 
 
 def _limit_row(limit: str, choice: Choice | None) -> list[str]:
@@ -201,8 +204,13 @@ def _choice_row(choice: Choice) -> list[str]:
     ]  # fmt: skip
 
 
+def _unit(count: float) -> tuple[str, float]:
+    """The largest unit that so many bytes have one of, and its bytes."""
+    return next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if count >= s or u == "B")
+
+
 def _bytes(count: float) -> str:
-    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if count >= s or u == "B")
+    unit, size = _unit(count)
     return f"{count / size:.3g} {unit}"
 
 
@@ -218,8 +226,9 @@ def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
     except ImportError:
         return ['<p class="note">No pictures: matplotlib is missing (the extra <code>notebooks</code>).</p>']
     made = []
+    unit, size = _unit(max(c.bytes for c in found))
     axes: tuple[tuple[str, Any], ...] = (
-        ("GB of weights, K and V", lambda c: c.bytes / 1e9),
+        (f"{unit} of weights, K and V", lambda c: c.bytes / size),
         ("ms a decode step, estimated", lambda c: c.decode_ms),
     )
     options: Any = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
@@ -237,6 +246,7 @@ def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
                 style: Any = {"weight": "bold"} if c in best else {"alpha": 0.6}
                 ax.annotate(c.scheme, (value(c), c.kl), xytext=(4, 4), textcoords="offset points", **style)
             ax.set(xlabel=label, ylabel="divergence, nats a token", yscale="log")
+            ax.margins(x=0.1, y=0.1)  # names of the outermost choices stay inside
             ax.legend(loc="best", fontsize=8)
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
