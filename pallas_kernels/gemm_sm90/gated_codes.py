@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90 import skinny
-from pallas_kernels.gemm_sm90.skinny import COLUMN, ROW, Refs, begin_of, copy_operand, tiles_of
+from pallas_kernels.gemm_sm90 import skinny_plan
+from pallas_kernels.gemm_sm90.skinny import COLUMN, ROW, copy_operand
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config
+from pallas_kernels.gemm_sm90.skinny_plan import Refs, begin_of, tiles_of
 from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.row_pieces_sm90 import codes, scale_of, silu_mul, widen
 
@@ -79,7 +80,7 @@ class Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(skinny.Plan):
+class Plan(skinny_plan.Plan):
     """Static sizes."""
 
     def scratch(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90 import skinny
-from pallas_kernels.gemm_sm90.skinny import ROW, Refs, begin_of, copy_operand, copy_vectors, tiles_of
+from pallas_kernels.gemm_sm90 import skinny, skinny_plan
+from pallas_kernels.gemm_sm90.skinny import ROW, copy_operand, copy_vectors
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config
+from pallas_kernels.gemm_sm90.skinny_plan import Refs, begin_of, tiles_of
 from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
 
 
@@ -76,7 +77,7 @@ class Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(skinny.Plan):
+class Plan(skinny_plan.Plan):
     """Static sizes; `group` columns share a scale."""
 
     group: int = 0
