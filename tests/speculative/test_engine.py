@@ -17,7 +17,7 @@ from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
-from tests.speculative.test_oracle import BUSHY, POOL, some_jobs
+from tests.speculative.test_oracle import BUSHY, POOL, TIGHT, some_jobs
 from tests.tiny import CONFIG, tiny_model
 
 KEY = jax.random.key(5)
@@ -53,14 +53,17 @@ def test_same_tokens_with_every_drafter(model64, name):
     jobs = some_jobs()
     with jax.enable_x64(True):
         drafter = EVERY[name]()
-        options = COMPANY[POOL] | {"speculate": drafter, "drafts": drafter.tree.size - 1}
+        options = TIGHT | {"speculate": drafter, "drafts": drafter.tree.size - 1}
         for completion, want in zip(play(model64, jobs, options), alone(model64, jobs), strict=True):
             assert_same(completion, want, False)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own K and V", "the target's"])
-@pytest.mark.parametrize("tree", [chain(3), BUSHY], ids=["chain", "tree"])
-@pytest.mark.parametrize("company", [POOL, "two slots, pages of 16"])
+SLOTS, CHAIN = "two slots, pages of 16", chain(3)
+PAIRS = [(POOL, CHAIN, False), (POOL, BUSHY, True), (SLOTS, CHAIN, True), (SLOTS, BUSHY, False)]  # each once
+OTHERS = [pytest.param(*pair, not shared, marks=pytest.mark.exhaustive) for *pair, shared in PAIRS]
+
+
+@pytest.mark.parametrize(("company", "tree", "shared"), PAIRS + OTHERS)
 def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, company, shared):
     """So its K and V are right after preemption, in pages that the prefix cache has, where chunks are cut and where a
     page ends: what it draws with them is what the target draws."""

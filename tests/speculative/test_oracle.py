@@ -26,6 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 BUSHY = Tree((0, 0, 0, 1, 1, 2, 4))
 SHAPES = {"1": chain(1), "3": chain(3), "7": chain(7), "tree": BUSHY, "wide tree": Tree((0, 0, 1, 1, 2, 2))}
 POOL = "pool that forces preemption"
+TIGHT = COMPANY[POOL] | {"buckets": (Bucket(4, 16, 3),)}  # the same with one size beside that of drafts
 RUNS = [
     *((name, POOL) for name in SHAPES),
     ("3", TINY),
@@ -98,7 +99,7 @@ def test_penalties_and_logprobs_count_accepted_tokens(model64, shape):
     with jax.enable_x64(True):
         wants = list(alone(model64, jobs))
         assert len({want.token_ids for want in wants}) == len(jobs)
-        got = play(model64, jobs, COMPANY[POOL] | with_drafts(shape, jobs, wants, right=0.9), seen)
+        got = play(model64, jobs, TIGHT | with_drafts(shape, jobs, wants, right=0.9), seen)
     assert seen["preemptions"]
     assert seen["draft_tokens_mean"] > 1.1
     for completion, want in zip(got, wants, strict=True):
@@ -116,7 +117,7 @@ def test_every_kv_format(kv_cache, shape):
     jobs = some_jobs()
     with jax.enable_x64(True):
         model = tiny_model("float64", num_layers=2)
-        options = COMPANY[POOL] | {"kv_cache": kv_cache}
+        options = TIGHT | {"kv_cache": kv_cache}
         wants = list(alone(model, jobs, kv_cache=kv_cache, page_size=8))
         for completion, want in zip(play(model, jobs, options | with_drafts(shape, jobs, wants)), wants, strict=True):
             assert_same(completion, want, False)
@@ -129,9 +130,7 @@ def test_windows(shape):
     with jax.enable_x64(True):
         model = tiny_model("float64", windows=(11, None))
         wants = list(alone(model, jobs))
-        for completion, want in zip(
-            play(model, jobs, COMPANY[POOL] | with_drafts(shape, jobs, wants)), wants, strict=True
-        ):
+        for completion, want in zip(play(model, jobs, TIGHT | with_drafts(shape, jobs, wants)), wants, strict=True):
             assert_same(completion, want, False)
 
 
@@ -140,7 +139,7 @@ def test_policies(model64, policy):
     jobs = some_jobs()
     with jax.enable_x64(True):
         wants = list(alone(model64, jobs))
-        options = COMPANY[POOL] | with_drafts("tree", jobs, wants) | policy
+        options = TIGHT | with_drafts("tree", jobs, wants) | policy
         for completion, want in zip(play(model64, jobs, options), wants, strict=True):
             assert_same(completion, want, False)
 
@@ -172,23 +171,27 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(fault, monkeypatch):
-    """A context of its own gives each faulty step a compilation of its own."""
-    place, name, wrong = FAULTS[fault]
+@pytest.fixture(scope="module")
+def drafted(model64):
+    """Jobs, options with drafts for which each gets what it gets alone, and what that is."""
     params = SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=40, ignore_eos=True, seed=4)
     jobs = [Job((5, 6, 7), params, 0, None), Job((9, 8), replace(params, seed=7), 0, None)]
     with jax.enable_x64(True):
-        model = tiny_model("float64", context=100 + list(FAULTS).index(fault))
-        wants = list(alone(model, jobs))
+        wants = list(alone(model64, jobs))
         options = {"max_slots": 2, "page_size": 8, "max_step_tokens": 24, "buckets": (Bucket(2, 8, 2),)}
         options |= with_drafts("tree", jobs, wants, right=0.6, ragged=True)
-        right = play(model, jobs, options)
-        for got, want in zip(right, wants, strict=True):
+        for got, want in zip(play(model64, jobs, options), wants, strict=True):
             assert_same(got, want, False)
+    return jobs, options, wants
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(model64, drafted, fault, monkeypatch):
+    (place, name, wrong), (jobs, options, wants) = FAULTS[fault], drafted
+    with jax.enable_x64(True):
         jax.clear_caches()
         monkeypatch.setattr(place, name, wrong)
-        faulty = play(model, jobs, options)
+        faulty = play(model64, jobs, options)
     monkeypatch.undo()
     jax.clear_caches()
     assert [got.token_ids for got in faulty] != [want.token_ids for want in wants]

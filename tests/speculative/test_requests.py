@@ -13,9 +13,9 @@ from jllm.engine.request import Completion, SamplingParams
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import Tree, chain
 from tests.engine.test_engine import Letters
-from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
+from tests.engine.test_oracle import Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
-from tests.speculative.test_oracle import BUSHY, POOL, REPEATING
+from tests.speculative.test_oracle import BUSHY, REPEATING, TIGHT
 from tests.tiny import tiny_model
 
 CONTEXT = 40
@@ -138,7 +138,7 @@ def test_logprobs_beside_requests_that_ask_for_none(model, shape):
     params[3] = replace(params[3], logprobs=20, frequency_penalty=0.7, repetition_penalty=1.2)
     jobs = [Job(prompt, p, 2 * i, None) for i, (prompt, p) in enumerate(zip(REPEATING, params, strict=True))]
     seen: dict = {}
-    options = COMPANY[POOL] | drafted(fallible(model, TREES[shape]))
+    options = TIGHT | drafted(fallible(model, TREES[shape]))
     got = play(model, jobs, options, seen)
     for completion, want in zip(got, alone(model, jobs), strict=True):
         assert_same(completion, want, False)
