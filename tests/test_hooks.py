@@ -19,7 +19,7 @@ from jllm.model import packed_logits
 from jllm.speculative.ngram import NGram
 from jllm.taps import LAYER, TOP
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
-from tests.tiny import greedy, serve, tiny_model
+from tests.tiny import greedy, one_size, serve, tiny_model
 
 PROMPT, TOKENS = (5, 6, 7, 5, 6), 6
 
@@ -58,7 +58,7 @@ EDITABLE = [*(f"layers.1.{name}" for name in LAYER if name != "weights"), *TOP]
 @pytest.mark.parametrize("name", EDITABLE)
 def test_an_edit_of_each_value(model, name):
     """Through prefill in chunks and decode, as over whole sequences; and it does something."""
-    options = {"max_slots": 2, "page_size": 8, "max_step_tokens": 4, "hooks": Hooks(edit={name: bend})}
+    options = one_size(2, tokens=2) | {"hooks": Hooks(edit={name: bend})}
     (got,) = serve(model, [PROMPT], [greedy(TOKENS)], **options)
     assert got.token_ids == continued(model, PROMPT, {name: bend})
     plain = packed_logits(model.params, model.config, packed(PROMPT))
@@ -114,7 +114,7 @@ def test_user_state_makes_a_repetition_penalty(model, company):
 
 def forked(model, params: SamplingParams, **options) -> list[tuple[int, ...]]:
     """Tokens of a sample, and of one that branched off."""
-    engine = Engine(model, max_slots=4, page_size=8, **options)
+    engine = Engine(model, **one_size(), **options)
     request = engine.submit([5, 6, 7] * 4, params)
     for _ in range(8):
         engine.step()

@@ -24,7 +24,7 @@ from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.checkpoint_cases import assert_same_bits
 from tests.layer_kinds.experts import ExpertsConfig, ExpertsParams
 from tests.layer_kinds.unrotated import UnrotatedConfig, UnrotatedParams
-from tests.tiny import CONFIG, full_logits, greedy, serve
+from tests.tiny import CONFIG, full_logits, greedy, one_size, serve
 
 KINDS = [ExpertsConfig, UnrotatedConfig]
 IDS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -91,7 +91,7 @@ def test_without_rotary_positions_do_not_matter():
 
 
 def test_the_engine_serves_what_a_forward_without_a_cache_gives(toy):
-    (done,) = serve(toy, [IDS], [greedy(12)], max_slots=2, page_size=8, num_pages=8, max_step_tokens=4)
+    (done,) = serve(toy, [IDS], [greedy(12)], **one_size(2, tokens=2), num_pages=8)
     logits = full_logits(toy, [*IDS, *done.token_ids])
     assert done.token_ids == tuple(logits[len(IDS) - 1 : -1].argmax(axis=1).tolist())
     assert len(set(done.token_ids)) > 3

@@ -15,7 +15,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from pallas_kernels import decode_attention
 from pallas_kernels.kv_pages import KVFormat, allocate, bytes_per_token, decode, encode
-from tests.tiny import greedy, tiny_model
+from tests.tiny import greedy, one_size, tiny_model
 
 pytest.importorskip("hypothesis")
 from tests.engine.test_oracle import COMPANY, TINY, Job, alone, assert_same, play  # noqa: E402
@@ -107,7 +107,7 @@ def test_any_company_same_tokens(kv_cache):
 
 def test_a_snapshot_goes_through_a_file(tmp_path):
     model = tiny_model(num_layers=1)
-    engine = Engine(model, max_slots=1, page_size=8, kv_cache=Int3())
+    engine = Engine(model, **one_size(1), kv_cache=Int3())
     request = engine.submit(list(range(3, 20)), greedy(8))
     engine.step(), engine.step()
     taken = engine.snapshot(request)

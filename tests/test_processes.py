@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 
 from jllm.engine.request import SamplingParams
-from tests.tiny import serve, tiny_model
+from tests.tiny import one_size, serve, tiny_model
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"max_slots": 2, "page_size": 8, "num_pages": 20, "max_step_tokens": 16}
+SIZES = one_size(2, tokens=14) | {"num_pages": 20}
 PROMPTS = [(5, 6, 7, 8), (3, 1, 4, 1, 5, 9), (40,)]
 PARAMS = [
     SamplingParams(temperature=t, seed=i, max_new_tokens=8, ignore_eos=True) for i, t in enumerate((0.0, 0.8, 1.2))
@@ -29,13 +29,12 @@ PROCESS = """
     assert (len(jax.devices()), len(jax.local_devices())) == (2, 1)
 
     import jllm
-    from jllm.batch import Bucket
     from tests.parallel.meshes import on_mesh
     from tests.test_processes import PARAMS, PROMPTS, SIZES
     from tests.tiny import tiny_model
 
     model = on_mesh(tiny_model("float64"), 2)
-    engine = jllm.Engine(model, buckets=(Bucket(2, 14, 2),), **SIZES)
+    engine = jllm.Engine(model, **SIZES)
     for what in (
         lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.5)),
         lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.0), deadline=1.0),
