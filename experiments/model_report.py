@@ -53,7 +53,7 @@ CSS = """:root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
 div{overflow-x:auto}figure{margin:1rem 0}table{border-collapse:collapse;margin:1rem 0;white-space:nowrap}
 td,th{padding:.25rem .6rem;border-bottom:1px solid #8886;text-align:right}tr.front{font-weight:600}
-td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}.why td{white-space:normal}
+td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}th,.why td{white-space:normal}
 svg{background:#fff;max-width:100%;height:auto;border-radius:6px}.note{opacity:.75}"""
 
 
