@@ -69,8 +69,8 @@ def with_fields(layer: LayerParams, attention: dict[str, Any] | None = None, mlp
 
 
 def one_size(slots: int = 4, page_size: int = 8, tokens: int = 28) -> dict[str, Any]:
-    """Options of an engine whose steps are one program, where an engine left to itself compiles up to a dozen: for
-    tests in which it doesn't matter which sizes there are."""
+    """Options of an engine whose steps are one program, where one left to itself has up to fifteen and compiles those
+    that it meets: for tests in which it doesn't matter which sizes there are."""
     buckets = (Bucket(slots, tokens, slots),)
     return {"max_slots": slots, "page_size": page_size, "max_step_tokens": slots + tokens, "buckets": buckets}
 
