@@ -60,7 +60,7 @@ COMMANDS = (
         timed=False,
     ),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
-    Command("C13", "-m experiments.claims C13 --results {results}", 100),
+    Command("C13", "-m experiments.claims C13 --results {results}", 130),
     Command("C19", "-m experiments.claims C19 --results {results}", 90),
     Command("qps_kv", "-m experiments.qps --kv-cache int8-g8 --repeats 2 --results {results}", 200),
     Command(
@@ -172,7 +172,7 @@ COMMANDS = (
         " --label middle --results {results}",
         60,
     ),
-    Command("C18", "-m experiments.claims C18 --results {results}", 120),
+    Command("C18", "-m experiments.claims C18 --results {results}", 160),
     Command("C14", "-m experiments.claims C14 --results {results}", 120),
 )
 

@@ -215,6 +215,15 @@ def test_c13_products_are_those_of_a_step():
     assert "attention kernels take 25% to 25%" in c13.judge([*rows, attention]).measured
 
 
+def test_c13_maps_steps_by_batch_and_context(tiny):
+    rows = list(c13.measure(True))
+    assert [(row["phase"], row["batch"], row["tokens"]) for row in rows] == [
+        ("decode", 2, 8), ("decode", 2, 16), ("prefill", 1, 16)
+    ]  # fmt: skip
+    assert rows[0]["products_us"] == rows[1]["products_us"], "which do not depend on the context"
+    assert all(batch * max(contexts) <= 1 << 16 for batch, contexts in c13.DECODE.items()), "what 80 GB hold"
+
+
 def test_c14_at_toy_size_through_the_command(tiny, tmp_path, capsys):
     assert command.main(["C14", "--toy", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C14"]
@@ -315,6 +324,19 @@ def test_c18_is_decided_by_each_fusion():
     assert found.figures == ("decode 1 x 8: 9 to 9 kernels a layer",)
     assert c18.judge(rows(none=4.0, norm=4.04, all=2.0)).answers[2] == "Open: norm: less time (decode +1%)"
     assert c18.judge(rows(none=4.0, all=5.0)).verdict == "no"
+    last = c18.judge(rows(none=4.0, norm=4.0, all=2.0) + rows(**{c18.BUT + "norm": 2.5}))
+    assert last.answers[1:] == ("Yes: norm: less time (decode as the last -20%); all: less time (decode -50%)",
+                                "Open: norm: less time (decode +0%)")  # fmt: skip
+
+
+def test_c18_leaves_each_fusion_out(tiny):
+    """Every variant gives what the unfused model gives, in fewer kernels than with none."""
+    rows = list(c18.measure(True))
+    assert not [row for row in rows if "error" in row]
+    assert {row["fused"] for row in rows} == set(c18.VARIANTS)
+    for name in NAMES:
+        without = c18.VARIANTS[c18.BUT + name]
+        assert [each for each in NAMES if not getattr(without, each)] == [name]
 
 
 def test_c19_parts_add_up():
@@ -333,6 +355,23 @@ def test_c19_parts_add_up():
     assert c19.host_us(host, 2, 0, True) > 0
     assert c19.host_us(host, 1, 24, True) > 0
     assert c19.tokenize_us(tokenizer, 24) > 0
+
+
+def test_c19_reads_what_shows_of_the_host_from_a_trace(tmp_path):
+    shares = {"gap": 0.03, "sampling": 0.01, "matmul": 0.5, "rest": 0.46}
+    rows = [
+        {"batch": 1, "context": 136, "kind": kind, "kernel": "(none)" if kind == "gap" else "(all)", "share": share}
+        for kind, share in shares.items()
+    ]
+    document = GOOD | {"experiment": "step_profile_serve", "rows": [*rows, {"kernel": "sample", "kind": "sampling"}]}
+    (tmp_path / "step_profile_serve-20260101-h.json").write_text(json.dumps(document))
+    alone = c19.row_of("decode", 1, 256, [0.0, 90.0, 5.0, 5.0])
+    document = GOOD | {"experiment": "claims-C19", "rows": [alone, {"verdict": "yes"}]}
+    (tmp_path / "claims-C19-20260101-h.json").write_text(json.dumps(document))
+    (row,) = c19.overlapped(tmp_path)
+    assert (row["compute"], row["sample"], row["return"]) == (0.96, 0.01, 0.03)
+    assert list(c19.recorded(tmp_path)) == [alone | {"file": "claims-C19-20260101-h.json"}]
+    assert "return in 1 of 2 cases (decode 1 x 136 overlapped 3.0%)" in c19.judge([row, alone]).answers[1]
 
 
 def test_c20_shares_follow_from_weights_and_memory():

@@ -1,7 +1,8 @@
 """C13: the share of matrix products in a step.
 
 The step's products alone, all layers' and the head's, one after the other on the same weights and as many rows, beside
-the whole step: decoding with K and V of some length, and one prompt. Between products stands nothing but the slices
+the whole step: decoding, by batch and length of K and V (a map of what a device of 80 GB holds; one compiled step a
+batch, for its longest), and one prompt. Between products stands nothing but the slices
 that make one's output the next one's input; these count as products, some percent at one row. On a GPU the kernels of
 decode steps are sorted into kinds as well (experiments.step_profile), `kind` rows: attention, rotary and cache, norms
 and activations, the rest; XLA's names hide products among the rest, which is why products are measured alone.
@@ -16,16 +17,21 @@ import jax
 import jax.numpy as jnp
 
 from experiments.claims.c22 import Step
-from experiments.claims.claim import Claim, Row, Verdict, by_case, microseconds, verdict_of
+from experiments.claims.claim import FEW, Claim, Row, Verdict, by_case, microseconds, verdict_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.step_profile import table
-from experiments.steps.timer import decode_steps
+from experiments.steps.timer import decoding_at
 from jllm.config import LlamaConfig
 from jllm.linear import linear
 from jllm.params import Params
 from pallas_kernels.bench.measure import timeline
 
-DECODE = ((1, 256), (256, 256), (64, 2048))  # sequences, tokens of K and V each
+DECODE = {
+    1: (256, 1024, 4096),
+    16: (256, 1024, 4096),
+    64: (256, 1024),
+    256: (256,),
+}  # sequences: tokens of K and V each
 PREFILL = (1024,)  # tokens of one prompt
 STEPS = 4  # in one call
 STATED = (0.70, 0.90)
@@ -49,20 +55,23 @@ def products_us(params: Params, config: LlamaConfig, rows: int, heads: int) -> f
 def measure(toy: bool) -> Iterator[Row]:
     config = config_of(toy)
     params = random_params(config, toy)
-    for batch, context in ((2, 16),) if toy else DECODE:
-        yield from decoding(params, config, batch, context)
+    for batch, contexts in ({2: (8, 16)} if toy else DECODE).items():
+        yield from decoding(params, config, batch, contexts)
     for tokens in (16,) if toy else PREFILL:
         us = Step(params, config, tokens, False, config.num_layers).microseconds()
         yield share_row("prefill", 1, tokens, us, products_us(params, config, tokens, 1))
 
 
-def decoding(params: Params, config: LlamaConfig, batch: int, context: int) -> Iterator[Row]:
-    """A case's rows. Its pages are gone with it: two cases' don't fit an H200."""
-    run = decode_steps(params, config, batch, context, STEPS)
-    us = microseconds(run) / STEPS
-    yield share_row("decode", batch, context, us, products_us(params, config, batch, batch))
-    if jax.default_backend() == "gpu":
-        yield from kinds("decode", batch, context, run, us)
+def decoding(params: Params, config: LlamaConfig, batch: int, contexts: tuple[int, ...]) -> Iterator[Row]:
+    """A batch's rows. Its pages are gone with it: two batches' don't fit a device."""
+    steps = decoding_at(params, config, batch, max(contexts), STEPS)
+    products = products_us(params, config, batch, batch)
+    for context in contexts:
+        run = steps(context)
+        us = microseconds(run) / STEPS
+        yield share_row("decode", batch, context, us, products)
+        if jax.default_backend() == "gpu":
+            yield from kinds("decode", batch, context, run, us)
 
 
 def share_row(phase: str, batch: int, tokens: int, us: float, products: float) -> Row:
@@ -88,9 +97,11 @@ def judge(rows: list[Row]) -> Verdict:
     low, high = STATED
     shares = {f"{row['phase']} {row['batch']} x {row['tokens']}": row["share"] for row in rows if "share" in row}
     inside = {f"{name}: {share:.0%}": low <= share <= high for name, share in shares.items()}
+    said = ", ".join(inside)
     attention = [row["of_step"] for row in rows if row.get("kind") == "attention"]
     return verdict_of(
         by_case(f"products take {low:.0%} to {high:.0%} of a step", inside),
+        said if len(inside) > FEW else "",
         f"attention kernels take {min(attention):.0%} to {max(attention):.0%} of a decode step" if attention else "",
     )
 

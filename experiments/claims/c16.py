@@ -8,18 +8,21 @@ stream: part of the cache stays in host memory and comes in every step. While a 
 swap: a sequence that must give way is copied out and later in, against computing its K and V again from its tokens
 (a prefill at its floor, on a device that could do other work meanwhile; copies could run beside other work).
 
-The last row is what this machine's link does, by copies of one array to the host and back.
+The last row is what a link does, by copies of one array to the host and back: on a GPU this machine's, elsewhere that
+of the newest file of this claim.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.accuracy.measured_speed import documents
 from experiments.claims.claim import FEW, Claim, Part, Row, Verdict, verdict_of
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import CostModel, model_shapes
@@ -28,6 +31,7 @@ from experiments.steps.floors import make_floor, step_work
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 
+RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("llama-2-7b", "llama-3-8b")
 KV = (None, "int8-g8")
 CONTEXTS = (512, 2048, 8192)
@@ -45,7 +49,16 @@ def measure(toy: bool) -> Iterator[Row]:
             for sheet in sheets.values():
                 for context in CONTEXTS[:1] if toy else CONTEXTS:
                     yield device_row(model, name, kv, sheet, context)
-    yield copies((16 if toy or jax.default_backend() == "cpu" else 1024) * MIB)
+    if toy or jax.default_backend() != "cpu":
+        yield copies((16 if toy else 1024) * MIB)
+    else:
+        yield from recorded(RESULTS)
+
+
+def recorded(results: Path) -> Iterator[Row]:
+    """What a GPU's link did, of the newest file of this claim."""
+    for document, file in [*documents(results, "claims-C16")][-1:]:
+        yield from (row | {"file": file} for row in document["rows"] if row.get("source") == "measured")
 
 
 def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, context: int) -> Row:

@@ -1,10 +1,10 @@
 """C18: the four fusions, one by one, against the unfused model: milliseconds a step, kernels a layer.
 
 The decoder layers of LLaMA-2-7B in bfloat16 over the paged cache, built of the library's operations (unfused.py), with
-none of the fusions, with each alone, and with all: residual sum with norm; q, k, v and gate, up as one product each;
-rotary embedding with the write of K and V; flash attention. What is not fused stands between barriers. Layers of two
-depths are timed, calls one after the other on the host's clock, and a layer's difference makes the 32; kernels are
-counted in the compiled program, likewise. SiLU and its product are one kernel throughout.
+none of the fusions, with each alone, with all but each, and with all: residual sum with norm; q, k, v and gate, up as
+one product each; rotary embedding with the write of K and V; flash attention. What is not fused stands between
+barriers. Layers of two depths are timed, calls one after the other on the host's clock, and a layer's difference makes
+the 32; kernels are counted in the compiled program, likewise. SiLU and its product are one kernel throughout.
 """
 
 import re
@@ -28,7 +28,13 @@ from jllm.config import LlamaConfig
 
 CASES = (("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
 TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))
-VARIANTS = {"none": Fusions(), **{name: Fusions(**{name: True}) for name in NAMES}, "all": Fusions(*[True] * 4)}
+BUT = "all but "
+VARIANTS = {
+    "none": Fusions(),
+    **{name: Fusions(**{name: True}) for name in NAMES},
+    **{BUT + name: Fusions(**{each: each != name for each in NAMES}) for name in NAMES},
+    "all": Fusions(*[True] * 4),
+}
 DEPTHS = (1, 3)
 PAGE = 16
 CALLS, REPEATS = 20, 3
@@ -158,16 +164,20 @@ def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, Row]]:
 
 
 def judge(rows: list[Row]) -> Verdict:
+    """What a fusion changes alone, over none, and as the last of all, over all but it."""
     saved: dict[str, dict[bool | None, list[str]]] = {}
     kernels = []
     for (phase, sequences, tokens), by in cases_of(rows).items():
-        none = by["none"]
         for name, row in by.items():
-            change = row["step_ms"] / none["step_ms"] - 1
+            last = name.startswith(BUT) and "all" in by
+            ms = row["step_ms"]
+            change = (by["all"]["step_ms"] / ms if last else ms / by["none"]["step_ms"]) - 1
             holds = None if abs(change) <= NOISE else change < 0
             if name != "none":
-                saved.setdefault(name, {}).setdefault(holds, []).append(f"{phase} {change:+.0%}")
+                fusion, how = (name.removeprefix(BUT), " as the last") if last else (name, "")
+                saved.setdefault(fusion, {}).setdefault(holds, []).append(f"{phase}{how} {change:+.0%}")
         if "all" in by:
+            none = by["none"]
             where = f"{phase} {sequences} x {tokens}"
             kernels.append(f"{where}: {none['kernels']:g} to {by['all']['kernels']:g} kernels a layer")
     parts = [
@@ -175,7 +185,7 @@ def judge(rows: list[Row]) -> Verdict:
         for name, by_side in saved.items()
         for holds, texts in by_side.items()
     ]
-    return verdict_of(parts, *kernels, how="Time of a step with each fused alone, and with all")
+    return verdict_of(parts, *kernels, how="Time of a step with each fused alone, as the last of all, and with all")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -67,7 +67,9 @@ def judge(rows: list[Row]) -> Verdict:
         for row in rows
         if (least := BARS.get((row["R"], row["length"])))
     ]
-    return verdict_of(parts, bars=bars)
+    cudnn = [row["over_cudnn"] for row in rows if "over_cudnn" in row]
+    over_cudnn = f"{min(cudnn):.2f} to {max(cudnn):.2f} times as fast as cuDNN's on contiguous keys" if cudnn else ""
+    return verdict_of(parts, over_cudnn, how="Against FlashAttention-2 as torch has it, bf16", bars=bars)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

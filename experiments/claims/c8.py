@@ -86,7 +86,9 @@ def judge(rows: list[Row]) -> Verdict:
     lost = next((batch for batch, each in times.items() if each < 1), None)
     rest = [f"{each:.2f} times at batch {batch}" for batch, each in times.items() if batch not in limits]
     slower = f"slower than bf16 from batch {lost} on" if lost else "never slower than bf16"
-    return verdict_of(parts, ", ".join(rest), slower, bars=bars.values())
+    contexts = sorted({row["context"] for row in rows if "context" in row})
+    how = f"Decode steps at context {', '.join(map(str, contexts))}" if contexts else ""
+    return verdict_of(parts, ", ".join(rest), slower, how=how, bars=bars.values())
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -179,6 +179,9 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
         )
     if cells:
         yield markdown(["claim", "stated", "measured, in short", "answer"], cells)
+        answered = {name for name, _ in claim_rows(results)}
+        if left := [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]:
+            yield f"Not measured yet: {', '.join(left)}."
 
 
 def shortened(text: str) -> str:

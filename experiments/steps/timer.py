@@ -215,6 +215,14 @@ def decode_steps(
     params: Params, config: LlamaConfig, batch: int, context: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[], jax.Array]:
     """A function that runs as many decode steps of slots that begin at `context` tokens; it may be called 16 times."""
-    timer = StepTimer(params, config, pool_for(batch, context + 16 * steps, 16, kv_cache))
+    return decoding_at(params, config, batch, context, steps, kv_cache)(context)
+
+
+def decoding_at(
+    params: Params, config: LlamaConfig, batch: int, longest: int, steps: int, kv_cache: str | None = None
+) -> Callable[[int], Callable[[], jax.Array]]:
+    """What gives such functions by context, up to `longest`, of one compiled step; the last one given is good."""
+    timer = StepTimer(params, config, pool_for(batch, longest + 16 * steps, 16, kv_cache))
     layout, buffer = step_of("decode", batch)
-    return timer.repeated(timer.lower(layout).compile(), buffer, context, steps)
+    step = timer.lower(layout).compile()
+    return lambda context: timer.repeated(step, buffer, context, steps)
