@@ -81,6 +81,16 @@ def test_a_fit_finds_the_shares_that_made_the_steps(truth):
         fit([(work, 1.0) for work in works[:2]], FLOOR, 5e4, "made up")
 
 
+def test_what_few_rows_cannot_tell_apart_counts_as_fixed():
+    """Up to 100 rows a product that computes 100 times as fast takes what its bytes do."""
+    floor = Floor(((Matrix(2_000_000, 1000, 1000, 1e11), 2),), Matrix(20_000, 10, 1000, 1e11), 4000, 1e9, 1e9)
+    works = [Work(n, 0, n, keys) for n, keys in ((1, 300), (16, 200), (64, 40_000))]
+    made = CostModel(floor, 5e4, Shares(1e-3, 1.5, 2.0))
+    shares = fit([(work, made.seconds(work)) for work in works], floor, 5e4, "few rows")
+    read = 2 * 2e-3 + 2e-5
+    assert (shares.fixed, shares.products, shares.attention) == pytest.approx((1e-3 + 0.5 * read, 1.0, 2.0))
+
+
 def test_no_share_is_below_its_floor():
     works = [Work(n, 0, n, keys) for n, keys in ((1, 300), (16, 200), (64, 40_000), (256, 30_000))]
     made = CostModel(FLOOR, 5e4, Shares(0.0, 0.5, 2.0))

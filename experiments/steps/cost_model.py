@@ -9,6 +9,7 @@ from the steps that it was made of. Prompts are counted by the same rule, which 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from jllm.quant.quantize import quantize
 Row = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
 RESULTS = Path(__file__).parents[1] / "results"
+TIED = 1e-9  # relative errors, together: what is nearer by less is as near
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def fit(
 ) -> Shares:
     """Shares from measured steps (work, seconds), by least squares of relative errors, or of seconds, which single
     steps that seem to take no time cannot bend. No share is less than 1 and the fixed time not negative, since nothing
-    is faster than its floor. InputFileError for fewer than three steps."""
+    is faster than its floor. Steps of so few rows that reading the weights bounds all products cannot tell a fixed time
+    from a share: it counts as fixed. InputFileError for fewer than three steps."""
     steps = list(steps)
     if len(steps) < 3:
         raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
@@ -90,16 +93,15 @@ def fit(
 
 
 def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality."""
+    """x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality. Of equal ones that
+    with the most such bounds, and of these with the first of x free."""
     best, best_x = np.inf, least
-    n = a.shape[1]
-    for held in range(2**n):
-        free = np.array([not held >> i & 1 for i in range(n)])
+    for free in map(list, sorted(product((True, False), repeat=a.shape[1]), key=sum)):
         x = least.copy()
-        if free.any():
+        if any(free):
             x[free] += np.linalg.lstsq(a[:, free], b - a @ least, rcond=None)[0]
         distance = float(np.linalg.norm(a @ x - b))
-        if (x >= least - 1e-12).all() and distance < best:
+        if (x >= least - 1e-12).all() and distance < best - TIED:
             best, best_x = distance, x
     return best_x
 
