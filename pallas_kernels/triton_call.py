@@ -29,12 +29,17 @@ class Launch:
 
 
 def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
-    """The outputs of a launch on the device that computes."""
+    """The outputs of a launch on the device that computes. Raises NotImplementedError for one that runs no Triton
+    kernel of ours."""
+    of = capability()  # jax_triton would ask a device, and a process that traces for another one sees none
+    if not of or int(of.partition(".")[0]) < 8:
+        raise NotImplementedError(
+            f"backend triton is for GPUs of compute capability 8.0 and later, not for {of or jax.default_backend()}"
+        )
     import jax_triton
 
     from pallas_kernels import triton_lowering  # noqa: F401  (lowers it so that CUDA graphs take it in)
 
-    of = capability()  # jax_triton would ask a device, and a process that traces for another one sees none
     return jax_triton.triton_call(
         *arrays,
         kernel=launch.kernel,
@@ -44,7 +49,7 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         input_output_aliases=dict(launch.aliases),
-        compute_capability=int(of.replace(".", "")) if of else None,
+        compute_capability=int(of.replace(".", "")),
         **launch.constants,
     )
 

@@ -149,6 +149,15 @@ def test_what_is_refused(monkeypatch):
         silu_mul_quant(x, backend="triton")
 
 
+@pytest.mark.parametrize(("capability", "named"), [("", jax.default_backend), ("7.5", lambda: "7.5")])
+def test_a_device_without_triton_kernels_is_named(monkeypatch, capability, named):
+    """Before jax_triton is imported, which says without a GPU's plugin that JAX is badly installed."""
+    monkeypatch.setattr("pallas_kernels.triton_call.capability", lambda: capability)
+    message = f"backend triton is for GPUs of compute capability 8.0 and later, not for {named()}"
+    with pytest.raises(NotImplementedError, match=message):
+        norm_quant(jnp.ones((2, 256), "bfloat16"), jnp.ones(256, "bfloat16"), eps=1e-5, backend="triton")
+
+
 def on_host(rows, kind):
     """Rows in eight bits as the definition has them: XLA divides on a GPU to within two units in the last place."""
     return rows if kind is None else quantize_rows(jax.device_put(rows, jax.devices("cpu")[0]), kind)
