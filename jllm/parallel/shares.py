@@ -101,12 +101,14 @@ def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str
 
 
 def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
-    if w.format.scale_codes is not None:
-        raise QuantizationError(f"{name}: {w.format.name} cannot be shared by devices yet: load it without a mesh")
+    if w.format.activations == "nvfp4":  # the scale of a token's blocks is in units of one of the whole token
+        raise QuantizationError(f"{name}: nvfp4 inputs cannot be shared by devices yet: nvfp4-weight can")
     N, K = len(rows), w.shape[1] if columns is None else columns[1]
     stored = np.pad(rows, (0, padded(N) - N), mode="edge")
-    values, scales, zeros = w.values[stored], group_scales(w)[..., stored], w.zeros
-    zeros = None if zeros is None else zeros[..., stored]
+    small = w.format.scale_codes is not None  # kept as they are, since what they are in units of is a row's
+    values, scales = w.values[stored], (w.scales if small else group_scales(w))[..., stored]
+    steps = w.scale_steps[stored] if small and w.scale_steps is not None else None
+    zeros = None if w.zeros is None else w.zeros[..., stored]
     if columns is not None:
         _check_columns(w, K, name)
         first = columns[0]
@@ -117,7 +119,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
             groups = slice(first // w.format.group, (first + K) // w.format.group)
             scales, zeros = scales[groups], None if zeros is None else zeros[groups]
     plain = replace(w.format, double_quant=False)
-    return replace(w, values=values, scales=scales, zeros=zeros, scale_steps=None, shape=(N, K), format=plain)
+    return replace(w, values=values, scales=scales, zeros=zeros, scale_steps=steps, shape=(N, K), format=plain)
 
 
 def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,11 @@ def test_a_mesh_that_does_not_fit():
         make_mesh(jax.devices()[:1] * 2)
     with pytest.raises(ConfigError, match="has the axes a, b: expected one, 'model'"):
         spread(config, Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b")))
+    two = SimpleNamespace(
+        axis_names=("model",), devices=np.asarray([SimpleNamespace(device_kind=k) for k in ("A", "B")])
+    )
+    with pytest.raises(ConfigError, match=r"the mesh has different devices \(A, B\): expected one kind"):
+        spread(config, two)
     with pytest.raises(ConfigError, match="is for one device"):
         spread(replace(config, activation_parts=2), make_mesh(2))
     with pytest.raises(ConfigError, match="activation_parts is 3, but must divide num_heads"):
@@ -176,6 +182,8 @@ def test_formats_that_cannot_be_cut():
     groups = quantize(model.params, "w8a8-groups")
     with pytest.raises(QuantizationError, match="o_proj: w8a8-act-g128 has groups of 128, .* groups of 32 would fit"):
         share_params(groups, config)
+    with pytest.raises(QuantizationError, match="qkv_proj: nvfp4 inputs cannot be shared .*: nvfp4-weight can"):
+        share_params(quantize(model.params, "nvfp4"), config)
     down = params.layers[0].mlp.down
     ordered = replace(down, columns=jnp.arange(down.shape[1], dtype=jnp.int32))
     layer = with_fields(model.params.layers[0], mlp={"down": ordered})
