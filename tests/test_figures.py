@@ -78,6 +78,21 @@ def estimated(model: str, exchange: str, *ranks: int) -> list[float]:
     return [only("meshes", "cpu", ranks=n, **wanted)["decode_ms"] for n in ranks]
 
 
+def clusters(model: str, **wanted: Any) -> list[float]:
+    """Simulated: requests a second all at once, and at a load the percentiles of first tokens and of those between."""
+    once, loaded = (only(f"clusters_{model}", "cpu", load=load, **wanted) for load in (None, 0.7))
+    return [once["qps"], *(loaded[f"{name}_ms_p{p}"] for name in ("ttft", "itl") for p in (50, 99))]
+
+
+def simulated_off_by(of: str, figure: str, gpus: int = 1) -> tuple[float, float]:
+    """Per cent, the least and the most of all files' figures; of one engine all that serve."""
+    kinds = ("serving", "level") if of == "serving" else (of,)
+    found = [
+        row["error"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, figure=figure, gpus=gpus)
+    ]
+    return spread([100 * error for error in found])
+
+
 def beside_torch() -> list[float]:
     found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8)
     ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
@@ -277,6 +292,24 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (
         estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
     ),
+    **{
+        f"{name} | {{:.0f}} | {{:.0f}} / {{:.0f}} | {{:.1f}} / {{:.1f}} |": partial(clusters, model, **wanted)
+        for name, model, wanted in (
+            ("LLaMA-2-7B | 8 of a GPU", "llama-2-7b", {"ranks": 1, "how": "merged"}),
+            ("| | 4 of two GPUs", "llama-2-7b", {"ranks": 2, "how": "merged"}),
+            ("2 for prompts and 6 for decodes", "llama-2-7b", {"how": "apart"}),
+            ("LLaMA-2-70B | 4 of two GPUs", "llama-2-70b", {"ranks": 2, "how": "merged"}),
+            ("2 of four GPUs", "llama-2-70b", {"ranks": 4, "how": "merged"}),
+            ("1 for prompts and 3 for decodes", "llama-2-70b", {"how": "apart"}),
+        )
+    },
+    "steps of a mesh of two H100s come out {:.0f} % too fast to {:.0f} % too slow": lambda: (
+        [abs(x) for x in simulated_off_by("step", "decode_ms", 2)]
+    ),
+    "on one GPU throughput {:.0f} to {:.0f} % too high": lambda: simulated_off_by("serving", "qps"),
+    "by {1:.0f} to {0:.0f} % of first tokens and {3:.0f} to {2:.0f} % between tokens": lambda: [
+        -percent for name in ("ttft", "itl") for percent in simulated_off_by("serving", f"{name}_ms_p99")
+    ],
     "It is within {:.0f} % of an H100's steps, of which it has seen none, and within {:.0f} % of an H200's, {:.0f} % "
     "with Triton's kernels and {:.0f} % with plain XLA": lambda: estimates_off_by(
         ("H100", "mosaic"), *(("H200", backend) for backend in ("mosaic", "triton", "xla"))
