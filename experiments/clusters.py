@@ -137,12 +137,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def name_of(args: argparse.Namespace) -> str:
+    return f"clusters_{args.model}"
+
+
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = ["python", "-m", "experiments.clusters", *(sys.argv[1:] if argv is None else argv)]
     link = read_link(LINK)
-    return record(args, f"clusters_{args.model}", command, clusters(args), link=link.name, link_source=link.source)
+    return record(args, name_of(args), command, clusters(args), link=link.name, link_source=link.source)
 
 
 if __name__ == "__main__":
