@@ -54,7 +54,8 @@ def gemm(
         partial(_kernel, plan, dtype),
         out_type=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
-            jax.ShapeDtypeStruct((n // group, -(-m // 4) * 4), jnp.float32),  # rows of whole pieces of 16 bytes
+            # 64 scales leave as one run of bytes, which is not cut at a row's end: so all of them have a place.
+            jax.ShapeDtypeStruct((n // group, pl.cdiv(m, UNIT) * UNIT), jnp.float32),
         ),
         scratch_types=plan.scratch(),
         grid=(plan.workers,),
@@ -75,7 +76,7 @@ def gemm(
 class Scales(NamedTuple):
     """Of groups, in global and shared memory."""
 
-    target: Any  # [F / group, M and up to 3 more]
+    target: Any  # [F / group, M and up to 63 more]
     source: Any  # [rows]
 
 

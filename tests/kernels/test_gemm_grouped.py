@@ -227,6 +227,16 @@ def test_every_kind_of_tile_lowers_for_cuda_and_fits(case):
     assert shared_bytes(plan.scratch()) <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("case", [*GATED, *LARGER_GATED], ids=str)
+def test_scales_of_rows_that_do_not_exist_have_a_place(case):
+    """64 scales of a group are copied out as one run of bytes: the interpreter cuts it where the group's row ends, a
+    GPU writes on, over scales of the next group."""
+    arguments = jax.eval_shape(case.inputs)
+    lowered = jax.jit(case.run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in lowered.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line)
+    assert call.endswith(f"tensor<{case.n // case.group}x{-(-case.m // 64) * 64}xf32>)")
+
+
 def test_no_rows():
     (x, w), options = Product(1, 32, 128, 128, Config(64, 32), added=False).inputs()
     out = grouped.gemm(
