@@ -190,11 +190,16 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
 
 def weigh(x: Any, norm: Any, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A step's x [rows, step] in shared memory times the norm's weight [step], in registers as wgmma takes it, and
-    `squares` f32[rows, 8] plus those of x: column after column modulo 8, so that no size of a step changes the sums."""
+    `squares` f32[rows, 8] plus those of x: column after column modulo 8, so that no size of a step changes the sums.
+
+    It waits for the product before: PTX leaves undefined what a product reads from registers that are written before it
+    was waited for, and those of one step are those of the next."""
     values = plgpu.load(x, layout=LAYOUT)
     for first in range(0, values.shape[1], SQUARES):
         squares = squares + jnp.square(widen(values[:, first : first + SQUARES]))
     weight = plgpu.load(norm, layout=COLUMN, optimized=False)
+    plgpu.wgmma_wait(0)
+    values = lax.optimization_barrier(values)  # else the multiplication may move before the wait
     return values * lax.broadcast_in_dim(weight, values.shape, (1,)), squares
 
 

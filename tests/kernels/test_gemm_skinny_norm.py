@@ -1,6 +1,7 @@
 """The Hopper product for few rows with the norm of its rows inside: interpreted on the CPU with race detection, lowered
 for CUDA, run on a GPU."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.backends import TARGET, UNTRIED
 from pallas_kernels.bench.cases import normal
@@ -110,6 +112,26 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_tile():
         assert same_bits(run(x, config), out)
 
 
+def test_registers_of_a_product_are_written_once_the_one_before_was_waited_for():
+    """What the interpreter doesn't see: to it, registers are values."""
+
+    def bodies(jaxpr: Any) -> Iterator[Any]:
+        if any(each.primitive.name == "wgmma_ref" for each in jaxpr.eqns):
+            yield jaxpr
+        for each in jaxpr.eqns:
+            for inner in jaxprs_in_params(each.params):
+                yield from bodies(inner)
+
+    case = INTERPRETED[0]
+    (body,) = bodies(jax.make_jaxpr(lambda x, w, norm: case.run(x, w, norm, {}))(*case.shapes()).jaxpr)
+    order = [each.primitive.name for each in body.eqns]
+    product = order.index("wgmma_ref")
+    operand = next(i for i, each in enumerate(body.eqns) if body.eqns[product].invars[1] in each.outvars)
+    values = next(i for i, each in enumerate(body.eqns) if body.eqns[operand].invars[0] in each.outvars)
+    assert order[values] == "optimization_barrier"
+    assert any(each.primitive.name == "wgmma_wait" and each.params["n"] == 0 for each in body.eqns[:values])
+
+
 def without_weight(real):
     return lambda x, norm, squares: (skinny.plgpu.load(x, layout=skinny.LAYOUT), real(x, norm, squares)[1])
 
@@ -206,7 +228,7 @@ def test_gpu_matches_the_formula(case):
     x, w, norm, added = case.inputs()
     out = case.run(x, w, norm, added)
     assert error(out, expected(case, x, w, norm, added)) < case.tolerance
-    for _ in range(10):  # x goes through registers that products may still read
+    for _ in range(10):  # x goes through registers, which the products before have read by then
         assert same_bits(out, case.run(x, w, norm, added))
     few = max(case.m // 2, 1)
     some = {name: value[:few] if name == "residual" else value for name, value in added.items()}
