@@ -43,6 +43,7 @@ def gemm(
     (m, k), n, groups = x.shape, w.shape[0], x_scale.shape[1]
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
+    assert config.rows <= 2 * UNIT, "a warpgroup has 64 rows, and two compute"
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     given: dict[str, Any] = {"w_scale": w_scale, "bias": bias, "residual": residual}
@@ -92,10 +93,10 @@ class Plan(skinny_plan.Plan):
         """Groups of a stage."""
         return self.step // self.group
 
-    def stages(self) -> int:
-        """skinny's, less what scales of groups take."""
-        operands = (self.config.rows + self.config.columns) * self.step
-        return super().stages() * operands // (operands + 4 * self.in_step * self.config.rows)
+    @property
+    def beside(self) -> int:
+        """Bytes of a stage beside its operands: of scales."""
+        return 4 * self.in_step * self.config.rows
 
     def scratch(self) -> dict[str, Any]:
         scratch = super().scratch()

@@ -96,8 +96,8 @@ def takes_norm(config: Config, m: int, k: int, dtype: object) -> bool:
     return str(dtype) == "bfloat16" and m <= config.rows == UNIT and k % UNIT == 0
 
 
-def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int, normed: bool = False) -> int:
-    """Stages of `step` elements of K that shared memory holds beside the rest, with as much of a norm's weight."""
+def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int, more: int = 0) -> int:
+    """Stages of `step` elements of K, and `more` bytes each, that shared memory holds beside the rest."""
     vectors = 4 * (config.rows + 2 * (config.columns + 48))
     results = min(config.rows, 2 * UNIT) * config.columns * out_itemsize
-    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns + normed) * step * itemsize)
+    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize + more)

@@ -114,10 +114,15 @@ class Plan:
         """Elements of a column vector that are copied: a multiple of 128 bytes, in 16 bits too."""
         return pl.cdiv(self.config.columns, 64) * 64
 
+    @property
+    def beside(self) -> int:
+        """Bytes of a stage beside its operands: of a norm's weight."""
+        return self.step * self.dtype.itemsize if self.normed else 0
+
     def stages(self) -> int:
         """Stages of the ring: what is asked for, as far as it is of use and shared memory holds it."""
-        stages = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step, self.normed)
-        stages = min(self.config.stages, max(self.steps, 2), stages)
+        most = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step, self.beside)
+        stages = min(self.config.stages, max(self.steps, 2), most)
         if stages < 2:
             raise NotImplementedError(f"{self.config} needs more shared memory for {self.dtype} and {self.out_dtype}")
         return stages

@@ -227,6 +227,12 @@ def test_every_kind_of_tile_lowers_for_cuda_and_fits(case):
     assert shared_bytes(plan.scratch()) <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize(("k", "stages"), [(128, 2), (256, 2), (1024, 4), (4096, 8)])
+def test_scales_take_stages_only_where_memory_is_short(k, stages):
+    sizes = 64, 4096, k, jnp.dtype("int8"), BFLOAT16, {}, Config(64, 32, 256)
+    assert grouped.Plan(*sizes, group=128).stages() == stages
+
+
 @pytest.mark.parametrize("case", [*GATED, *LARGER_GATED], ids=str)
 def test_scales_of_rows_that_do_not_exist_have_a_place(case):
     """64 scales of a group are copied out as one run of bytes: the interpreter cuts it where the group's row ends, a
@@ -235,6 +241,11 @@ def test_scales_of_rows_that_do_not_exist_have_a_place(case):
     lowered = jax.jit(case.run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in lowered.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line)
     assert call.endswith(f"tensor<{case.n // case.group}x{-(-case.m // 64) * 64}xf32>)")
+
+
+def test_rows_that_no_warpgroup_would_have_are_refused():
+    with pytest.raises(AssertionError, match="a warpgroup has 64 rows"):
+        jax.eval_shape(lambda: replace(PRODUCTS[0], config=Config(256, 32)).run(*PRODUCTS[0].inputs()))
 
 
 def test_no_rows():
