@@ -23,15 +23,15 @@ class Config:
     tokens: of a tile, 8 to 256, or 1. fold: parts of K that lie side by side in a tile, so that few rows of the weight
     fill the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles:
     of 64 rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that
-    a stage holds of a part. stages: in flight, at most: as many as shared memory holds. overlap: products run on while
-    operands of the next stage are made. ctas: that run. Only fold, split and width change bits.
+    a stage holds of a part. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold,
+    split and width change bits.
 
     stream: another kernel, for up to `tokens` rows of x, whose codes go straight into registers (stream_sm90.py). CTAs
     have 64 row_tiles / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of
-    128 columns that a warp has in flight. split, width, overlap and ctas are not its.
+    128 columns that a warp has in flight. split, width and ctas are not its.
 
     by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
-    warpgroup has 16 row_tiles rows, and stages two fold parts of 128 columns; width and overlap are not its.
+    warpgroup has 16 row_tiles rows, and a stage 256 columns of each of `fold` parts; width is not its.
     """
 
     tokens: int = 8
@@ -41,7 +41,6 @@ class Config:
     split: int = 1
     width: int = 128
     stages: int = 8
-    overlap: bool = False
     ctas: int = SMS
     stream: bool = False
     by_warp: bool = False
@@ -68,13 +67,13 @@ class Config:
         if self.stream:
             if self.tokens not in (8, 16):
                 raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
-            self._check_defaults("a streaming kernel", "split", "width", "overlap", "ctas", "by_warp")
+            self._check_defaults("a streaming kernel", "split", "width", "ctas", "by_warp")
         if self.by_warp:
             if self.fold > 2 or self.tokens not in (8, 16, 24, 32):
                 raise ValueError(
                     f"fold is {self.fold} and tokens {self.tokens}, expected 1 or 2 and 8, 16, 24 or 32 by warp"
                 )
-            self._check_defaults("a kernel by warp", "width", "overlap")
+            self._check_defaults("a kernel by warp", "width")
         if self.rows > 256:  # of one copy
             raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
 

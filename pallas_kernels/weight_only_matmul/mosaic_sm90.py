@@ -274,31 +274,21 @@ def compute_item(
         a = operand(plan.tile, refs, j, r, config.row_tiles)
         plgpu.wgmma(acc, a, scratch["x_s"].at[slot, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0)))
 
-    def slot_at(s: Any) -> jax.Array:
-        return slot_of(i * steps + s, stages)
-
     def accumulate(*accs: Any) -> list[jax.Array]:
         @pl.loop(0, steps)
         def _step(s: jax.Array) -> None:
-            slot = slot_at(s)
+            slot = slot_of(i * steps + s, stages)
             plgpu.barrier_wait(full.at[slot])
             for j in range(plan.step // COLUMNS):
                 for r, acc in enumerate(accs):
                     multiply(acc, slot, j, r)
-                    if config.overlap:
-                        plgpu.wgmma_wait(1)
-                        if (j, r) == (0, 0):
-                            pl.when(s > 0)(lambda: plgpu.barrier_arrive(free.at[slot_at(s - 1)]))
-            if not config.overlap:
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[slot])
 
         return [lax.optimization_barrier(acc[...]) for acc in accs]
 
     accumulators = [plgpu.ACC((ROWS, plan.columns), jnp.float32)] * config.row_tiles
     sums = pl.run_scoped(accumulate, *accumulators)
-    if config.overlap:
-        plgpu.barrier_arrive(free.at[slot_at(steps - 1)])
     for r, part in enumerate(sums):
         store(plan, warpgroup, item, part, r, out, scratch, bool(vectors))
     if vectors:

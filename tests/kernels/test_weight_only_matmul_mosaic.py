@@ -26,10 +26,10 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 SUPPORTED = [case for case in CASES if case.dtype != "float32" and not case.format.startswith("fp4")]
 SMALL = Config(fold=4, warpgroups=1, ctas=2)
 INTERPRETED = [
-    (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2, overlap=True)),
+    (Case((1,), 96, 1024, "w4a16-g128", residual=True), replace(SMALL, warpgroups=2)),
     (
         Case((9,), 160, 512, "w4a16-g32-zp"),
-        Config(tokens=16, warpgroups=1, row_tiles=2, stages=2, ctas=1, overlap=True),
+        Config(tokens=16, warpgroups=1, row_tiles=2, stages=2, ctas=1),
     ),
     (Case((3,), 64, 512, "nf4", "float16"), replace(SMALL, fold=2)),
     (Case((12,), 96, 512, "nf4-dq", bias=True), Config(tokens=8, split=2, width=64, stages=2, ctas=3)),
@@ -299,9 +299,9 @@ def test_gpu_every_code_in_every_place(name, dtype):
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T
     for config in (
-        Config(tokens=64, overlap=True),
+        Config(tokens=64),
         Config(fold=4),
-        Config(tokens=16, fold=2, warpgroups=3, overlap=True),
+        Config(tokens=16, fold=2, warpgroups=3),
         Config(tokens=16, width=64, row_tiles=2, split=2),
     ):
         out = mosaic_sm90.weight_only_matmul(x, w, None, None, jnp.dtype("float32"), config=config)
