@@ -7,10 +7,11 @@ that registry. The `backend` of an operation is one of
 - a name ("mosaic": Pallas kernels for Hopper; "triton": kernels for Ampere, Ada and Hopper through jax_triton; "xla":
   plain jnp, everywhere). A name never falls back: where the backend
   lacks the arguments, it raises NotImplementedError;
-- a kind of device ("hopper": a GPU of compute capability 9.0; "hopper-untried": the same, with what was interpreted and
-  lowered and has not yet run on one; "ampere": one of 8.0 to 8.9, Ada too), on whatever machine it is said: the first
-  of the backends of such a device that supports the arguments and was not measured to be slower with them than the
-  next;
+- a kind of device ("hopper": a GPU of compute capability 9.0; "hopper-untried": the same, with norms inside of 16-bit
+  products of few rows, which were interpreted and lowered and have not yet run on one; "ampere": one of 8.0 to 8.9, Ada
+  too), on whatever machine it is said: the first of the backends of such a device that supports the arguments and was
+  not measured to be slower with them than the next. Other kernels that have not yet run refuse their arguments here,
+  and run by the backend's name alone;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
   choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).

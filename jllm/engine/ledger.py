@@ -23,7 +23,8 @@ CUT = ("abort", "deadline")  # the finish reasons of samples that were not let g
 
 
 class Ledger:
-    """Has nothing to do with slots, pages or devices: a Scheduler and a Device have."""
+    """An engine's samples from submission to completion: their tokens and ends, the events that tell of them, and the
+    counts and times of metrics. Slots and pages are the Scheduler's."""
 
     def __init__(self, config: LlamaConfig, tokenizer: Tokenizer | None):
         self._config, self._tokenizer = config, tokenizer
