@@ -146,8 +146,8 @@ class Warp(Codes):
         return [start, emit.bits_xor(start, 16 * other)]
 
     def add_to(self, total: list[Any]) -> list[Any]:
-        """`total` with the products of the warp's columns of a stage: for each 16 rows of the weight and each 8 of x the
-        four float32 that the lane has of a product: rows l and l + 8 of the weight, each with two rows of x."""
+        """`total` with the products of the warp's columns of a stage: for each 16 rows of the weight and 8 of x the
+        lane's four float32 of a product, of rows l and l + 8 of the weight, each with two rows of x."""
         total = list(total)
         span = max(PIECE, min(self.group, self.columns))
         for first in range(0, self.columns, span):
