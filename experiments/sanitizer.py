@@ -149,12 +149,32 @@ def multiply_groups(rows: str, backend: str) -> Result:
 def multiply_codes(which: str, backend: str) -> Result:
     """`which`: the format of the weight and the rows of x."""
     from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
+
+    x, w, bias, residual = codes(which)
+    out = weight_only_matmul(x, w, bias=bias, residual=residual, backend=backend)
+    return out, reference.weight_only_matmul(x, w, bias, residual)
+
+
+def multiply_codes_by_warp(which: str, backend: str) -> Result:
+    """The same by products of single warps, which no size chooses yet."""
+    from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul
+    from pallas_kernels.weight_only_matmul.config import Config
+
+    x, w, bias, residual = codes(which)
+    if backend == "mosaic":
+        config = Config(tokens=-(-len(x) // 8) * 8, fold=1, warpgroups=1, stages=3, by_warp=True)
+        out = mosaic_sm90.weight_only_matmul(x, w, bias, residual, x.dtype, config=config)
+    else:
+        out = weight_only_matmul(x, w, bias=bias, residual=residual, backend=backend)
+    return out, reference.weight_only_matmul(x, w, bias, residual)
+
+
+def codes(which: str) -> tuple[Any, ...]:
+    """x, a weight, bias and residual of a product by codes."""
     from pallas_kernels.weight_only_matmul.cases import Case
 
     name, _, rows = which.partition(":")
-    x, w, bias, residual = Case((int(rows),), 320, 1024, name, bias=True, residual=True).inputs()
-    out = weight_only_matmul(x, w, bias=bias, residual=residual, backend=backend)
-    return out, reference.weight_only_matmul(x, w, bias, residual)
+    return Case((int(rows),), 320, 1024, name, bias=True, residual=True).inputs()
 
 
 def draw(vocabulary: str, backend: str) -> Result:
@@ -188,6 +208,9 @@ KERNELS = {
     "gate and up and int8_matmul by groups": Kernel(multiply_groups, ("1", "9", "64", "70"), ("mosaic",)),
     "weight_only_matmul": Kernel(
         multiply_codes, ("w4a16-g128:1", "w4a16-g128:9", "w8a16:1", "w8a16:70", "nf4:1", "nf4:33")
+    ),
+    "weight_only_matmul by warp": Kernel(
+        multiply_codes_by_warp, ("w4a16-g128:9", "w4a16-g32-zp:5", "nf4:16"), ("mosaic",)
     ),
     "sample": Kernel(draw, ("512", "4100")),
 }

@@ -162,11 +162,11 @@ class Ledger:
         if not unfinished:
             del self.requests[seq.request_id]
 
-    def news(self, *, now: bool) -> list[Event]:
-        """What is new since the last call. With `now` all of it; else text of many tokens
+    def news(self, *, at_once: bool) -> list[Event]:
+        """What is new since the last call. With `at_once` all of it; else text of many tokens
         comes with the next call."""
         news, self._events = self._events, []
-        events = self._texts.take(news, now=now)
+        events = self._texts.take(news, now=at_once)
         for event in events:
             if event.completion is not None:
                 self._owed.pop((event.id, event.sample), None)

@@ -275,7 +275,7 @@ class Engine:
             self._check_open()
             try:
                 self._advance()
-                return self._ledger.news(now=self._in_flight is None)
+                return self._ledger.news(at_once=self._in_flight is None)
             except BaseException as error:  # above all Ctrl-C: half a step may be done, and it is unknown which half
                 interrupted = isinstance(error, KeyboardInterrupt)
                 what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {_first_line(error)})"
