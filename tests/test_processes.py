@@ -64,7 +64,7 @@ PROCESS = """
 
 def run(dies: int = -1):
     """What both processes say, of which the second ends before its step number `dies`, and their exit statuses."""
-    with socket.socket() as held:  # nobody else gets the port before the first process listens there, seconds later
+    with socket.socket() as held:  # no other server gets the port before the first process listens there, seconds later
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"

@@ -168,7 +168,7 @@ class Simulation:
         return self.cost.seconds(work, bucket.size) + 2 * copied / self.cost.floor.bandwidth
 
     def add(self, arrival: Arrival, tokens: int = 0) -> None:
-        """Queues a request that comes now, which its load has been counted up by so many tokens for."""
+        """Queues a request that comes now, and whose tokens its load counts already."""
         sample, number = arrival.sample, self.tally.requests
         longest = min(self.max_new_tokens, self.context - len(sample.prompt))
         output = min(sample.output, longest)

@@ -77,7 +77,7 @@ def test_our_rounding_is_as_near(case):
 
 
 def test_nibbles_that_are_swapped_are_seen(monkeypatch):
-    """The fault of another order of columns, in a file that nobody here wrote."""
+    """The fault of another order of columns, in a file that another package wrote."""
     whole = block_floats.read
 
     def swapped(module, tensors, *args):
