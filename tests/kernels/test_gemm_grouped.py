@@ -276,12 +276,12 @@ def test_gpu_products_match_the_formula(case):
 @pytest.mark.parametrize("case", [*GATED, *LARGER_GATED], ids=str)
 def test_gpu_codes_have_the_bits_of_one_operation_after_the_other(case):
     x, w, x_scale, w_scale = arguments = case.inputs()
-    rows = case.run(*arguments)
-    y = int8_matmul(x, w, x_scale, w_scale, out_dtype=case.dtype, backend="mosaic")
-    expected = quantize_rows(silu_mul_quant(y, backend="mosaic"), "int8", group=case.group)
-    assert same_bits(rows.values, expected.values)
-    assert same_bits(rows.scales, expected.scales)
+    rows, again = case.run(*arguments), case.run(*arguments)
     assert far(rows, case.by_definition(*arguments)) < 3e-3
-    again = case.run(*arguments)
     assert same_bits(rows.values, again.values)
     assert same_bits(rows.scales, again.scales)
+    if case.n % 128 == 0:  # of other widths silu_mul_quant has no kernel
+        y = int8_matmul(x, w, x_scale, w_scale, out_dtype=case.dtype, backend="mosaic")
+        expected = quantize_rows(silu_mul_quant(y, backend="mosaic"), "int8", group=case.group)
+        assert same_bits(rows.values, expected.values)
+        assert same_bits(rows.scales, expected.scales)
