@@ -29,7 +29,8 @@ from pallas_kernels.bench.command import add_result_options, interruptible
 
 Result = tuple[Any, Any]  # a kernel's, and the formula's
 TOOLS = ("memcheck", "racecheck")
-FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32")  # of K and V
+FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32", "int4-g32-zp", "int8-g128-zp")  # of K and V
+ROTATED = ("bf16-h", "int4-g32-h", "int8-g8-zp-h")  # likewise; Triton has none
 WIDTHS: dict[str, Any] = {"heads": (4, 2), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 TOLERANCE = 8e-3  # of a row's norm: what rounding to bfloat16 costs, several times
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
@@ -201,6 +202,9 @@ KERNELS = {
     "decode_attention": Kernel(attend_decode, FORMATS),
     "prefill_attention": Kernel(attend_prefill, FORMATS),
     "cache_update": Kernel(update_cache, FORMATS),
+    "decode_attention over rotated K and V": Kernel(attend_decode, ROTATED, ("mosaic",)),
+    "prefill_attention over rotated K and V": Kernel(attend_prefill, ROTATED, ("mosaic",)),
+    "cache_update of rotated K and V": Kernel(update_cache, ROTATED, ("mosaic",)),
     "matmul": Kernel(multiply, ("1", "8", "64"), ("mosaic",)),
     "norm in matmul": Kernel(norm_and_multiply, ("2", "64"), ("mosaic",)),
     "int8_matmul": Kernel(multiply_int8, ("1", "17", "200")),

@@ -452,7 +452,7 @@ ON_DEVICE = [
     small(lengths=(1300, 1, 0, 300), k_format=kv, v_format=kv, heads=heads, head_dim=head_dim)
     for kv, heads, head_dim in (
         ("int4-g128-zp", (4, 4), 128), ("int4-g32-h", (8, 2), 128), ("int8-g8-zp-h", (4, 2), 64),
-        ("bf16-h", (4, 2), 128), ("int8-g256-zp", (32, 2), 256),
+        ("bf16-h", (4, 2), 128), ("int8-g256-zp", (32, 2), 256), ("bf16", (32, 1), 128), ("int8-g8", (24, 1), 64),
     )
 ]  # fmt: skip
 
@@ -465,7 +465,8 @@ def test_on_the_device(case):
     run = jax.jit(partial(decode_attention, scale=case.scale, window=case.window, backend="mosaic"))
     out = run(*arguments)
     both_narrow = arguments[1].narrow and case.dtype == "float16"  # then codes times scales are rounded to it as well
-    tolerance = 7e-4 if both_narrow else TOLERANCE[case.dtype]
+    turned = case.k_format.endswith("-h") or case.v_format.endswith("-h")  # queries or results are rounded once more
+    tolerance = 7e-4 if both_narrow else (1.5 if turned else 1) * TOLERANCE[case.dtype]
     assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < tolerance
     assert same_bits(out, run(*arguments))
 
