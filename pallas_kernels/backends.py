@@ -41,6 +41,7 @@ _HOPPER = ("peer", "mosaic", "triton", "xla")
 # Backends of a kind of device, the first choice first; of others: xla.
 DEVICES = {"hopper": _HOPPER, "ampere": ("peer", "triton", "xla"), UNTRIED: _HOPPER}
 TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
+WITHOUT_FLOAT8 = ("8.0", "8.6", "8.7")  # compute capabilities that neither convert from float8 nor multiply it
 
 
 def check_nothing(*_: Any) -> None:
@@ -95,6 +96,13 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
                 return backends[each]
             reasons.append(reason)
     raise NotImplementedError("; ".join(reasons) or f"no {name} kernel yet; backends: {', '.join(backends)}")
+
+
+def check_work(work: Any, chosen: Backend, backends: Mapping[str, Backend]) -> None:
+    """Raises ValueError for a work list, made by a Backend.plan, that is handed to a backend without one."""
+    if work is not None and chosen.plan is None:
+        made = " or ".join(name for name, each in backends.items() if each.plan is not None)
+        raise ValueError(f"work was made for backend {made}, and the one that runs these arguments takes none")
 
 
 def _kind() -> str:

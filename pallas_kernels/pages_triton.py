@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.backends import capability
+from pallas_kernels.backends import WITHOUT_FLOAT8, capability
 from pallas_kernels.kv_pages import Pages
 
 LOG2_E = 1.4426950408889634
@@ -25,7 +25,7 @@ def arrays(pool: Pages) -> tuple[jax.Array, jax.Array]:
 
 def reads_float8() -> bool:
     """Whether the device that computes converts from float8."""
-    return capability() not in ("", "8.0", "8.6", "8.7")
+    return capability() not in ("", *WITHOUT_FLOAT8)
 
 
 def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -66,6 +66,7 @@ def decode_attention(
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
     chosen = choose(BACKENDS, backend, q, pages, rows)
+    check_work(work, chosen, BACKENDS)
     return chosen.run(q, pages, page_table, lengths, scale, window, segments, work, rows)
 
 

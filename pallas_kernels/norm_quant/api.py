@@ -58,7 +58,8 @@ def norm_quant(
     rows, width = sizes["T"], sizes["E"]
     if width < 1:
         raise ValueError(f"x has shape {x.shape}, expected [T, E] with E of at least 1")
-    chosen = choose(BACKENDS, backend, str(x.dtype), rows, width)
+    backends = BACKENDS if weight is not None else WITHOUT_NORM
+    chosen = choose(backends, backend, str(x.dtype), rows, width)
     return chosen.run(x, weight, eps=eps, residual=residual, kind=kind)
 
 
@@ -89,3 +90,5 @@ BACKENDS = {
     "xla": Backend(xla.norm_quant),
     DETERMINISTIC: Backend(_one_order),
 }
+# Triton has no kernel for rows that are quantized as they are: what XLA makes of it is one pass, too.
+WITHOUT_NORM = {name: each for name, each in BACKENDS.items() if name != "triton"}

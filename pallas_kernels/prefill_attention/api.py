@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -66,6 +66,7 @@ def prefill_attention(
     if debug:
         check_prefill_values(q.shape[0] - first, page_table, cu_q_lens, kv_lens, window, pages)
     chosen = choose(BACKENDS, backend, q, pages, scale)
+    check_work(work, chosen, BACKENDS)
     return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first)
 
 

@@ -156,5 +156,5 @@ def check_triton(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, r
 def check_triton_fp8(*arguments) -> None:
     """check_triton for float8, which GPUs before compute capability 8.9 do not multiply."""
     check_triton(*arguments)
-    if (found := backends.capability()) in ("8.0", "8.6", "8.7"):
+    if (found := backends.capability()) in backends.WITHOUT_FLOAT8:
         raise NotImplementedError(f"float8 is not supported by backend triton on {found}, but from 8.9 on")

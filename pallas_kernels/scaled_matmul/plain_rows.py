@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import DETERMINISTIC, choose, on_hopper, where_faster
+from pallas_kernels.backends import DETERMINISTIC, choose, on_hopper, or_xla, where_faster
 from pallas_kernels.checks import bind_shapes, check_floats, check_norm, check_out_dtype
 from pallas_kernels.gemm_sm90 import gemv_config
 from pallas_kernels.norm_quant import norm_quant
@@ -55,7 +55,8 @@ def of_plain_rows(
         from pallas_kernels.gemm_sm90.gemv import gemv  # imports all of Pallas
 
         return gemv(x, w, w_scale=w_scale, norm=norm, eps=eps, **added, config=config, gated=gated)
-    rows: Any = norm_quant(x, norm, eps=eps, kind=kind, backend=backend)[0]
+    how = or_xla(backend) if norm is None else backend
+    rows: Any = norm_quant(x, norm, eps=eps, kind=kind, backend=how)[0]
     scales = rows.scales, w_scale.astype(rows.scales.dtype)
     y = scaled_matmul(rows.values, w, *scales, **added, backend=backend, operand=KINDS[kind])
     return silu_mul_quant(y, backend=where_faster(backend)) if gated else y

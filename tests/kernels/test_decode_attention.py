@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import decode_attention, reference
+from pallas_kernels.decode_attention import decode_attention, make_work, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
@@ -165,6 +165,7 @@ def test_bad_arguments_say_what_is_wrong():
 
     three = allocate(4, 3, 32, 64, parse_format("bf16", 64), parse_format("bf16", 64))
     odd = allocate(4, 2, 24, 64, parse_format("bf16", 64), parse_format("bf16", 64))
+    work = make_work(lengths, 4, 2, 64)
     for error_type, message, arguments in (
         (ValueError, r"lengths has shape \(4,\), expected \[R\] with R=5", {"lengths": lengths[:4]}),
         (ValueError, r"page_table has shape \(10,\), expected \[R, M\]", {"table": table[0]}),
@@ -180,6 +181,7 @@ def test_bad_arguments_say_what_is_wrong():
             {"q": q.astype(jnp.float32), "backend": "mosaic"},
         ),
         (NotImplementedError, "page size 24", {"pages": odd}),
+        (ValueError, "work was made for backend mosaic, and the one that", {"work": work, "backend": "xla"}),
     ):
         with pytest.raises(error_type, match=message):
             call(**arguments)

@@ -62,6 +62,8 @@ def test_without_a_weight_there_is_no_norm(kind):
     assert same_bits(norm_quant(x, None, eps=EPS, kind=kind), (quantize_rows(x, kind), x))
     rows, summed = norm_quant(x, None, eps=EPS, residual=residual, kind=kind)
     assert same_bits((rows, summed), (quantize_rows(x + residual, kind), x + residual))
+    with pytest.raises(NotImplementedError, match="no triton kernel yet; backends: mosaic, xla, deterministic"):
+        norm_quant(x, None, eps=EPS, kind=kind, backend="triton")
     found = reference.norm_quant(x, None, eps=EPS, residual=residual, kind=kind)
     assert error(numbers(rows), np.asarray(numbers(jax.tree.map(jnp.asarray, found[0])))) < STEP[kind]
 

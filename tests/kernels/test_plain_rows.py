@@ -63,6 +63,17 @@ def test_a_row_does_not_depend_on_its_company(monkeypatch):
         assert same_bits(of_plain_rows(x[rows], w, scale), whole[rows])
 
 
+def test_rows_without_a_norm_are_quantized_by_what_can(monkeypatch):
+    """Triton has no kernel that does it, and has one for the product."""
+    x, w, scale, norm = inputs(5, 64, 512, dtype="bfloat16")
+    monkeypatch.setattr(plain_rows, "scaled_matmul", lambda *rows, backend, **_: (rows, backend))
+    rows, backend = of_plain_rows(x, w, scale, backend="triton")
+    assert same_bits(rows, of_plain_rows(x, w, scale)[0])
+    assert backend == "triton"
+    with pytest.raises(NotImplementedError, match="triton"):
+        of_plain_rows(x, w, scale, norm=norm, backend="triton")
+
+
 def test_what_one_kernel_takes():
     def takes(m=1, n=64, k=512, dtype="bfloat16", codes="int8", gated=False, backend="hopper", **more) -> bool:
         x, w = jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((n, k), codes)

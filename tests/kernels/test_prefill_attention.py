@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_pages import KVPages, allocate, parse_format
-from pallas_kernels.prefill_attention import prefill_attention, reference
+from pallas_kernels.prefill_attention import make_work, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, CASES
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
 
@@ -144,6 +144,7 @@ def test_bad_arguments_say_what_is_wrong():
         prefill_attention(q, pages, table, cu_q_lens, kv_lens, scale=1.0, **options)
 
     scaleless = dataclasses.replace(pages.k, scales=None)
+    work = make_work(q, pages, cu_q_lens, kv_lens)
     for error_type, message, arguments in (
         (ValueError, r"cu_q_lens has shape \(4,\), expected \[B\+1\] with B=4", {"cu_q_lens": kv_lens}),
         (ValueError, r"kv_lens has shape \(5,\), expected \[B\] with B=4", {"kv_lens": cu_q_lens}),
@@ -151,6 +152,7 @@ def test_bad_arguments_say_what_is_wrong():
         (ValueError, "pages.k has no scales", {"pages": KVPages(scaleless, pages.v)}),
         (ValueError, "5 query heads cannot share 2 KV heads", {"q": jnp.zeros((48, 5, 64))}),
         (ValueError, "window is -4", {"window": -4}),
+        (ValueError, "work was made for backend mosaic or triton, and the one", {"work": work, "backend": "xla"}),
         (NotImplementedError, "dtype float32 is not supported", {"q": q.astype("float32"), "backend": "mosaic"}),
     ):
         with pytest.raises(error_type, match=message):
