@@ -42,8 +42,8 @@ from experiments.steps.links import read_link
 from experiments.steps.timer import model_config, random_params
 from jllm.batch import Bucket, make_buckets
 from jllm.engine.disaggregated import Disaggregated
+from jllm.engine.engine import Engine
 from jllm.engine.handover import joining_buckets
-from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, OutputError, RequestError
 from jllm.fingerprint import of_params

@@ -47,8 +47,8 @@ from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.engine.device import Device
+from jllm.engine.engine import Engine
 from jllm.engine.layout import WHOLE
-from jllm.engine.loop import Engine
 from jllm.engine.metrics import nearest_rank
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams

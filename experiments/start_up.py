@@ -23,7 +23,7 @@ import jax
 from experiments.arguments import claim_memory, positive, scheme_name
 from experiments.qps import make_model
 from experiments.result_file import bar, record
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
 from pallas_kernels.bench.command import add_result_options, interruptible

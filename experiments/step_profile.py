@@ -32,7 +32,7 @@ from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.params import Params

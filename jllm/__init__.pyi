@@ -9,10 +9,10 @@ from jllm.batch import ragged_batch as ragged_batch
 from jllm.config import LlamaConfig as LlamaConfig
 from jllm.engine.async_engine import AsyncEngine as AsyncEngine
 from jllm.engine.disaggregated import Disaggregated as Disaggregated
+from jllm.engine.engine import Engine as Engine
 from jllm.engine.guide import Guide as Guide
 from jllm.engine.kv_store import KVStore as KVStore
 from jllm.engine.kv_store import StoringEngine as StoringEngine
-from jllm.engine.loop import Engine as Engine
 from jllm.engine.options import EngineOptions as EngineOptions
 from jllm.engine.replicas import Replicas as Replicas
 from jllm.engine.request import Completion as Completion

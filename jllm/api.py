@@ -8,8 +8,8 @@ from typing import Unpack
 
 from jllm.compile_cache import find_compile_cache
 from jllm.engine.checks import Array, Prompt, token_ids
+from jllm.engine.engine import Engine
 from jllm.engine.executables import jax_cache_is_on
-from jllm.engine.loop import Engine
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jllm.engine.engine import Engine
 from jllm.engine.layout import packed_step
-from jllm.engine.loop import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.param_specs import init_params
 from jllm.pretrained import Model

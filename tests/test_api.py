@@ -12,7 +12,7 @@ from jllm import SamplingParams, api
 from jllm import merge_step as step_module
 from jllm.batch import Bucket
 from jllm.engine import compiling, executables
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords, EngineOptions
 from jllm.errors import ConfigError, RequestError

@@ -7,8 +7,9 @@ import pytest
 from experiments.baselines import BASELINES, PaddedPrefill, StaticBatches, engine_with
 from experiments.qps import HostOnly
 from jllm.batch import Bucket
+from jllm.engine.engine import Engine
 from jllm.engine.layout import WHOLE, packed_step
-from jllm.engine.loop import Engine
+from jllm.engine.loop import Loop as EngineLoop
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
@@ -54,9 +55,9 @@ def test_a_baseline_changes_no_token(model, choices):
 
 def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, monkeypatch):
     order = []
-    dispatch, read = Engine._dispatch, Engine._read
-    monkeypatch.setattr(Engine, "_dispatch", lambda self, plan: order.append(plan.step) or dispatch(self, plan))
-    monkeypatch.setattr(Engine, "_read", lambda self, step: order.append(-step.plan.step) or read(self, step))
+    dispatch, read = EngineLoop.dispatch, EngineLoop.read
+    monkeypatch.setattr(EngineLoop, "dispatch", lambda self, plan: order.append(plan.step) or dispatch(self, plan))
+    monkeypatch.setattr(EngineLoop, "read", lambda self, step: order.append(-step.plan.step) or read(self, step))
     engine = engine_with(model, **OPTIONS, host="wait")
     engine.submit(PROMPTS[0], greedy(4))
     list(engine.run())

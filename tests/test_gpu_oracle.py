@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import of_step

@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 import jllm
 from jllm.analysis.activations import tap
 from jllm.batch import Packed
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Hooks

@@ -10,7 +10,7 @@ import pytest
 from jllm import snapshot as snapshots
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.protocols import Protocol
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from pallas_kernels import decode_attention

@@ -24,7 +24,7 @@ from experiments.qps import (
 from experiments.steps.floors import schedule
 from experiments.steps.words import words_tokenizer
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.errors import InputFileError

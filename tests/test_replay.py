@@ -10,7 +10,7 @@ from experiments.simulation.replay import recorded, replay, traced_work
 from experiments.steps.cost_model import CostModel, Shares
 from experiments.steps.floors import Floor, Matrix, Work
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.plan import Limits
 from jllm.engine.trace import Trace, TracedStep, read_trace
 from jllm.errors import InputFileError

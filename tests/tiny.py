@@ -9,7 +9,7 @@ import numpy as np
 
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.model import Packed, packed_logits
 from jllm.params import AttentionParams, LayerParams, MLPParams, Params

@@ -19,9 +19,10 @@ from experiments.baselines.schedulers import (
     StaticPadded,
 )
 from experiments.baselines.sorting import SortingDevice
-from experiments.baselines.waiting import WaitingEngine
+from experiments.baselines.waiting import WaitingLoop
 from jllm.engine.device import Device
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
+from jllm.engine.loop import Loop
 from jllm.engine.scheduler import Scheduler
 from jllm.pretrained import Model
 
@@ -51,5 +52,8 @@ def engine_with(
     **options: Any,
 ) -> Engine:
     """An engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the sampler's."""
-    kind = WaitingEngine if host == "wait" else Engine
-    return kind(model, device=device or DEVICES[sampling], scheduler=SCHEDULERS[batching, prefill], **options)
+    parts: dict[str, Any] = {
+        "scheduler": SCHEDULERS[batching, prefill],
+        "loop": WaitingLoop if host == "wait" else Loop,
+    }
+    return Engine(model, device=device or DEVICES[sampling], **parts, **options)

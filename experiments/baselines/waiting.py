@@ -1,13 +1,14 @@
-"""An engine whose host waits for each step."""
+"""A loop whose host waits for each step."""
 
-from jllm.engine.loop import Engine
+from jllm.engine.loop import Loop
 
 
-class WaitingEngine(Engine):
+class WaitingLoop(Loop):
     """Reads a step's tokens before it plans the next step."""
 
-    def _turn(self) -> None:
-        super()._turn()
-        before, self._in_flight = self._in_flight, None
+    def turn(self) -> None:
+        """As Loop.turn."""
+        super().turn()
+        before, self.in_flight = self.in_flight, None
         if before is not None:
-            self._read(before)
+            self.read(before)

@@ -28,7 +28,7 @@ from experiments.claims.shapes import config_of, random_params
 from experiments.qps import HostOnly
 from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.params import Params
 from jllm.pretrained import Model

@@ -19,7 +19,7 @@ from experiments.claims.serving import KEPT, make_model, settings, workload
 from experiments.qps import half_interval, make_engine, run_once, sampling_of, warm_up
 from experiments.result_file import rounded
 from jllm.engine.device import Device
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 
 ROUNDS = 3
 COUNT, SIZE = 512, {"slots": 256}

@@ -16,7 +16,7 @@ from experiments.drafts.workloads import WORKLOADS
 from experiments.result_file import bar
 from jllm.batch import Bucket
 from jllm.engine.drafters import find_drafter
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.pretrained import Model, load

@@ -13,7 +13,7 @@ from experiments.drafts.tree_pass import logits_of
 from experiments.drafts.workloads import read_stories
 from jllm.batch import Bucket
 from jllm.engine.drafters import find_drafter
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize

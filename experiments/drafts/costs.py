@@ -16,7 +16,7 @@ from experiments.drafts.workloads import read_stories
 from experiments.steps.timer import StepTimer, compile_ahead, pool_for, step_of
 from jllm.batch import Bucket
 from jllm.engine.drafters import find_drafter
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.pretrained import load
 

@@ -26,7 +26,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import EvaluationError, JllmError
 from jllm.pretrained import BUNDLED, Model, load

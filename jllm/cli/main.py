@@ -21,7 +21,7 @@ from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from jllm.cli.interrupt import INTERRUPTED
 from jllm.errors import JllmError
 
 if TYPE_CHECKING:
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.pretrained import Model
 
@@ -79,7 +79,7 @@ def compile_cache(args: Namespace) -> Path | None:
 
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
     """An engine; or one on each of so many devices."""
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
 
     return Engine(model, **options) if replicas is None else Replicas(model, replicas, **options)

@@ -16,7 +16,7 @@ from jllm.engine.request import SamplingParams
 if TYPE_CHECKING:
     from jllm.api import Prompt
     from jllm.cli.sinks import Sink
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.engine.request import Event
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from jllm.engine.checks import Prompt, check_urgency
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import EngineClosed, JllmError, QueueFull, RequestError

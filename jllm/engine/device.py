@@ -191,10 +191,14 @@ class Device:
             pages[: len(some)] = some
             self._state = _with_pools(self._state, jit_copy_pages(_pools(self._state), pages))
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a drafter or hooks want to know the tokens that no step computes."""
+        return self._drafter is not None or (self._hooks is not None and self._hooks.observe is not None)
+
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Tells the drafter and hooks the first tokens of a slot's sequence, which no step computes."""
-        observes = self._hooks is not None and self._hooks.observe is not None
-        if self._state is None or (self._drafter is None and not observes):
+        if self._state is None:
             return
         for start in range(0, len(tokens), REMEMBERED):
             some = tokens[start : start + REMEMBERED]
@@ -204,7 +208,7 @@ class Device:
             if self._drafter is not None and self._state.drafts is not None:
                 memory = _remember(self._drafter, self._state.drafts.memory, where, padded)
                 self._state = replace(self._state, drafts=replace(self._state.drafts, memory=memory))
-            if observes:
+            if self._hooks is not None and self._hooks.observe is not None:
                 self._state = replace(self._state, user=_observe(self._hooks, self._state.user, where, padded))
 
     def read_pages(self, pages: Sequence[int]) -> Cache:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import jax
 
+from jllm.engine.engine import Engine
 from jllm.engine.handover import DecodeEngine, Handover, PrefillEngine, joining_buckets
-from jllm.engine.loop import Engine
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
 from jllm.engine.remote import RemotePrefill, identity

@@ -17,8 +17,9 @@ import numpy as np
 
 from jllm.batch import Bucket, make_buckets
 from jllm.engine.device import Device
+from jllm.engine.engine import Engine
 from jllm.engine.live import InFlight, Live
-from jllm.engine.loop import Engine
+from jllm.engine.loop import Loop
 from jllm.engine.options import EngineKeywords
 from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.request import SamplingParams, TokenLogprob
@@ -169,7 +170,7 @@ class PrefillEngine(Engine):
         begun = dict.fromkeys(seq.request_id for seq in self._scheduler.running if seq.output)
         found = []
         for request_id in begun:
-            samples = self._ledger.requests[request_id].unfinished
+            samples = self._ledger.request(request_id).unfinished
             stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
             if not stays and self.room(len(samples)):
                 found.append(self._take_out(request_id))
@@ -177,12 +178,12 @@ class PrefillEngine(Engine):
 
     def _take_out(self, request_id: int) -> Handover:
         """Ends a request here, without a word to anyone."""
-        request = self._ledger.requests[request_id]
+        request = self._ledger.request(request_id)
         lives = list(request.unfinished.values())
         seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
         kv = self._kv_of_prompt(seq)
         for live in lives:
-            self._gate.finish(live.seq, MOVED)
+            self._loop.gate.finish(live.seq, MOVED)
             self._ledger.forget(live)
         samples = tuple(map(_begun, lives))
         return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
@@ -221,6 +222,18 @@ class Joining(Scheduler):
         return not (on_their_way and self.running) and super()._admit(seq, parts)
 
 
+class JoiningLoop(Loop):
+    """Keeps no pages that came from elsewhere once they are in its own: who loses these computes its prompt."""
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """As Loop.dispatch."""
+        step = super().dispatch(plan)
+        for seq in plan.loads:
+            if not seq.private:
+                seq.snapshot = None
+        return step
+
+
 def joining_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     """Sizes of an engine to which requests come with their prompts computed: decodes alone, decodes with a few tokens,
     and the one for all that has to be computed here after all."""
@@ -239,7 +252,7 @@ class DecodeEngine(Engine):
     """An Engine that goes on with requests that another one has let go: resume() takes their Handover."""
 
     def __init__(self, model: "Model", **options: Unpack[EngineKeywords]):
-        super().__init__(model, device=PagesDevice, scheduler=Joining, **options)
+        super().__init__(model, device=PagesDevice, scheduler=Joining, loop=JoiningLoop, **options)
 
     @property
     def has_text(self) -> bool:
@@ -272,19 +285,12 @@ class DecodeEngine(Engine):
             seq.origin, seq.common, seq.priority, seq.guided = first, len(given.prompt), priority, given.guided
             seq.snapshot = given.kv if first is None else None
             first = first or seq
-            live = self._add(seq)
+            live = self._loop.add(seq)
             for token in begun.output:
                 live.output.push(token)
             live.submitted, live.first_token, live.last_token = begun.submitted, begun.first_token, begun.last_token
             live.logprobs, live.prompt_scores = list(begun.logprobs), dict(begun.scores)
-        self._ledger.requests[request_id].started = given.started
+        self._ledger.request(request_id).started = given.started
         if deadline is not None:
             self._ledger.end_after(request_id, deadline)
         return request_id
-
-    def _dispatch(self, plan: StepPlan) -> InFlight:
-        step = super()._dispatch(plan)
-        for seq in plan.loads:
-            if not seq.private:
-                seq.snapshot = None  # it is in the pages now; who loses these computes its prompt
-        return step

@@ -24,7 +24,7 @@ import numpy as np
 
 from jllm import fingerprint
 from jllm.engine.checks import Prompt
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, OutputError, RequestError, SnapshotError

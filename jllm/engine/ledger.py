@@ -28,14 +28,18 @@ class Ledger:
 
     def __init__(self, config: LlamaConfig, tokenizer: Tokenizer | None):
         self._config, self._tokenizer = config, tokenizer
-        self.live: dict[Sequence, Live] = {}  # the unfinished samples
-        self.requests: dict[int, Samples] = {}  # those that have any
-        self.counts, self.times = RequestCounts(), Times()
+        self.counts, self.times = RequestCounts(), Times()  # for others to read
+        self._requests: dict[int, Samples] = {}  # those with unfinished samples
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion news() has not returned
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
         self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
         self._events: list[PendingEvent | Event] = []
         self._texts = Texts()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether any sample has not ended."""
+        return bool(self._requests)
 
     @property
     def has_news(self) -> bool:
@@ -48,24 +52,46 @@ class Ledger:
         ends = () if seq.params.ignore_eos else self._config.eos_ids
         stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
         live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter(), matcher)
-        self.live[seq] = self._owed[seq.request_id, seq.sample] = live
-        request = self.requests.setdefault(seq.request_id, Samples())
+        self._owed[seq.request_id, seq.sample] = live
+        request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
         request.unfinished[seq.sample] = live
         return live
 
     def request(self, request_id: int) -> Samples:
         """A request that has not ended. RequestError for others."""
-        if request_id not in self.requests:
+        if request_id not in self._requests:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
-        return self.requests[request_id]
+        return self._requests[request_id]
 
     def find(self, request_id: int, sample: int) -> Live:
         """RequestError for a sample that is not there, or has ended."""
-        request = self.requests.get(request_id)
+        request = self._requests.get(request_id)
         if request is None or sample not in request.unfinished:
             raise RequestError(f"request {request_id} has no running sample {sample}")
         return request.unfinished[sample]
+
+    def sample(self, seq: Sequence) -> Live | None:
+        """A sequence's; None once it has ended."""
+        request = self._requests.get(seq.request_id)
+        return None if request is None else request.unfinished.get(seq.sample)
+
+    def submitted(self, prompt_tokens: int) -> None:
+        """A new request, whose samples were added."""
+        self.counts.requests += 1
+        self.counts.prompt_tokens += prompt_tokens
+
+    def step_dispatched(self, prompt_tokens: int, decoded: int, rows: int, pages: int) -> None:
+        """A step of so many prompt tokens and rows that decode, which computes `rows`, with so many pages in use."""
+        self.counts.steps += 1
+        self.counts.tokens += prompt_tokens + decoded
+        self.counts.rows += rows
+        self.counts.prefill_tokens += prompt_tokens
+        self.counts.pages_peak = max(self.counts.pages_peak, pages)
+
+    def device_failed(self) -> None:
+        """Samples go on, once what was lost is computed again."""
+        self.counts.device_errors += 1
 
     def end_after(self, request_id: int, seconds: float) -> None:
         """late() has the request from then on."""
@@ -74,7 +100,7 @@ class Ledger:
     def late(self) -> Iterator[Samples]:
         """The requests whose time is over, each once."""
         while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
-            if request := self.requests.get(heapq.heappop(self._deadlines)[1]):
+            if request := self._requests.get(heapq.heappop(self._deadlines)[1]):
                 yield request
 
     def take(
@@ -141,7 +167,7 @@ class Ledger:
             if output.stopped:  # bytes held back completed a stop string
                 reason = "stop"
         self._remove(live)
-        if live.seq.request_id not in self.requests:
+        if live.seq.request_id not in self._requests:
             self.counts.requests_aborted += reason in CUT
             self.counts.requests_finished += reason not in CUT
         total = now - live.submitted
@@ -157,10 +183,10 @@ class Ledger:
 
     def _remove(self, live: Live) -> None:
         seq = live.seq
-        unfinished = self.requests[seq.request_id].unfinished
-        del self.live[seq], unfinished[seq.sample]
+        unfinished = self._requests[seq.request_id].unfinished
+        del unfinished[seq.sample]
         if not unfinished:
-            del self.requests[seq.request_id]
+            del self._requests[seq.request_id]
 
     def news(self, *, at_once: bool) -> list[Event]:
         """What is new since the last call. With `at_once` all of it; else text of many tokens
@@ -180,7 +206,7 @@ class Ledger:
         for live in left:
             with contextlib.suppress(Exception):  # its text may be what failed
                 live.output.finish()
-        self.counts.requests_aborted += len(self.requests)
+        self.counts.requests_aborted += len(self._requests)
         return (*events, *self._texts.rest(PendingEvent(live, (), reason, now - live.submitted) for live in left))
 
     def reset_metrics(self) -> None:

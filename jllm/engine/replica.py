@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
 from jllm.engine.routing import Load
 from jllm.errors import RequestError

@@ -16,7 +16,7 @@ import jax
 
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
 from jllm.engine.replica import News, Replica, Request

@@ -22,7 +22,7 @@ from jllm.serve.errors import HttpError, http_error
 
 if TYPE_CHECKING:
     from jllm.engine.checks import Prompt
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.serve.batch_answers import Place
     from jllm.serve.batch_file import Task

@@ -21,7 +21,7 @@ from jllm.serve.batch_rows import Row, Shard
 from jllm.serve.errors import http_error
 
 if TYPE_CHECKING:
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.serve.requests import Wanted
 
 MOST_SAMPLES = 4096  # of one request
@@ -132,7 +132,7 @@ class Worker:
     def _engine_for(self, ready: Iterable[tuple[Row, Prompts, Any]]) -> "Engine":
         """Its sizes suit the first shard that has something to run."""
         from jllm.cli.arguments import ENGINE_FLAGS
-        from jllm.engine.loop import Engine
+        from jllm.engine.engine import Engine
         from jllm.engine.one_run import options_for_run
 
         if self._engine is None:

@@ -14,7 +14,7 @@ from jllm.errors import ConfigError, JllmError
 from jllm.serve.arguments import api_key, parse_args, served_name
 
 if TYPE_CHECKING:
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.pretrained import Model
 

@@ -132,7 +132,7 @@ def test_reset_edit_and_help(chat, model):
 
 def test_the_system_message_stays(chat, model, monkeypatch):
     prompts = []
-    monkeypatch.setattr("jllm.engine.loop.Engine.submit", keep(prompts, jllm.Engine.submit))
+    monkeypatch.setattr("jllm.engine.engine.Engine.submit", keep(prompts, jllm.Engine.submit))
     assert chat("a king", "/reset", "the sea", flags=(*FLAGS, "--system", "be brief"))[0] == 0
     texts = [model.tokenizer.decode(prompt) for prompt in prompts]
     assert texts == [f"<system> be brief <user> {text} <assistant>" for text in ("a king", "the sea")]
@@ -245,7 +245,7 @@ def copy_of(folder: Path, to: Path, *names: str) -> None:
 
 def test_without_a_template_turns_are_plain_text(chat, folder, tmp_path, monkeypatch, model):
     prompts = []
-    monkeypatch.setattr("jllm.engine.loop.Engine.submit", keep(prompts, jllm.Engine.submit))
+    monkeypatch.setattr("jllm.engine.engine.Engine.submit", keep(prompts, jllm.Engine.submit))
     copy_of(folder, tmp_path, "tokenizer.model")
     status, _, err = chat("a king", model=tmp_path)
     assert status == 0
@@ -301,7 +301,7 @@ SLOW = """if True:
     if os.isatty(0):
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     from jllm.cli.chat.main import main
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     step = Engine.step
     Engine.step = lambda engine: (time.sleep(0.1), step(engine))[1]  # or answers would be over too soon
     sys.exit(main({args}))

@@ -13,7 +13,7 @@ import pytest
 from jllm.checkpoint import save
 from jllm.cli import jsonl
 from jllm.config import load_config
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.errors import OutputError
 from jllm.run_identity import of_machine, of_model, of_scheme
 from pallas_kernels import one_writer

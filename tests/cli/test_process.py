@@ -159,7 +159,7 @@ def test_terminal(folder, tmp_path):
         import signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
         from jllm.cli.main import main
-        from jllm.engine.loop import Engine
+        from jllm.engine.engine import Engine
         step = Engine.step
         Engine.step = lambda engine: (time.sleep(0.1), step(engine))[1]  # or it would be over before it is interrupted
         sys.exit(main({[str(flag) for flag in flags]}))

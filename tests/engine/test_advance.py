@@ -9,7 +9,7 @@ import pytest
 
 from experiments.qps import HostOnly
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import EngineSizes
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler

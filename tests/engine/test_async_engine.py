@@ -7,7 +7,7 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.engine.async_engine import AsyncEngine
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.errors import EngineClosed, QueueFull, RequestError, TokenizerError
 from tests.tiny import greedy, serve, tiny_model
 
@@ -229,14 +229,14 @@ def test_what_had_ended_before_a_failure_arrives(model):
 
     async def work(engine):
         inner = engine._engine
-        read = inner._read
+        read = inner._loop.read
 
         def reads(flight):
             read(flight)
             if any(getattr(event, "reason", None) == "length" for event in inner._ledger._events):
                 raise ZeroDivisionError("the step broke")
 
-        inner._read = reads
+        inner._loop.read = reads
         short, long = engine.submit_all([(PROMPT, greedy(3))]), engine.submit_all([(PROMPT, greedy(30))])
         ended, failed = await asyncio.gather(completions(short), completions(long), return_exceptions=True)
         assert [len(each.token_ids) for each in ended] == [3]

@@ -14,7 +14,7 @@ from jllm.batch import Bucket, make_buckets
 from jllm.engine import compiling
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.device import Device
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.errors import ConfigError, EngineClosed, NoRoomError
 from jllm.state import Variant
 from tests.tiny import greedy, serve, tiny_model

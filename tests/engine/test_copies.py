@@ -9,7 +9,7 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max

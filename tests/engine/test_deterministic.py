@@ -10,7 +10,7 @@ import pytest
 
 import jllm
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed
 from tests.tiny import CONFIG, tiny_model

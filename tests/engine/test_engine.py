@@ -11,8 +11,8 @@ import jllm
 from jllm import merge_step as step_module
 from jllm.batch import Bucket
 from jllm.engine import programs as programs_module
+from jllm.engine.engine import Engine
 from jllm.engine.layout import packed_step
-from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
 from jllm.merge_step import STATIC
@@ -383,9 +383,10 @@ def test_reads_come_one_step_late(model):
     """The step after is dispatched before a step's tokens are read."""
     engine = Engine(model, **OPTIONS)
     order = []
-    dispatch, read = engine._dispatch, engine._read
-    engine._dispatch = lambda plan: order.append(("dispatch", plan.step)) or dispatch(plan)
-    engine._read = lambda step: order.append(("read", step.plan.step)) or read(step)
+    loop = engine._loop
+    dispatch, read = loop.dispatch, loop.read
+    loop.dispatch = lambda plan: order.append(("dispatch", plan.step)) or dispatch(plan)
+    loop.read = lambda step: order.append(("read", step.plan.step)) or read(step)
     engine.submit(PROMPTS[0], greedy(6))
     list(engine.run())
     for step in range(1, 5):

@@ -12,7 +12,7 @@ import pytest
 from jllm.api import as_prompts
 from jllm.batch import Bucket
 from jllm.engine import device as device_module
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError

@@ -15,8 +15,8 @@ from jllm import merge_step as step_module
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
+from jllm.engine.engine import Engine
 from jllm.engine.executables import DRAFTERS, Executables
-from jllm.engine.loop import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError

@@ -6,9 +6,9 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.engine.compiling import Compiler
+from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
-from jllm.engine.loop import Engine
 from jllm.engine.plan import Limits
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams

@@ -15,9 +15,9 @@ from jllm import merge_step
 from jllm import snapshot as snapshots
 from jllm.batch import Bucket
 from jllm.engine import device
+from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.guides import Guides, Matcher
-from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError, SnapshotError
 from jllm.sampling import constrain

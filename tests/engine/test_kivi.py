@@ -10,7 +10,7 @@ from jllm.analysis.activations import tap
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.protocols import Protocol
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import sizes_for

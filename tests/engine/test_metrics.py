@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.kv_policies.length import Longest, Quantile

@@ -16,7 +16,7 @@ from jllm.config import load_config
 from jllm.engine import device as device_module
 from jllm.engine import room
 from jllm.engine.device import Device
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import make_options
 from jllm.engine.room import check_room, sizes_for
 from jllm.errors import ConfigError, NoRoomError, RequestError
@@ -186,7 +186,7 @@ def test_recovery_does_not_ask_the_device_again(monkeypatch):
     free = iter([1 << 30])
     engine = Engine(tiny_model(), device=partial(Device, memory=lambda: next(free)), **OPTIONS)
     engine.submit([5, 6, 7], greedy(5))
-    engine._recover(jax.errors.JaxRuntimeError("lost"))
+    engine._loop.recover(jax.errors.JaxRuntimeError("lost"))
     assert len([e for e in engine.run() if e.completion]) == 1
 
 

@@ -1,16 +1,18 @@
 """Text made in a thread: the same events in the same order, whatever the thread does, and nothing is left behind."""
 
+import itertools
 import threading
+from contextlib import suppress
 
 import pytest
 
 from jllm.batch import Bucket
 from jllm.engine import texts
+from jllm.engine.engine import Engine
 from jllm.engine.live import variant_for
-from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import Texts
-from jllm.errors import EngineClosed
+from jllm.errors import EngineClosed, RequestError
 from tests.engine.test_engine import Letters
 from tests.tiny import greedy, serve, tiny_model
 
@@ -75,10 +77,11 @@ def play(model, jobs, few: int, forks: set[int]):
             for i, (prompt, sampling, arrival, abort) in enumerate(jobs):
                 if arrival == clock:
                     ids[i] = engine.submit(prompt, sampling)
-                if abort is not None and arrival + abort == clock and ids[i] in engine._ledger.requests:
-                    engine.abort(ids[i])
-            if clock in forks and engine._ledger.live:
-                engine.fork(*min((seq.request_id, seq.sample) for seq in engine._ledger.live))
+                if abort is not None and arrival + abort == clock:
+                    with suppress(RequestError):  # it has ended
+                        engine.abort(ids[i])
+            if clock in forks:
+                fork_first(engine, ids.values())
             events += engine.step()
             clock += 1
             assert clock < 500, "a request hangs"
@@ -86,6 +89,14 @@ def play(model, jobs, few: int, forks: set[int]):
         engine.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
     return events, steps
+
+
+def fork_first(engine, ids):
+    """Forks the first sample that runs, if one does."""
+    for request, sample in itertools.product(sorted(ids), range(4)):
+        with suppress(RequestError):  # it has ended
+            engine.fork(request, sample)
+            return
 
 
 def plain(events):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.turns import Turns
 from jllm.errors import EngineBusy, EngineClosed
 from tests.tiny import greedy, serve, tiny_model

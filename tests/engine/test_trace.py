@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError, OutputError
 from tests.tiny import greedy, tiny_model

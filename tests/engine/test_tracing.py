@@ -19,8 +19,8 @@ from jllm.batch import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine import tracing
+from jllm.engine.engine import Engine
 from jllm.engine.layout import Layout, packed_step
-from jllm.engine.loop import Engine
 from jllm.engine.tracing import Tracers, TracingFailed, named
 from jllm.errors import ConfigError
 from jllm.hooks import Hooks

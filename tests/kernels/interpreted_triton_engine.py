@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.param_specs import init_params
 from jllm.pretrained import Model

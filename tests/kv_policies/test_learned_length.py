@@ -21,7 +21,7 @@ from experiments.length_data import (
     read_texts,
 )
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
 from jllm.kv_policies.learned_length import (

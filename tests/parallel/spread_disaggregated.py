@@ -192,7 +192,7 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
     model = tiny_model("float64")
     engine = apart(model)
     failing = engine._all[which].engine
-    advance, left = failing._advance, [step]
+    advance, left = failing._loop.advance, [step]
 
     def fails():
         left[0] -= 1
@@ -200,7 +200,7 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
             raise RuntimeError("this device is gone")
         advance()
 
-    failing._advance = fails
+    failing._loop.advance = fails
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         names = {engine.submit(*SEEDED[i]): i for i in order}
@@ -336,7 +336,7 @@ def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefil
     def fails():
         raise RuntimeError("this device is gone")
 
-    engine._place, engine._decode.engine._advance = count, fails
+    engine._place, engine._decode.engine._loop.advance = count, fails
     names = [engine.submit(prompt, params) for prompt, params in SEEDED]
     found = []
     with pytest.raises(RuntimeError, match="this device is gone"):

@@ -13,8 +13,8 @@ from jllm import fingerprint
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
 from jllm.engine.drafters import find_drafter
+from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
-from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from jllm.merge_step import forward, sample, step

@@ -16,7 +16,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.cli.main import main
 from jllm.engine.async_engine import AsyncEngine
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.replica import Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
@@ -75,14 +75,16 @@ class Failing(Slow):
 
     def __init__(self, model, fails, **options):
         super().__init__(model, **options)
-        self.left = fails.get(next(iter(model.params.norm.devices())).id)
+        advance, left = self._loop.advance, fails.get(next(iter(model.params.norm.devices())).id)
 
-    def _advance(self):
-        if self.left == 0:
-            raise RuntimeError("this device is gone")
-        if self.left is not None:
-            self.left -= 1
-        super()._advance()
+        def advance_or_fail():
+            nonlocal left
+            if left == 0:
+                raise RuntimeError("this device is gone")
+            left = None if left is None else left - 1
+            advance()
+
+        self._loop.advance = advance_or_fail
 
 
 def finish(engine):

@@ -9,7 +9,7 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.engine.async_engine import AsyncEngine
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.pretrained import load
 from tests.lm_eval_cases import CONTEXT, write_checkpoint
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import CheckpointError, ConfigError, InputFileError, OutputError, RemoteError
 from jllm.serve.batch import main, parse_args
@@ -109,7 +109,7 @@ def test_a_worker_that_has_another_model_under_the_path_is_refused(job, tmp_path
 def test_requests_of_a_lower_priority_go_first(job, monkeypatch):
     _, rows, worker = job([{**RIGHT[0], "body": {**RIGHT[0]["body"], "priority": 3}}])
     one, asked = worker(), []
-    monkeypatch.setattr("jllm.engine.loop.Engine.submit", noting(Engine.submit, asked))
+    monkeypatch.setattr("jllm.engine.engine.Engine.submit", noting(Engine.submit, asked))
     assert one.do(Shard(tuple(rows))) == 0
     assert asked
     assert {more["priority"] for more in asked} == {3}

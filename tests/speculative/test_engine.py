@@ -6,7 +6,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.drafters import copy_of, find_drafter
 from jllm.engine.drafting import Drafting
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.quantized_copy import QuantizedCopy

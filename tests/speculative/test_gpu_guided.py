@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.ngram import NGram
 from tests.ascii import EOS, TOKENIZER

@@ -11,8 +11,8 @@ import pytest
 import jllm
 from jllm import merge_step, rows
 from jllm.batch import choose_bucket
+from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
-from jllm.engine.loop import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.forced import coming_tokens, with_forced

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.sampling import Purpose, neutral_sampling, sample

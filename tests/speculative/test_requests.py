@@ -8,7 +8,7 @@ import pytest
 
 import jllm
 from jllm.batch import Bucket
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import Tree, chain

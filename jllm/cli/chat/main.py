@@ -63,7 +63,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
     cache = compile_cache(args)
     from jllm.checkpoint_files import find_model
     from jllm.cli.chat.session import Session
-    from jllm.engine.loop import Engine
+    from jllm.engine.engine import Engine
     from jllm.pretrained import BUNDLED, load
 
     folder = find_model(BUNDLED if args.model is None else args.model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jllm import snapshot as snapshots
 from jllm.cli.chat.conversation import Conversation, from_json, prompt_ids
 from jllm.cli.jsonl import nth_seed
-from jllm.engine.loop import Engine
+from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import CheckpointError, RequestError, SnapshotError
 from jllm.safetensors_io import read_metadata

@@ -1,0 +1,298 @@
+"""The engine: requests go in, events come out, from any thread. What a step is stands in loop.py."""
+
+import secrets
+from collections.abc import Callable, Collection, Iterable
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax
+
+from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
+from jllm.engine.device import Device
+from jllm.engine.drafters import with_drafter
+from jllm.engine.drafting import DraftCounts
+from jllm.engine.live import variant_for
+from jllm.engine.loop import DeviceLost, Loop, first_line
+from jllm.engine.metrics import Metrics
+from jllm.engine.options import EngineKeywords, EngineSizes, make_options
+from jllm.engine.request import Event, SamplingParams
+from jllm.engine.scheduler import Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.engine.sharing import known_tokens
+from jllm.engine.turns import Turns, in_turn
+from jllm.errors import EngineClosed, RequestError, SnapshotError
+from jllm.kv_policies.options import with_learned
+from jllm.snapshot import Snapshot, join
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
+
+
+class Engine:
+    """Serves requests by continuous batching.
+
+    submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
+    nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
+    runs the steps, `scheduler` what plans them, and `loop` what does one after the other: experiments put others in
+    their place.
+
+    Threads: one thread steps, with step() or run(); a second one inside step() gets EngineBusy. All other methods may
+    be called from any thread, while a step runs too: they wait for its end, in the order of the calls.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        *,
+        device: Callable[..., Device] = Device,
+        scheduler: Callable[..., Scheduler] = Scheduler,
+        loop: Callable[..., Loop] = Loop,
+        **options: Unpack[EngineKeywords],
+    ):
+        self._config, self._tokenizer = model.config, model.tokenizer
+        self._options = make_options(with_drafter(with_learned(options, model), model))
+        self._device = device(model.config, model.params, self._options)
+        self._loop = loop(model, self._options, self._device, scheduler)
+        self._scheduler, self._ledger = self._loop.scheduler, self._loop.ledger
+        self._next_id = 0
+        self._closed: str | None = None
+        self._last: tuple[Event, ...] = ()
+        self._turns = Turns()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() still has something to do or to report."""
+        return self._loop.has_work
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more work."""
+        return self._closed is not None
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """The options made definite: limits, and the compiled sizes."""
+        return self._device.sizes
+
+    @property
+    def slots(self) -> int:
+        """Samples that can run at once."""
+        return self.sizes.limits.max_slots
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """What step() had not returned when the engine closed: each sample that was left has its completion there,
+        with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
+        return self._last
+
+    @in_turn
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
+        """Compiles every bucket in threads, with progress on stderr; returns how many there are.
+
+        Each bucket for requests like `samplings` (all of them together). A request that asks for more waits, while
+        others run, until the programs for it are compiled in the background. Without wait it returns once the largest
+        bucket is there, and steps do with the buckets that there are until the rest is. metrics() has seconds, programs
+        and hits of the persistent cache.
+        """
+        self._check_open()
+        variant = variant_for(list(samplings))
+        if wait:
+            return self._device.compile_ahead(variant)
+        self._device.start_compiling(variant)
+        return len(self.sizes.buckets)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
+
+        Requests of lower priority values are served first, equal ones as they come, and what runs is not stopped for
+        what waits (scheduler.py says who starves). In the first step after `deadline` seconds all of its samples that
+        have not ended do, with finish_reason "deadline" and what they have."""
+        ids = tuple(self.check(prompt, sampling))
+        check_urgency(priority, deadline, self._config)
+        with self._turns.take():
+            return self._submit(ids, sampling, priority, deadline)
+
+    def _submit(
+        self,
+        ids: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int,
+        deadline: float | None,
+        snapshot: Snapshot | None = None,
+        private: bool = False,
+    ) -> int:
+        self._check_open()
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        first = None
+        for sample in range(sampling.n):
+            seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
+            seq.origin, seq.common, seq.priority = first, len(ids), priority
+            if snapshot is not None and snapshot.length:
+                seq.snapshot, seq.private = snapshot, private
+            seq.guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
+            first = first or seq
+            self._loop.add(seq)
+        if deadline is not None:
+            self._ledger.end_after(request_id, deadline)
+        self._ledger.submitted(len(ids))
+        return request_id
+
+    def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """The prompt's token ids, if submit would take it; else the error that submit would raise."""
+        self._check_open()
+        ids = token_ids(prompt, self._tokenizer)
+        check_request(ids, sampling, self._config, self._tokenizer is not None)
+        if sampling.guide is not None:
+            self._loop.guides.matcher(sampling.guide)
+        self._scheduler.check(len(ids), self._max_length(ids, sampling))
+        return ids
+
+    def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
+        return min(len(ids) + sampling.max_new_tokens, self._config.context)
+
+    @in_turn
+    def fork(self, request_id: int, sample: int = 0) -> int:
+        """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
+        own; returns the new sample's index. The two share full pages of what they have in common, and the new one gets
+        a copy of the page after these."""
+        self._check_open()
+        live = self._ledger.find(request_id, sample)
+        seq = live.seq
+        index = self._ledger.request(request_id).started
+        twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
+        twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
+        twin.priority, twin.guided = seq.priority, seq.guided
+        new = self._loop.add(twin)
+        for token in seq.output:
+            new.output.push(token)
+        new.submitted, new.first_token, new.logprobs = live.submitted, live.first_token, list(live.logprobs)
+        new.last_token = live.last_token
+        return index
+
+    @in_turn
+    def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
+        """The KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
+        snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
+        self._check_open()
+        seq = self._ledger.find(request_id, sample).seq
+        length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
+        pages = seq.pages[: self._scheduler.pool.pages_for(length)]
+        value = join(self._device.read_pages(pages), seq.tokens, length)
+        return replace(value, weights=self._device.weights, guided=seq.guided if seq.params.guide else None)
+
+    def resume(
+        self,
+        snapshot: Snapshot,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        share: bool = False,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
+        are in it (`kivi`: whole blocks), are taken as they are: edited ones too, so they are never shared but with
+        samples and forks of this request; unless `share` says that they are what these tokens give, and they may go to
+        the prefix cache. Returns its id. With the seed of the sample that was snapshot, its first sample goes on as
+        sample 0 would have, in its guide too if it had one; a guide begins here if it had none, or with
+        `replace(snapshot, guided=None)`. SnapshotError for one of other weights or another cache."""
+        if not isinstance(snapshot, Snapshot):
+            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
+        ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))
+        if sampling.prompt_logprobs or sampling.counts_tokens:
+            what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
+            raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
+        check_urgency(priority, deadline, self._config)
+        known = jax.device_get(snapshot)
+        with self._turns.take():  # not before: a large schema, which is compiled above, does not hold up steps
+            self._check_open()
+            self._device.check_snapshot(snapshot)
+            return self._submit(ids, sampling, priority, deadline, known, private=not share)
+
+    @in_turn
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what runs goes on."""
+        self._scheduler.sharing.clear()
+
+    @in_turn
+    def abort(self, request_id: int) -> None:
+        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        self._check_open()
+        self._loop.cut(self._ledger.request(request_id), "abort")
+
+    def step(self) -> list[Event]:
+        """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
+        many tokens is made while the next step runs, and comes with it. After an exception the engine is closed, and
+        last_events has the ends of all requests."""
+        with self._turns.take(to_step=True):
+            self._check_open()
+            try:
+                self._loop.advance()
+                return self._ledger.news(at_once=self._loop.in_flight is None)
+            except DeviceLost as lost:
+                self._close(str(lost), "error")
+                raise self._refusal() from lost
+            except BaseException as error:  # above all Ctrl-C: half a step may be done, and it is unknown which half
+                interrupted = isinstance(error, KeyboardInterrupt)
+                what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {first_line(error)})"
+                self._close(f"a step {what} half-way", "abort" if interrupted else "error")
+                raise
+
+    def run(self):
+        """Steps until nothing is left; yields events as they come."""
+        while self.has_work:
+            yield from self.step()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
+        return self.measured().as_dict()
+
+    @in_turn
+    def measured(self) -> Metrics:
+        """What metrics() tells, as a record of its own: those of several engines can be joined."""
+        waiting, programs, drafting = len(self._loop.gate.waiting), self._device.programs, self._loop.drafting
+        drafts = None if drafting is None else drafting.counts
+        return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._ledger.counts, self._ledger.times, drafts))
+
+    @in_turn
+    def reset_metrics(self) -> None:
+        """Counters and times begin anew, after a warm-up say; what runs goes on."""
+        self._ledger.reset_metrics()
+        if self._loop.drafting is not None:
+            self._loop.drafting.counts = DraftCounts()
+        self._scheduler.reset_counts()
+
+    @in_turn
+    def close(self, reason: str = "it was closed") -> None:
+        """Drops the device state and ends all requests (see last_events); later calls raise EngineClosed, but to close
+        again is no mistake."""
+        self._close(reason, "abort")
+
+    def _close(self, reason: str, ended: str) -> None:
+        """`ended`: the finish reason of what is left."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        try:
+            self._last = self._ledger.end_all(ended)
+        finally:
+            self._loop.close()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> EngineClosed:
+        return EngineClosed(f"this engine takes no more work: {self._closed}")
