@@ -24,7 +24,7 @@ from experiments.arguments import positive
 from experiments.disaggregation import PAGE
 from experiments.meshes import BATCHES, HOST, LINK, Mesh
 from experiments.other_devices import MEMORY_SHARE
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.simulation.apart import Decodes, Make, apart, merged
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Tally
@@ -144,7 +144,7 @@ def name_of(args: argparse.Namespace) -> str:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.clusters", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("clusters", argv)
     link = read_link(LINK)
     return record(args, name_of(args), command, clusters(args), link=link.name, link_source=link.source)
 

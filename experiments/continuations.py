@@ -18,9 +18,9 @@ XLA's. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,18 @@ from experiments.accuracy.rows import PLAIN_KV, kv_name
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
 from experiments.ptq_methods import rounded, run_of
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.engine.request import Completion
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError
 from jllm.model import Packed, packed_logits
 from jllm.params import linears
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 Row = dict[str, Any]
@@ -173,27 +173,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.continuations", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        schemes = by_name([PLAIN, *args.schemes])
-        model = jllm.load(args.model, dtype=args.dtype)
-        names = [(name, PLAIN_KV) for name in schemes] + [(PLAIN, kv) for kv in args.kv]
-        check_all_run(model, names, (), args.backend, schemes)
-        pairs = [((name, schemes[name]), kv) for name, kv in dict.fromkeys(names)]
-        with ResumedFile(args.results, "continuations", command, args.label, run=run_of(args)) as result:
-            for row in rows(model, args, pairs, result.before):
-                result.add(row)
-                print(row, flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    schemes = by_name([PLAIN, *args.schemes])
+    model = jllm.load(args.model, dtype=args.dtype)
+    names = [(name, PLAIN_KV) for name in schemes] + [(PLAIN, kv) for kv in args.kv]
+    check_all_run(model, names, (), args.backend, schemes)
+    pairs = [((name, schemes[name]), kv) for name, kv in dict.fromkeys(names)]
+    command = command_line("continuations", argv)
+    result = ResumedFile(args.results, "continuations", command, args.label, run=run_of(args))
+    result.go_on(partial(rows, model, args, pairs), bars)
+    return told(args, result)
 
 
 if __name__ == "__main__":

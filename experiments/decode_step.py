@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from experiments.arguments import add_model_options, add_timing_options, positive
-from experiments.result_file import bar, record
+from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import decode_bars
 from experiments.steps.floors import make_floor, step_work
 from experiments.steps.timer import (
@@ -138,7 +138,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.decode_step", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("decode_step", argv)
     found = ({"model": Path(args.config).stem, **row} for row in rows(args))
     return record(args, "decode_step", command, found, bars=bars)
 

@@ -33,7 +33,7 @@ import numpy as np
 from experiments.arguments import claim_memory, positive
 from experiments.baselines import SeparateSteps
 from experiments.qps import Request, percentile, serve
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.simulate import Costs, make_costs
 from experiments.simulation.apart import apart, merged
 from experiments.simulation.requests import Arrival, Sample
@@ -274,7 +274,7 @@ def name_of(args: argparse.Namespace) -> str:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.disaggregation", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("disaggregation", argv)
     claim_memory()
     rows = simulate(args) if args.simulate else measure(args)
     return record(args, name_of(args), command, with_claim(rows))

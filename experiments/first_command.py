@@ -17,7 +17,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from experiments.result_file import Row, bar, record
+from experiments.result_file import Row, bar, command_line, record
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 TOKENS = 64
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.first_command", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("first_command", argv)
     return record(args, "first_command", command, measure(args.repeats), bars=bars)
 
 

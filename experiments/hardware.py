@@ -18,7 +18,6 @@ against their steps, none of which it was fitted to; `off_by` is estimated over 
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,14 +27,14 @@ from typing import Any
 from experiments.claims.claim import text_table
 from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
 from experiments.report.documents import read_result, result_of
-from experiments.result_file import ResultFile, rounded
+from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
 from experiments.steps.floors import make_floor, step_work
-from jllm.errors import InputFileError, JllmError
+from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 MODEL, CONTEXT = "llama-2-7b", 512
 HOPPER = re.compile(r"NVIDIA G?H\d+")
@@ -190,31 +189,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.hardware", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        if args.draw:
-            write_picture(result_of(args.draw, "hardware"), args.draw.with_suffix(".svg"))
-            return 0
-        shares = shares_by_backend()
-        sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())
-        rows = [*table(sheets, shares), *checks(shares)]
-        rows += errors(rows)
-        sources = {backend: f"{found.source}, fitted within {found.error:.1%}" for backend, found in shares.items()}
-        with ResultFile(args.results, "hardware", command, args.label, model=MODEL, shares_of=sources) as result:
-            for row in rows:
-                result.add(row)
-            result.finish(bars=[], complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.draw:
+        write_picture(result_of(args.draw, "hardware"), args.draw.with_suffix(".svg"))
+        return 0
+    shares = shares_by_backend()
+    sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())
+    rows = [*table(sheets, shares), *checks(shares)]
+    rows += errors(rows)
+    sources = {backend: f"{found.source}, fitted within {found.error:.1%}" for backend, found in shares.items()}
+    how: Row = {"model": MODEL, "shares_of": sources}
+    with ResultFile(args.results, "hardware", command_line("hardware", argv), args.label, **how) as result:
+        result.fill(rows, shown=lambda row: False)
     print(text_table([{k: v for k, v in row.items() if k not in ("part", "kind", "offer", "file")} for row in rows]))
     write_picture(result.document, result.path.with_suffix(".svg"))
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return told(args, result)
 
 
 if __name__ == "__main__":

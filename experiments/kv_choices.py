@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.arguments import positive
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
@@ -119,7 +119,7 @@ def name_of(args: argparse.Namespace) -> str:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.kv_choices", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("kv_choices", argv)
     return record(args, name_of(args), command, rows(args), cost_model=vars(calibrated(None)))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from experiments.arguments import claim_memory, positive
 from experiments.qps import Request, make_model, measure, read_workload
 from experiments.qps import parse_args as qps_args
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
 from jllm.errors import ConfigError
@@ -119,7 +119,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.kv_measured", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("kv_measured", argv)
     claim_memory()
     return record(args, "kv_measured", command, rows(args))
 

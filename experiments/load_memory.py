@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-from experiments.result_file import Row, bar, record
+from experiments.result_file import Row, bar, command_line, record
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.load_memory", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("load_memory", argv)
     return record(args, "load_memory", command, measure(args), bars=bars)
 
 

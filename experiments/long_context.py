@@ -17,10 +17,9 @@ it forgot cannot be found: those rows must be at chance, or the measure sees som
 """
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,14 @@ from experiments.arguments import check_draws_only, positive
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
 from experiments.report.documents import result_of
-from experiments.result_file import ResultFile, rounded
+from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError
 from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 NEEDLE = Path(__file__).parent / "needle"
@@ -282,29 +281,18 @@ def check(model: Model, args: argparse.Namespace) -> None:
         raise ConfigError(f"--positions {args.positions}: a window has at least {BIN} tokens")
 
 
-@interruptible
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+@refusing
+def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        if args.draw:
-            draw_result(result_of(args.draw, "long_context"), args.draw)
-            return 0
-        needle, model = jllm.load(args.needle), jllm.load(args.model)
-        check(needle, args)
-        command = ["python", "-m", "experiments.long_context", *argv]
-        with ResultFile(args.results, "long_context", command, args.label) as result:
-            for row in rows(needle, model, args, Policy(args.sinks, args.recent)):
-                result.add(row)
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.draw:
+        draw_result(result_of(args.draw, "long_context"), args.draw)
+        return 0
+    needle, model = jllm.load(args.needle), jllm.load(args.model)
+    check(needle, args)
+    with ResultFile(args.results, "long_context", command_line("long_context", argv), args.label) as result:
+        result.fill(rows(needle, model, args, Policy(args.sinks, args.recent)), bars)
     draw_result(result.document, result.path)
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return told(args, result)
 
 
 if __name__ == "__main__":

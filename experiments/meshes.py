@@ -24,7 +24,7 @@ from itertools import product
 from experiments.arguments import positive
 from experiments.other_devices import MEMORY_SHARE, floor_on
 from experiments.qps import token_bytes
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, step_work
@@ -179,7 +179,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.meshes", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("meshes", argv)
     link = read_link(LINK)
     return record(args, "meshes", command, rows(args), link=link.name, link_source=link.source)
 

@@ -15,10 +15,10 @@ interrupted goes on where it stopped.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,18 @@ import jllm
 from experiments.accuracy.rows import bytes_per_weight
 from experiments.arguments import by_name, positive
 from experiments.ptq_methods import as_row, read_tokens, rounded, run_of, score
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Evaluation, record
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.own_tokens import own_tokens
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError, OutputError
 from jllm.params import matrices
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 FORMATS = ("w4a16-g128-zp", "w4a16-g64-zp", "w4a16-g32-zp", "w8a16")
@@ -152,9 +152,12 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]) -> None:
-    """The choice of the first seed."""
+    """The choice of the first seed. Raises OutputError where it cannot be written."""
     row = next(row for row in found if row["part"] == "mixed")
-    file.write_text(mixed_scheme(file.stem, row["formats"], schemes).to_toml(), encoding="utf-8")
+    try:
+        file.write_text(mixed_scheme(file.stem, row["formats"], schemes).to_toml(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{file}: cannot be written: {error.strerror}") from None
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -177,28 +180,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.mixed_precision", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.formats).items()}
-        check_formats(schemes)
-        model = jllm.load(args.model, dtype=args.dtype)
-        how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
-        with ResumedFile(args.results, "mixed_precision", command, args.label, **how) as result:
-            for row in rows(model, args, schemes, result.before):
-                result.add(row)
-                print(row, flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-        if args.write is not None:
-            write_scheme(args.write, result.document["rows"], schemes)
-    except (JllmError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.formats).items()}
+    check_formats(schemes)
+    model = jllm.load(args.model, dtype=args.dtype)
+    how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
+    result = ResumedFile(args.results, "mixed_precision", command_line("mixed_precision", argv), args.label, **how)
+    result.go_on(partial(rows, model, args, schemes), bars)
+    if args.write is not None:
+        write_scheme(args.write, result.document["rows"], schemes)
+    return told(args, result)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
 from experiments.other_devices import MEASURED, floor_on
 from experiments.qps import token_bytes
+from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import DeviceSheet, device_sheet
 from experiments.steps.floors import step_work
@@ -319,7 +320,7 @@ def report(args: argparse.Namespace, command: list[str]) -> tuple[Row, Path]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.report", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("report", argv)
     try:
         document, out = report(args, command)
     except (JllmError, OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import positive
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, Shares, fit, model_shapes, recorded_steps
 from experiments.steps.devices import DeviceSheet, device_sheet
 from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Floor, make_floor, step_work
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=positive, default=256, help="tokens of each")
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.other_devices", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("other_devices", argv)
     return record(args, "other_devices", command, rows(args))
 
 

@@ -13,10 +13,10 @@ three lies beside the JSON. A run that was interrupted goes on with the strength
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,18 @@ import jllm
 from experiments.arguments import check_draws_only, positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.report.documents import result_of
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import evaluate, record
 from jllm.analysis.outliers import check_strength, plant
 from jllm.analysis.own_tokens import own_tokens
-from jllm.errors import InputFileError, JllmError
+from jllm.errors import InputFileError
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}
@@ -207,31 +207,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.outliers", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        if args.draw:
-            draw(result_of(args.draw, "outliers"), args.draw)
-            return 0
-        model = jllm.load(args.model, dtype=args.dtype)
-        if not 0 <= args.layer < model.config.num_layers:
-            raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
-        calibration = f"{args.rows} x {args.length} own tokens"
-        run = run_of(args)
-        with ResumedFile(args.results, "outliers", command, args.label, run=run, calibration=calibration) as result:
-            for row in rows(model, args, result.before):
-                result.add(row)
-                print(" ".join(f"{key}={value}" for key, value in row.items() if key != "absmax"), flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.draw:
+        draw(result_of(args.draw, "outliers"), args.draw)
+        return 0
+    model = jllm.load(args.model, dtype=args.dtype)
+    if not 0 <= args.layer < model.config.num_layers:
+        raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
+    how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
+    result = ResumedFile(args.results, "outliers", command_line("outliers", argv), args.label, **how)
+    result.go_on(partial(rows, model, args), bars, hidden=["absmax"])
     draw(result.document, result.path)
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    return told(args, result)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ over rounding in blocks as they are.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -32,20 +32,20 @@ from tqdm import tqdm
 
 import jllm
 from experiments.arguments import by_name, positive
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
 from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
-from jllm.errors import ConfigError, EvaluationError, JllmError
+from jllm.errors import ConfigError, EvaluationError
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -237,26 +237,18 @@ def name_of(args: argparse.Namespace) -> str:
     return args.name
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.ptq_methods", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        model = jllm.load(args.model, dtype=args.dtype)
-        schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.schemes).items()}
-        run = run_of(args) | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()}
-        calibration = f"{args.rows} x {args.length} own tokens"
-        with ResumedFile(args.results, args.name, command, args.label, run=run, calibration=calibration) as result:
-            for row in rows(model, args, schemes, result.before):
-                result.add(row)
-                print(row, flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    model = jllm.load(args.model, dtype=args.dtype)
+    schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.schemes).items()}
+    how: Row = {
+        "run": run_of(args) | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()},
+        "calibration": f"{args.rows} x {args.length} own tokens",
+    }
+    result = ResumedFile(args.results, args.name, command_line("ptq_methods", argv), args.label, **how)
+    result.go_on(partial(rows, model, args, schemes), bars)
+    return told(args, result)
 
 
 if __name__ == "__main__":

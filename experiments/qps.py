@@ -30,6 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ import numpy as np
 
 from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
 from experiments.baselines import BASELINES, engine_with
-from experiments.result_file import ResultFile, bar, rounded
+from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.steps import peers, wire
 from experiments.steps.floors import HBM, make_floor, workload_seconds
 from experiments.steps.words import ENDLESS, is_guided, words_tokenizer
@@ -53,14 +54,14 @@ from jllm.engine.metrics import nearest_rank
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
-from jllm.errors import ConfigError, InputFileError, JllmError
+from jllm.errors import ConfigError, InputFileError
 from jllm.fit import tree_bytes
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.state import Outputs
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parent / "workloads" / "ppl_samples_1024.json"
@@ -480,30 +481,17 @@ def name_of(args: argparse.Namespace) -> str:
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts if part)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.qps", *(sys.argv[1:] if argv is None else argv)]
     claim_memory()
-    try:
-        requests = read_workload(args.workload, args.requests, args.rate, args.seed)
-        if not 0 <= args.cut < len(requests):
-            raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
-        beside = serve_peers(requests, args) if args.peers else []
-        rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
-        with ResultFile(args.results, name_of(args), command, args.label) as result:
-            for row in rows:
-                result.add(row)
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            for peer in beside:
-                result.add(peer)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    requests = read_workload(args.workload, args.requests, args.rate, args.seed)
+    if not 0 <= args.cut < len(requests):
+        raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
+    beside = serve_peers(requests, args) if args.peers else []
+    rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
+    command = command_line("qps", argv)
+    return record(args, name_of(args), command, chain(rows, beside), bars=bars, shown=lambda row: "peer" not in row)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only, positive
 from experiments.report.documents import result_of
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
@@ -257,7 +257,7 @@ def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, str
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.quant_accuracy", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("quant_accuracy", argv)
     try:
         if args.draw:
             for file in args.draw:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
-from experiments.result_file import bar, record
+from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import (
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
         return draw_file(args.draw)
-    command = ["python", "-m", "experiments.quant_steps", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("quant_steps", argv)
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
     options: dict[str, Any] = {} if toy else {"bars": bars}
     return record(args, "quant_steps", command, measured(args), model=Path(args.config).stem, **options)

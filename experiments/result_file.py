@@ -1,9 +1,10 @@
 """The result file of experiments: that of the kernels' benchmarks, with the library's error and its packages."""
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +12,10 @@ from jllm.errors import JllmError, OutputError
 from jllm.run_identity import differing
 from pallas_kernels.bench import result_file
 from pallas_kernels.bench.bars import bar as bar
+from pallas_kernels.bench.command import interruptible
 
 Row = dict[str, Any]
+Bars = Callable[[list[Row]], Iterable[Row]]  # of all rows
 
 
 class ResultFile(result_file.ResultFile):
@@ -20,6 +23,24 @@ class ResultFile(result_file.ResultFile):
 
     packages = (*result_file.ResultFile.packages, "optax", "sentencepiece")
     error: ClassVar[type[OSError]] = OutputError
+
+    def fill(
+        self,
+        rows: Iterable[Row],
+        bars: Bars = lambda rows: (),
+        *,
+        shown: Callable[[Row], bool] = lambda row: True,
+        hidden: Collection[str] = (),
+    ) -> None:
+        """Adds rows as they come and prints those that are `shown`, without the keys that are `hidden`; then the bars.
+        A run of which a row of its own has an "error" is incomplete."""
+        for row in rows:
+            self.add(row)
+            if shown(row):
+                print("  ".join(f"{key}={value}" for key, value in row.items() if key not in hidden), flush=True)
+        found = list(self.document["rows"])
+        failed = any("error" in row and "peer" not in row for row in found)
+        self.finish(bars=list(bars(found)), complete=not failed)
 
 
 class ResumedFile(ResultFile):
@@ -42,6 +63,11 @@ class ResumedFile(ResultFile):
     ):
         super().__init__(directory, experiment, command, label, run=run, **extra)
         self.before: list[Row] = []
+
+    def go_on(self, rows: Callable[[list[Row]], Iterable[Row]], bars: Bars, *, hidden: Collection[str] = ()) -> None:
+        """The whole run: `rows` makes its rows of those that are there, which it need not compute again."""
+        with self:
+            self.fill(rows(self.before), bars, hidden=hidden)
 
     def _begin(self) -> None:
         if (found := _read(self.path)) and found["rows"] and (names := differing(_decides(found), self._decides)):
@@ -82,35 +108,50 @@ def _read(path: Path) -> Row | None:
         return None
 
 
+def command_line(experiment: str, argv: Sequence[str] | None) -> list[str]:
+    """What a result says that was run: argv, or what this process was given."""
+    return ["python", "-m", f"experiments.{experiment}", *(sys.argv[1:] if argv is None else argv)]
+
+
+def refusing(main: Callable[..., int]) -> Callable[..., int]:
+    """A command that ends with status 2, after a line that says why, where the library refuses; and at Ctrl-C as all
+    that are `interruptible` do."""
+
+    @interruptible
+    @functools.wraps(main)
+    def wrapped(*args: Any, **options: Any) -> int:
+        try:
+            return main(*args, **options)
+        except JllmError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return wrapped
+
+
+def told(args: argparse.Namespace, result: ResultFile) -> int:
+    """The end of a command that went well: the whole document as the last line, if asked. Returns the exit status."""
+    if args.json:
+        print(json.dumps(result.document))
+    return 0
+
+
+@refusing
 def record(
     args: argparse.Namespace,
     experiment: str,
     command: Sequence[str],
     rows: Iterable[Row],
     *,
-    bars: Callable[[list[Row]], Iterable[Row]] = lambda rows: (),
+    bars: Bars = lambda rows: (),
     shown: Callable[[Row], bool] = lambda row: True,
     **extra: Any,
 ) -> int:
-    """Adds rows to a result file as they come and prints those that are `shown`, then the bars; as the last line, if
-    asked, the whole document. A run of which a row of its own has an "error" is incomplete. args: as add_result_options
-    has them. Returns the exit status: 2, after a line that says
-    why, where the library refuses."""
-    try:
-        with ResultFile(args.results, experiment, command, args.label, **extra) as result:
-            for row in rows:
-                result.add(row)
-                if shown(row):
-                    print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            found = list(result.document["rows"])
-            failed = any("error" in row and "peer" not in row for row in found)
-            result.finish(bars=list(bars(found)), complete=not failed)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    """A command's measurement: rows and bars to a result file (ResultFile.fill), and what is told. args: as
+    add_result_options has them. Returns the exit status."""
+    with ResultFile(args.results, experiment, command, args.label, **extra) as result:
+        result.fill(rows, bars, shown=shown)
+    return told(args, result)
 
 
 def rounded(row: Row) -> Row:

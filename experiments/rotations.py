@@ -38,20 +38,19 @@ import jllm
 from experiments.accuracy.rows import PLAIN_KV, kv_name
 from experiments.arguments import positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
-from experiments.result_file import ResumedFile
+from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Recorded, evaluate, record
 from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.cache import least_page
-from jllm.errors import JllmError
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate, rotate_by
 from jllm.quant.schemes import ROTATIONS
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
@@ -242,25 +241,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.rotations", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        model = jllm.load(args.model, dtype=args.dtype)
-        calibration = f"{args.rows} x {args.length} own tokens"
-        run = run_of(args)
-        with ResumedFile(args.results, "rotations", command, args.label, run=run, calibration=calibration) as result:
-            for row in rows(model, args, result.before):
-                result.add(row)
-                print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            result.finish(bars=list(bars(result.document["rows"])), complete=True)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    model = jllm.load(args.model, dtype=args.dtype)
+    how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
+    result = ResumedFile(args.results, "rotations", command_line("rotations", argv), args.label, **how)
+    result.go_on(partial(rows, model, args), bars)
+    return told(args, result)
 
 
 if __name__ == "__main__":

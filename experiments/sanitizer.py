@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
+from experiments.result_file import command_line
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -306,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from experiments.result_file import ResultFile
 
-    command = ["python", "-m", "experiments.sanitizer", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("sanitizer", argv)
     cases = [
         (tool, kernel, case)
         for tool in args.tools

@@ -32,19 +32,19 @@ from tqdm import tqdm
 
 from experiments.arguments import positive
 from experiments.qps import token_bytes
-from experiments.result_file import bar, record, rounded
+from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from jllm.engine.options import EngineOptions
 from jllm.engine.trace import read_trace
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError
 from jllm.kv_policies.learned_length import PREFIX, Learned, load_learned
 from jllm.kv_policies.length import NAMES
 from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -231,16 +231,12 @@ def name_of(args: argparse.Namespace) -> str:
     return f"{'replay' if args.replay else 'simulate'}_{Path(args.config).stem}"
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.simulate", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        shares = Shares() if args.floor else calibrated(None)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    shares = Shares() if args.floor else calibrated(None)
     rows = replay_all(args) if args.replay else simulate_all(args)
+    command = command_line("simulate", argv)
     return record(args, name_of(args), command, rows, bars=bars, cost_model=vars(shares))
 
 

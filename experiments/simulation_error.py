@@ -22,7 +22,7 @@ from experiments.baselines import SeparateSteps
 from experiments.claims import c32
 from experiments.claims.loads import simulated
 from experiments.meshes import LINK, Mesh
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.simulate import make_costs
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.simulation_error", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("simulation_error", argv)
     return record(args, "simulation_error", command, errors())
 
 

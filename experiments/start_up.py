@@ -22,11 +22,10 @@ import jax
 
 from experiments.arguments import claim_memory, positive, scheme_name
 from experiments.qps import make_model
-from experiments.result_file import bar, record
+from experiments.result_file import bar, command_line, record, refusing
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import JllmError
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots
@@ -86,7 +85,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
             yield bar(name, slowest["start_s"], "s", most, most=True)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(host_only=False, guided=None)  # qps.make_model asks
@@ -102,13 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=positive, default=2, help="of the warm start, after the last cold one")
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.start_up", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        rows = list(measure(args))  # before this process, too, looks at the device and takes its memory
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return record(args, "start_up", command, rows, bars=bars)
+    rows = list(measure(args))  # before this process, too, looks at the device and takes its memory
+    return record(args, "start_up", command_line("start_up", argv), rows, bars=bars)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.arguments import add_model_options, claim_memory, positive, scheme_name
-from experiments.result_file import bar, record
+from experiments.result_file import bar, command_line, record
 from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
 from jllm.batch import Bucket
@@ -212,7 +212,7 @@ def name_of(args: argparse.Namespace) -> str:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.step_profile", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("step_profile", argv)
     claim_memory()
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002}
     if args.layers is None:  # fewer are too small to decide

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.arguments import positive, scheme_name
-from experiments.result_file import record
+from experiments.result_file import command_line, record
 from experiments.steps.timer import model_config
 from jllm.batch import Bucket
 from jllm.cache import make_cache, make_tails, parse_kv_cache
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=0, help="chunks that these may be")
     add_result_options(parser)
     args = parser.parse_args(argv)
-    command = ["python", "-m", "experiments.step_tracing", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("step_tracing", argv)
     return record(args, "step_tracing", command, measure(args))
 
 

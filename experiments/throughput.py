@@ -35,7 +35,7 @@ from experiments.arguments import (
     positive_seconds,
     scheme_name,
 )
-from experiments.result_file import record, rounded
+from experiments.result_file import command_line, record, rounded
 from experiments.steps import peers
 from experiments.steps.bars import decode_bars, prefill_bars
 from experiments.steps.batches import WholeBatch
@@ -254,7 +254,7 @@ def name_of(args: argparse.Namespace) -> str:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.throughput", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("throughput", argv)
     source = json.loads(H800.read_text(encoding="utf-8"))["source"]
     beside = peers_rows(args) if args.peers else []
     claim_memory()

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, refusing
 from experiments.training.data import Rows, pack
 from experiments.training.drafters import (
     Known,
@@ -45,14 +45,14 @@ from experiments.training.fit import row_nats
 from jllm.checkpoint import init_params, save
 from jllm.config import LlamaConfig
 from jllm.drafter_files import DRAFTS, save_heads
-from jllm.errors import ConfigError, JllmError, OutputError
+from jllm.errors import ConfigError, OutputError
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model, load
 from jllm.sampling import Sampling, neutral_sampling
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.tree import chain
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}  # names in --out
 
@@ -286,15 +286,11 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
 )
 
 
-@interruptible
+@refusing
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse_arguments(argv)
-    try:
-        document = run(args, argv)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    document = run(args, argv)
     if args.json:
         print(json.dumps(document))
     return 0

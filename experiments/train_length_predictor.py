@@ -34,9 +34,9 @@ import optax
 from tqdm import tqdm
 
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, command_line, refusing, told
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, JllmError, OutputError
+from jllm.errors import ConfigError, OutputError
 from jllm.kv_policies.learned_length import (
     BAG,
     DENSE,
@@ -49,7 +49,7 @@ from jllm.kv_policies.learned_length import (
     save_learned,
 )
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
 Weights = dict[str, jax.Array]
@@ -365,19 +365,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.train_length_predictor", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        with ResultFile(args.results, "train_length_predictor", command, args.label) as result:
-            run(load(args.model), args, result)
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result.document))
-    return 0
+    command = command_line("train_length_predictor", argv)
+    with ResultFile(args.results, "train_length_predictor", command, args.label) as result:
+        run(load(args.model), args, result)
+    return told(args, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What an experiment leaves behind."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_only_record_writes_where_results_are_committed(capsys):
             assert 'add_argument("--results"' not in file.read_text(), file
         if root in file.parents and "\ndef main(" in file.read_text():
             alone = file.name == "torch_attention.py"  # run by a Python that has PyTorch and none of ours
-            assert alone or "\n@interruptible\ndef main(" in file.read_text(), file
+            assert alone or re.search(r"\n@(interruptible|refusing)\ndef main\(", file.read_text()), file
     assert "/results/" in (root.parent / ".gitignore").read_text().splitlines()
 
 

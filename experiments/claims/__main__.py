@@ -22,7 +22,7 @@ from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import result_of
 from experiments.report.judged import judged
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, command_line
 from jllm.errors import InputFileError, JllmError
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
@@ -119,7 +119,7 @@ def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = ["python", "-m", "experiments.claims", *(sys.argv[1:] if argv is None else argv)]
+    command = command_line("claims", argv)
     try:
         for path in args.draw:
             draw_again(path)

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 import jllm
+from experiments.result_file import refusing
 from experiments.texts.read import BUNDLED_TEXT
-from jllm.errors import JllmError, OutputError
+from jllm.errors import OutputError
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import interruptible
 
 DOCUMENTS = 40
 LENGTH = 600  # tokens; BOS and the context of 1024 leave room
@@ -32,21 +32,17 @@ def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, 
     return [{"seed": seed, "text": done.text} for seed, done in enumerate(told)]
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=DOCUMENTS, help="how many (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=BUNDLED_TEXT, help="default: the bundled text itself")
     args = parser.parse_args(argv)
+    lines = [json.dumps(document, ensure_ascii=False) for document in documents(jllm.load(), args.documents)]
     try:
-        lines = [json.dumps(document, ensure_ascii=False) for document in documents(jllm.load(), args.documents)]
-        try:
-            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"{args.out}: cannot be written: {error.strerror}") from None
-    except JllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{args.out}: cannot be written: {error.strerror}") from None
     return 0
 
 

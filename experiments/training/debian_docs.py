@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+from experiments.result_file import refusing
 from jllm.errors import InputFileError, OutputError
-from pallas_kernels.bench.command import interruptible
 
 PACKAGES = {
     "debian-faq": "GPL-2+",
@@ -111,21 +111,17 @@ def corpus(packages: Iterable[str]) -> Iterator[str]:
         print(f"{package} ({PACKAGES.get(package, 'licence: see the package')}): {size / 1e6:.1f} MB", file=sys.stderr)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="new corpus")
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES), metavar="NAME")
     args = parser.parse_args(argv)
+    text = "".join(corpus(args.packages))
     try:
-        text = "".join(corpus(args.packages))
-        try:
-            args.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"{args.out}: cannot be written: {error.strerror}") from None
-    except (InputFileError, OutputError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{args.out}: cannot be written: {error.strerror}") from None
     return 0
 
 
