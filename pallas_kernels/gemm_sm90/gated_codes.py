@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import skinny_plan
+from pallas_kernels.gemm_sm90.product import sum_over_k
 from pallas_kernels.gemm_sm90.skinny import COLUMN, ROW, copy_operand
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config
 from pallas_kernels.gemm_sm90.skinny_plan import Refs, begin_of, tiles_of
-from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.row_pieces_sm90 import codes, scale_of, silu_mul, widen
 
 HALVES = 2
@@ -141,26 +141,10 @@ def copy_scales(plan: Plan, refs: Refs) -> None:
 
 def compute(plan: Plan, refs: Refs, scales: Scales, dtype: jnp.dtype) -> None:
     """The computing warpgroup: every tile of this CTA."""
-    steps, stages = plan.steps, refs.full.shape[0]
 
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
-        def accumulate(acc: Any) -> jax.Array:
-            @pl.loop(0, steps)
-            def _(s: jax.Array) -> None:
-                slot = slot_of(i * steps + s, stages)
-                plgpu.barrier_wait(refs.full.at[slot])
-                plgpu.wgmma(acc, refs.x_s.at[slot], refs.w_s.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-
-                @pl.when(s > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + s - 1, stages)])
-
-            return lax.optimization_barrier(acc[...])  # else what is done with the sums may move before the wait
-
-        sums = pl.run_scoped(accumulate, plgpu.ACC((UNIT, HALVES * plan.columns), jnp.int32))
-        plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + steps - 1, stages)])
+        sums, _ = sum_over_k(plan, refs, i, slice(None), (UNIT, HALVES * plan.columns))
         finish(plan, refs, scales, dtype, *begin_of(plan, i), sums)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -23,9 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm_sm90.product import sum_over_k
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, takes_norm
 from pallas_kernels.gemm_sm90.skinny_plan import Plan, Refs, begin_of, tiles_of
-from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
+from pallas_kernels.ring_sm90 import drain, free_slot
 from pallas_kernels.row_pieces_sm90 import silu_mul, widen
 
 SQUARES = 8  # columns of x's squares that are added up side by side
@@ -149,37 +150,20 @@ def copy_vectors(plan: Plan, refs: Refs) -> None:
 
 def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
     """A computing warpgroup: its rows of every tile of this CTA."""
-    steps, stages = plan.steps, refs.full.shape[0]
     rows = pl.ds(warpgroup * plan.rows, plan.rows)
+
+    def weighed(x: Any, slot: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return weigh(x, refs.norm_s.at[slot], squares)
 
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
         row, column = begin_of(plan, i)
         fetch_residual(plan, refs, warpgroup, row + rows.start, column)
 
-        def accumulate(acc: Any) -> tuple[jax.Array, jax.Array | None]:
-            def step(s: jax.Array, squares: jax.Array | None) -> jax.Array | None:
-                slot = slot_of(i * steps + s, stages)
-                plgpu.barrier_wait(refs.full.at[slot])
-                x = refs.x_s.at[slot, rows]
-                if squares is not None:
-                    x, squares = weigh(x, refs.norm_s.at[slot], squares)
-                plgpu.wgmma(acc, x, refs.w_s.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-
-                @pl.when(s > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + s - 1, stages)])
-
-                return squares
-
-            zeros = jnp.zeros((plan.rows, SQUARES), jnp.float32) if plan.normed else None
-            squares = lax.fori_loop(0, steps, step, None if zeros is None else plgpu.layout_cast(zeros, LAYOUT))
-            return lax.optimization_barrier(acc[...]), squares  # else what is done with sums may move before the wait
-
-        accumulator = jnp.int32 if plan.dtype == jnp.int8 else jnp.float32
-        sums, squares = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.config.columns), accumulator))
-        plgpu.barrier_arrive(refs.free.at[slot_of(i * steps + steps - 1, stages)])
+        norm: tuple[Any, ...] = ()
+        if plan.normed:
+            norm = weighed, plgpu.layout_cast(jnp.zeros((plan.rows, SQUARES), jnp.float32), LAYOUT)
+        sums, squares = sum_over_k(plan, refs, i, rows, (plan.rows, plan.config.columns), *norm)
         if squares is not None:
             over_rms = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / plan.k) + plan.eps)
             sums = sums * lax.broadcast_in_dim(over_rms, sums.shape, (0,))

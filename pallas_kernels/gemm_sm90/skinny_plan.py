@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm_sm90.product import Sizes
 from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, most_stages
 from pallas_kernels.smem_sm90 import swizzled
 
@@ -39,14 +40,9 @@ class Refs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Sizes):
     """Static sizes."""
 
-    m: int
-    n: int  # columns of the result
-    k: int
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
     extra: dict[str, jnp.dtype]  # the optional arguments that are there
     config: Config
     gated: bool = False
@@ -82,15 +78,9 @@ class Plan:
         return self.config.rows // self.computing
 
     @property
-    def step(self) -> int:
-        """Elements of K that a stage holds: of fewer bytes than asked for where rows of K are no multiple of 128."""
-        size = self.dtype.itemsize
-        return next(width // size for width in (self.config.step, 64, 32) if self.k * size % min(width, 128) == 0)
-
-    @property
-    def steps(self) -> int:
-        """What is past the end of K reads as zeros."""
-        return pl.cdiv(self.k, self.step)
+    def widest(self) -> int:
+        """As asked for."""
+        return self.config.step
 
     @property
     def row_tiles(self) -> int:

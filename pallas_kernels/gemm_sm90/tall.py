@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm_sm90.product import sum_over_k
 from pallas_kernels.gemm_sm90.tall_config import Config
 from pallas_kernels.gemm_sm90.tall_plan import ROWS, Place, Plan, Refs, Tile, for_each_tile
 from pallas_kernels.ring_sm90 import drain, free_slot
@@ -106,7 +107,6 @@ def fetch(plan: Plan, refs: Refs) -> None:
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     """A computing warpgroup: its half of every tile of this CTA."""
-    steps = plan.steps
     rows = pl.ds(wg * plan.rows, plan.rows)
 
     def compute_tile(tile: Tile, n: jax.Array) -> None:
@@ -116,19 +116,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
             for c in range(plan.buffers):
                 load_residual(plan, refs, place, c)
 
-        def accumulate(acc: Any) -> jax.Array:
-            @pl.loop(0, steps)
-            def _(s: jax.Array) -> None:
-                slot = plan.slot(n * steps + s)
-                plgpu.barrier_wait(refs.full.at[slot])
-                plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-                pl.when(s > 0)(lambda: plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + s - 1)]))
-
-            return lax.optimization_barrier(acc[...])  # LLVM doesn't know that accumulators change until the wait
-
-        sums = pl.run_scoped(accumulate, plgpu.ACC((plan.rows, plan.tile_n), plan.accumulator))
-        plgpu.barrier_arrive(refs.free.at[plan.slot(n * steps + steps - 1)])
+        sums, _ = sum_over_k(plan, refs, n, rows, (plan.rows, plan.tile_n))
         finish(plan, refs, place, sums)
 
     for_each_tile(plan, compute_tile)

@@ -11,13 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm_sm90.product import Sizes
 from pallas_kernels.gemm_sm90.tall_config import Config
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.smem_sm90 import swizzled
 
 ROWS = 64  # of one wgmma
-STEP = 128  # bytes along K of a stage, at most: the widest swizzle
 VECTOR = 32  # floats: copies move multiples of 128 bytes
 
 
@@ -43,14 +42,9 @@ class Refs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Sizes):
     """Static sizes."""
 
-    m: int
-    n: int
-    k: int
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
     optional: tuple[str, ...]  # the arguments that are there
     config: Config
 
@@ -58,17 +52,6 @@ class Plan:
     def tile_n(self) -> int:
         """No copy is larger than its array."""
         return min(self.config.tile_n, self.n)
-
-    @property
-    def step(self) -> int:
-        """Elements of K that a stage holds."""
-        size = self.dtype.itemsize
-        return next(width // size for width in (STEP, 64, 32) if self.k * size % width == 0)
-
-    @property
-    def steps(self) -> int:
-        """Steps over K of a tile."""
-        return self.k // self.step
 
     @property
     def rows(self) -> int:
@@ -124,10 +107,6 @@ class Plan:
         return max(b for b in range(1, most + 1) if self.shared_memory(self.stages, b) <= SHARED_MEMORY)
 
     @property
-    def accumulator(self) -> Any:
-        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
-
-    @property
     def tiles(self) -> tuple[int, int]:
         """Along M and N."""
         return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.tile_n)
@@ -135,10 +114,6 @@ class Plan:
     @property
     def ctas(self) -> int:
         return min(math.prod(self.tiles), self.config.ctas)
-
-    def slot(self, number: jax.Array) -> jax.Array:
-        """Where the operands of a CTA's K step lie."""
-        return slot_of(number, self.stages)
 
     def scratch(self) -> dict[str, Any]:
         stages, vectors = self.stages, self.vectors.values()

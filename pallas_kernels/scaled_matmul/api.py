@@ -1,5 +1,6 @@
 """Checks, and the way to a backend."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
 from pallas_kernels.one_order import check_device, in_tiles
 from pallas_kernels.scaled_matmul import xla
 from pallas_kernels.scaled_matmul.config import (
+    Config,
     check_grouped,
     check_grouped_unasked,
     check_supported,
@@ -56,39 +58,19 @@ def scaled_matmul(
     return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
-def _mosaic(
-    x: jax.Array,
-    w: jax.Array,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
-    from pallas_kernels.gemm_sm90 import skinny, tall  # import all of Pallas
+def _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
+    from pallas_kernels.gemm_sm90 import grouped, skinny, tall  # import all of Pallas
 
-    config = choose_config(x.shape[0], *w.shape)
-    gemm: Any = skinny.gemm if is_skinny(config) else tall.gemm
+    gemm: Any
+    config: Config
+    if x_scale.ndim == 2:
+        gemm, config = grouped.gemm, grouped_config(x.shape[0], *w.shape)
+    else:
+        config = choose_config(x.shape[0], *w.shape)
+        gemm = skinny.gemm if is_skinny(config) else tall.gemm
     bias = None if bias is None else bias.astype(jnp.float32)
     added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     return gemm(x, w, **added, out_dtype=out_dtype, config=config)
-
-
-def _mosaic_grouped(
-    x: jax.Array,
-    w: jax.Array,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
-    from pallas_kernels.gemm_sm90 import grouped  # imports all of Pallas
-
-    config = grouped_config(x.shape[0], *w.shape)
-    bias = None if bias is None else bias.astype(jnp.float32)
-    added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
-    return grouped.gemm(x, w, **added, out_dtype=out_dtype, config=config)
 
 
 def _triton(*args) -> jax.Array:
@@ -97,31 +79,15 @@ def _triton(*args) -> jax.Array:
     return triton.scaled_matmul(*args)
 
 
-def _one_order(
-    x: jax.Array,
-    w: jax.Array,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
+def _one_order(x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
     """The kernels of few and of many rows both add in the order of K."""
     if on_hopper():
         return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype)
-    return in_tiles(lambda x, s, r: xla.scaled_matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
+    return _in_tiles(xla.scaled_matmul, x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
-def _grouped_one_order(
-    x: jax.Array,
-    w: jax.Array,
-    x_scale: jax.Array,
-    w_scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
-    return in_tiles(lambda x, s, r: xla.grouped_matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
+def _in_tiles(matmul, x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
+    return in_tiles(lambda x, s, r: matmul(x, w, s, w_scale, bias, r, out_dtype), x, x_scale, residual)
 
 
 def _check_one_order(*arguments) -> None:
@@ -137,8 +103,8 @@ BACKENDS = {
     DETERMINISTIC: Backend(_one_order, _check_one_order),
 }
 GROUPED = {
-    "mosaic": Backend(_mosaic_grouped, check_grouped, check_grouped_unasked),
+    "mosaic": Backend(_mosaic, check_grouped, check_grouped_unasked),
     "xla": Backend(xla.grouped_matmul),
-    DETERMINISTIC: Backend(_grouped_one_order, lambda *_: check_device()),
+    DETERMINISTIC: Backend(partial(_in_tiles, xla.grouped_matmul), lambda *_: check_device()),
 }
 FP8_TRITON = Backend(_triton, check_triton_fp8, unasked_on=("ampere",))

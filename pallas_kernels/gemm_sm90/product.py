@@ -1,0 +1,83 @@
+"""What the Hopper products of few and of many rows have in common: sizes, and the sum over K of a tile."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ring_sm90 import slot_of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of x [M, K] times w [.., K] transposed, and the result's N columns."""
+
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
+
+    @property
+    def widest(self) -> int:
+        """Bytes along K of a stage, at most."""
+        return 128
+
+    @property
+    def step(self) -> int:
+        """Elements of K that a stage holds: of fewer bytes than `widest` where rows of K are no multiple of 128."""
+        size = self.dtype.itemsize
+        return next(width // size for width in (self.widest, 64, 32) if self.k * size % min(width, 128) == 0)
+
+    @property
+    def steps(self) -> int:
+        """Steps over K of a tile. What is past the end of K reads as zeros."""
+        return pl.cdiv(self.k, self.step)
+
+
+Weigh = Callable[[Any, jax.Array, Any], tuple[Any, Any]]  # of x [rows, step] in shared memory, its slot and a state
+
+
+def sum_over_k(
+    plan: Sizes,
+    refs: Any,
+    tile: jax.Array,
+    rows: Any,
+    shape: tuple[int, int],
+    weigh: Weigh | None = None,
+    state: Any = None,
+) -> tuple[jax.Array, Any]:
+    """The product of a warpgroup's `rows` of x and all of w's, both in shared memory, of a CTA's n-th `tile`, added in
+    the order of K: sums of `shape` in registers. Each stage is given back once the product after its own was issued.
+
+    weigh(x, slot, state) gives what takes the place of x, and the next state; returns the last one too.
+    """
+    steps, stages = plan.steps, refs.full.shape[0]
+
+    def accumulate(acc: Any) -> tuple[jax.Array, Any]:
+        def step(s: jax.Array, state: Any) -> Any:
+            slot = slot_of(tile * steps + s, stages)
+            plgpu.barrier_wait(refs.full.at[slot])
+            x = refs.x_s.at[slot, rows]
+            if weigh is not None:
+                x, state = weigh(x, slot, state)
+            plgpu.wgmma(acc, x, refs.w_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+            pl.when(s > 0)(lambda: plgpu.barrier_arrive(refs.free.at[slot_of(tile * steps + s - 1, stages)]))
+            return state
+
+        last = lax.fori_loop(0, steps, step, state)
+        return lax.optimization_barrier(acc[...]), last  # LLVM doesn't know that accumulators change until the wait
+
+    sums, last = pl.run_scoped(accumulate, plgpu.ACC(shape, plan.accumulator))
+    plgpu.barrier_arrive(refs.free.at[slot_of(tile * steps + steps - 1, stages)])
+    return sums, last
