@@ -27,6 +27,7 @@ from typing import Any
 from experiments.claims.claim import text_table
 from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
 from experiments.report.documents import read_result, result_of
+from experiments.report.svg import svg, without_matplotlib_said
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
@@ -164,18 +165,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 def write_picture(document: Row, path: Path) -> None:
-    """The same bytes for the same rows. Says so where matplotlib is missing."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: matplotlib is missing (the extra `notebooks`); later: --draw", file=sys.stderr)
-        return
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "hardware", "font.size": 9}
-    with matplotlib.rc_context(options):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
+    """Says so where matplotlib is missing."""
+    with without_matplotlib_said(path.with_suffix(".json")), svg(path, (9, 4.6), "hardware", {}) as figure:
         draw(figure, document["rows"])
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

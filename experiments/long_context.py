@@ -33,6 +33,7 @@ from experiments.arguments import check_draws_only, positive
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
 from experiments.report.documents import result_of
+from experiments.report.svg import heading, svg, without_matplotlib_said
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
@@ -49,7 +50,6 @@ BIN = 128  # positions
 FLOOR, FOUND = 0.05, 0.95  # of the questions: chance at most, and at least where the answer can be found
 ALL = "all"
 LEFT_OUT = ("fp8", "int4-g32", "int4-g32-h")  # of perplexity by position, as quant_accuracy has them
-OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "long_context", "font.size": 9, "axes.grid": True}
 
 
 def kv_formats(head_dim: int) -> tuple[str, ...]:
@@ -187,25 +187,19 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def draw_result(document: Row, file: Path) -> Path | None:
     """Three panels beside the result; None without matplotlib, which is said."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
-        return None
-    options: Any = OPTIONS
-    with rc_context(options):
-        figure = Figure(figsize=(12, 4), layout="constrained")
+    path = file.with_suffix(".svg")
+    with (
+        without_matplotlib_said(file),
+        svg(path, (12, 4), "long_context", {"axes.grid": True}, heading(document)) as figure,
+    ):
         panels = figure.subplots(1, 3)
         for part, axes, plot in zip(
             ("needle", "outlier", "position"), panels, (draw_depths, draw_strengths, draw_nats)
         ):
             if rows := [row for row in document["rows"] if row["part"] == part]:
                 plot(axes, rows)
-        figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
-        path = file.with_suffix(".svg")
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    return path
+        return path
+    return None
 
 
 def lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:

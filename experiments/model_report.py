@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
 from experiments.other_devices import MEASURED, floor_on
 from experiments.qps import token_bytes
+from experiments.report.svg import svg
 from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import DeviceSheet, device_sheet
@@ -221,10 +223,7 @@ def _ms(choice: Choice) -> str:
 
 def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
     """Divergence by bytes and by milliseconds, as SVG within the page; a line that says so without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return ['<p class="note">No pictures: matplotlib is missing (the extra <code>notebooks</code>).</p>']
     made = []
     unit, size = _unit(max(c.bytes for c in found))
@@ -232,13 +231,12 @@ def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
         (f"{unit} of weights, K and V", lambda c: c.bytes / size),
         ("ms a decode step, estimated", lambda c: c.decode_ms),
     )
-    options: Any = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
     for label, value in axes:
         shown = [c for c in found if c.kl > 0 and value(c) is not None]
         if not shown:
             continue
-        with rc_context(options | {"svg.hashsalt": label}):
-            figure = Figure(figsize=(9, 4), layout="constrained")
+        drawn = io.StringIO()
+        with svg(drawn, (9, 4), label) as figure:
             ax = figure.add_subplot()
             for kv, marker in zip(dict.fromkeys(c.kv for c in shown), "osD^vPX*" * 4):
                 some = [c for c in shown if c.kv == kv]
@@ -249,8 +247,6 @@ def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
             ax.set(xlabel=label, ylabel="divergence, nats a token", yscale="log")
             ax.margins(x=0.1, y=0.1)  # names of the outermost choices stay inside
             ax.legend(loc="best", fontsize=8)
-            drawn = io.StringIO()
-            figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
         text = drawn.getvalue()
         made.append(f"<figure>{text[text.index('<svg') :]}</figure>")
     return made

@@ -28,6 +28,7 @@ import jllm
 from experiments.arguments import check_draws_only, positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.report.documents import result_of
+from experiments.report.svg import heading, svg, without_matplotlib_said
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import evaluate, record
@@ -48,7 +49,6 @@ LABELS = {"tensor": "one scale for all tokens", "token": "one scale a token", "o
 GROUPS = (8, 16, 32, 64)
 MASSIVE = "massive"  # in place of a strength
 LAYER = 4  # whose inputs part "channel" shows, in the middle of the bundled model
-OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "outliers", "font.size": 9, "axes.grid": True}
 
 
 def planted(model: Model, strength: float | str) -> Model:
@@ -120,23 +120,17 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def draw(document: Row, file: Path) -> Path | None:
     """Beside a result's file, of its rows alone. None without matplotlib, which is said."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
-        return None
-    options: Any = OPTIONS
-    with rc_context(options):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
+    path = file.with_suffix(".svg")
+    with (
+        without_matplotlib_said(file),
+        svg(path, (11, 3.8), "outliers", {"axes.grid": True}, heading(document)) as figure,
+    ):
         left, middle, right = figure.subplots(1, 3)
         draw_channels(left, [row for row in document["rows"] if row["part"] == "channel"])
         draw_strengths(middle, [row for row in document["rows"] if row["part"] == "strength"])
         draw_groups(right, [row for row in document["rows"] if row["part"] == "group"])
-        figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
-        path = file.with_suffix(".svg")
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    return path
+        return path
+    return None
 
 
 def draw_channels(axes: Any, rows: list[Row]) -> None:

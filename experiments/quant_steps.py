@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
+from experiments.report.svg import svg
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
@@ -197,15 +198,11 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
 
 def draw(document: Row, path: Path) -> None:
     """Times as fast as bf16 by batch: the crossover."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
     if not kinds:
         raise ValueError(f"{path.stem}.json: there is nothing to draw, since no step was measured")
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "quant_steps", "font.size": 9, "axes.grid": True}
-    with matplotlib.rc_context(options | {"grid.alpha": 0.3}):
-        figure = Figure(figsize=(3.6 * len(kinds), 3.6), layout="constrained")
+    title = f"7B step by weight format, KV bf16 ({document['device']})"
+    with svg(path, (3.6 * len(kinds), 3.6), "quant_steps", title=title) as figure:
         for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
             for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
                 found = speedups(document["rows"], scheme, kind)
@@ -214,8 +211,6 @@ def draw(document: Row, path: Path) -> None:
             axes.set_ylabel(f"times as fast as bf16, {kind}")
             axes.set_xticks(list(found), [str(batch) for batch in found])
         axes.legend()
-        figure.suptitle(f"7B step by weight format, KV bf16 ({document['device']})", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def draw_file(path: Path) -> int:

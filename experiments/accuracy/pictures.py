@@ -1,41 +1,30 @@
 """Pictures of a run of experiments.quant_accuracy, as SVG: the same bytes for the same rows."""
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments.accuracy.measured_speed import Speed
 from experiments.accuracy.rows import PLAIN_KV, Row
+from experiments.report.svg import heading, svg, without_matplotlib_said
 from jllm.quant.schemes import PLAIN
 
 Speeds = dict[tuple[str, str], Speed]  # by scheme and KV format
-OPTIONS: dict[str, Any] = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 FAMILIES = {"fp8": "C1", "nf4": "C2", "w4": "C3", "int4": "C3", "k=": "C4"}  # by what a name begins with; the rest C0
 GAP, LINES = 0.2, 26  # between points with names of their own column; names that a picture's height takes
 
 
 def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
     """Beside a result's file; those of what it has. Without matplotlib none, which is said."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no pictures: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
-        return []
     made = []
-    for name, draw, rows in pictures(document["rows"], speeds):
-        if not rows:
-            continue
-        path = file.with_name(f"{file.stem}-{name}.svg")
-        options: Any = OPTIONS | {"svg.hashsalt": name}
-        with rc_context(options):
-            figure = Figure(figsize=(10, 4.2), layout="constrained")
-            draw(figure, rows)
-            figure.suptitle(f"{document['experiment']}, {document['date']} ({document['device']})", fontsize=9)
-            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-        made.append(path)
+    with without_matplotlib_said(file):
+        for name, draw, rows in pictures(document["rows"], speeds):
+            if rows:
+                path = file.with_name(f"{file.stem}-{name}.svg")
+                with svg(path, (10, 4.2), name, title=heading(document)) as figure:
+                    draw(figure, rows)
+                made.append(path)
     return made
 
 

@@ -22,6 +22,7 @@ from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import result_of
 from experiments.report.judged import judged
+from experiments.report.svg import without_matplotlib_said
 from experiments.result_file import ResultFile, command_line
 from jllm.errors import InputFileError, JllmError
 from pallas_kernels.backends import on_hopper
@@ -82,10 +83,8 @@ def try_to_draw(document: Row, path: Path) -> None:
     """The picture beside a result."""
     name = claim_named(document["experiment"])
     assert name is not None
-    try:
+    with without_matplotlib_said(path):
         draw(find(name), TITLES[name], document, path.with_suffix(".svg"))
-    except ImportError:
-        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {path.name}", file=sys.stderr)
 
 
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:

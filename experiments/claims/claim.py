@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from experiments.report.svg import svg
 from experiments.result_file import ResultFile
 from pallas_kernels.bench.measure import device_us
 
@@ -173,20 +174,8 @@ def _cell(value: Any) -> str:
 
 
 def draw(claim: Claim, title: str, document: Row, path: Path) -> None:
-    """The claim's picture as SVG: the same bytes for the same rows. Raises ImportError without matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    options: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": claim.id,
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-    }
-    with matplotlib.rc_context(options):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
+    """The claim's picture. Raises ImportError without matplotlib."""
+    verdict = document["rows"][-1].get("verdict", "incomplete")
+    whole = f"{claim.id}: {title} ({document['device']}): {verdict}"
+    with svg(path, (7, 3.6), claim.id, title=whole) as figure:
         claim.draw(figure, measured_rows(document))
-        verdict = document["rows"][-1].get("verdict", "incomplete")
-        figure.suptitle(f"{claim.id}: {title} ({document['device']}): {verdict}", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

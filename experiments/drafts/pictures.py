@@ -4,28 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.report.svg import svg
 from jllm.errors import ConfigError
 
 Row = dict[str, Any]
-OPTIONS: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "speculation", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3
-}  # fmt: skip
 
 
 def draw(document: Row, path: Path) -> None:
     """The picture of a part's result. Raises ImportError without matplotlib, ConfigError for a file of no part."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     kind = next((kind for kind in PICTURES if document.get("experiment", "").startswith(f"speculation-{kind}")), None)
     rows = [row for row in document.get("rows", ()) if "error" not in row]
     if kind is None or not rows:
         raise ConfigError(f"{path.stem}.json has nothing to draw: it is no result of experiments.speculation")
-    with matplotlib.rc_context(OPTIONS):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
+    title = f"Speculation: {kind} ({document['device']}, {document['date']})"
+    with svg(path, (9, 3.6), "speculation", title=title) as figure:
         PICTURES[kind](figure, rows)
-        figure.suptitle(f"Speculation: {kind} ({document['device']}, {document['date']})", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def draw_acceptance(figure: Any, rows: list[Row]) -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report.figures import Results, Series, Strip, decode_series, requests_rows, strips
+from experiments.report.svg import svg
 
-OPTIONS: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "summary", "font.size": 9, "axes.spines.top": False,
-    "axes.spines.right": False,
-}  # fmt: skip
+STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 OURS = "#0b62c4"
 KINDS = {"jllm": (OURS, "o-"), "floor": ("#555555", ":")}
 PEERS = {"PyTorch": "#d1495b", "PPL.LLM": "#8d6a9f", "vLLM": "#e08e1b", "transformers": "#999999"}
@@ -25,20 +23,15 @@ RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from it
 
 def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has something to show. Raises ImportError without matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     drawn: list[tuple[str, Callable[[Any, Results], None], tuple[float, float]]] = [
         ("summary-steps", draw_steps, (11, 3.9)),
         ("summary-kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 0.9)),
     ]
     made = []
-    with matplotlib.rc_context(OPTIONS):
-        for name, draw, size in drawn:
-            figure = Figure(figsize=size, layout="constrained")
+    for name, draw, size in drawn:
+        made.append(directory / f"{name}.svg")
+        with svg(made[-1], size, "summary", STYLE) as figure:
             draw(figure, results)
-            made.append(directory / f"{name}.svg")
-            figure.savefig(made[-1], format="svg", metadata={"Date": None, "Creator": None})
     return made
 
 

@@ -1,0 +1,45 @@
+"""Pictures as SVG: the same bytes for the same rows."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+GRID = {"axes.grid": True, "grid.alpha": 0.3}
+
+
+@contextmanager
+def svg(
+    file: Path | IO[str],
+    size: tuple[float, float],
+    salt: str,
+    style: Mapping[str, Any] = GRID,
+    title: str | None = None,
+) -> Iterator[Any]:
+    """A matplotlib figure of `size` inches to draw on, which goes to a file at the end. `salt`: what names of its parts
+    are made of. Raises ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9, **style}
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        if title is not None:
+            figure.suptitle(title, fontsize=9)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+
+
+@contextmanager
+def without_matplotlib_said(file: Path) -> Iterator[None]:
+    """Says that there is no picture of a result's file where matplotlib is missing."""
+    try:
+        yield
+    except ImportError:
+        print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
+
+
+def heading(document: Mapping[str, Any]) -> str:
+    """A picture's title: the experiment, its date and its device."""
+    return f"{document['experiment']}, {document['date']} ({document['device']})"
