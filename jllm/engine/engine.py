@@ -176,10 +176,7 @@ class Engine:
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided = seq.priority, seq.guided
         new = self._loop.add(twin)
-        for token in seq.output:
-            new.output.push(token)
-        new.submitted, new.first_token, new.logprobs = live.submitted, live.first_token, list(live.logprobs)
-        new.last_token = live.last_token
+        new.carry_on(seq.output, live.logprobs, live.submitted, live.first_token, live.last_token)
         return index
 
     @in_turn

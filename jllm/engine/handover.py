@@ -286,10 +286,8 @@ class DecodeEngine(Engine):
             seq.snapshot = given.kv if first is None else None
             first = first or seq
             live = self._loop.add(seq)
-            for token in begun.output:
-                live.output.push(token)
-            live.submitted, live.first_token, live.last_token = begun.submitted, begun.first_token, begun.last_token
-            live.logprobs, live.prompt_scores = list(begun.logprobs), dict(begun.scores)
+            live.carry_on(begun.output, begun.logprobs, begun.submitted, begun.first_token, begun.last_token)
+            live.prompt_scores = dict(begun.scores)
         self._ledger.request(request_id).started = given.started
         if deadline is not None:
             self._ledger.end_after(request_id, deadline)

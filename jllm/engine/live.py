@@ -1,6 +1,6 @@
 """What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from jllm.batch import Bucket
@@ -38,6 +38,20 @@ class Live:
     taken: int = 0  # of these
     prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
     # rank, and the most likely token with its log p
+
+    def carry_on(
+        self,
+        tokens: Iterable[int],
+        logprobs: Iterable[TokenLogprob],
+        submitted: float,
+        first_token: float | None,
+        last_token: float,
+    ) -> None:
+        """It goes on from the tokens of another sample, whose times are its own from now on."""
+        for token in tokens:
+            self.output.push(token)
+        self.logprobs = list(logprobs)
+        self.submitted, self.first_token, self.last_token = submitted, first_token, last_token
 
     def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
         """The sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""

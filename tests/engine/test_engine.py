@@ -274,7 +274,7 @@ def test_a_deadline_ends_every_sample_with_what_it_has(model):
     never = engine.submit(PROMPTS[0], greedy(3), deadline=3600.0)
     soon = engine.submit(PROMPTS[0], greedy(40), deadline=3600.0)
     done = {(e.id, e.sample): e.completion for _ in range(9) for e in engine.step() if e.completion}
-    engine._ledger._deadlines = [(0.0, soon)]
+    engine._ledger.end_after(soon, 0.0)
     done |= {(e.id, e.sample): e.completion for e in engine.run() if e.completion}
     assert {key: c.finish_reason for key, c in done.items()} == {
         (now, 0): "deadline",

@@ -87,8 +87,12 @@ def play(model, jobs, few: int, forks: set[int]):
             assert clock < 500, "a request hangs"
         steps = engine.metrics()["steps"]
         engine.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+    assert not text_threads()
     return events, steps
+
+
+def text_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("texts")]
 
 
 def fork_first(engine, ids):
@@ -150,8 +154,8 @@ def test_few_tokens_are_made_at_once(model):
     engine.submit([5, 6, 7], greedy(6))
     while engine.has_work:
         engine.step()
-        assert not engine._ledger._texts.waiting
-    assert engine._ledger._texts._thread is None
+        assert not engine._ledger.has_news
+    assert not text_threads()
 
 
 def test_a_stop_string_that_the_length_limit_brings_out_is_the_reason(model):
@@ -189,7 +193,7 @@ def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
         assert sum((e.token_ids for e in mine), ()) == last[id].token_ids != ()
     with pytest.raises(EngineClosed, match=r"a step failed \(ValueError: a broken tokenizer\) half-way"):
         engine.step()
-    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+    assert not text_threads()
 
 
 def test_close_joins_while_text_is_made(model, monkeypatch):
@@ -212,7 +216,7 @@ def test_close_joins_while_text_is_made(model, monkeypatch):
     goes_on.set()
     closing.join(60)
     assert not closing.is_alive()
-    assert not [t for t in threading.enumerate() if t.name.startswith("texts")]
+    assert not text_threads()
 
 
 def test_nothing_is_nothing():
