@@ -113,8 +113,8 @@ def consecutive_tables(lengths: tuple[int, ...], page_size: int) -> np.ndarray:
 
 
 def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -> Run:
-    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration; the work list is
-    made once, as in a step."""
+    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration; the work list, of
+    the backend that has one, is made once, as in a step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
     generators = [np.random.default_rng(i) for i in range(layers)]
@@ -130,7 +130,8 @@ def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -
         queries = case.heads[0] // case.heads[1] * case.width
         config = replace(choose_config(case.head_dim, queries, case.heads[1], narrow), **changes)
         listed = jax.jit(make_work, static_argnums=(1, 2, 3), static_argnames=("config", "width"))
-        work = listed(lengths, *case.heads, case.head_dim, width=case.width, config=config)
+        options: dict[str, Any] = {"width": case.width, "config": config}
+        work = listed(lengths, *case.heads, case.head_dim, **options) if backend == "mosaic" else None
         cache = [random_pages(key, num_pages, case) for key in keys[1:]]
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 
