@@ -4,6 +4,7 @@ A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_upda
 is the engine's matter (engine/pages.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,8 +92,8 @@ def make_tails(
     page_size: int,
     rows: int = 1,
 ) -> Tails | None:
-    """Empty tails of S slots, in a float dtype, where K is stored as Kivi; else None. `rows`: of a short segment at
-    most. ConfigError for pages that do not hold whole groups, and for a mesh."""
+    """Empty tails of S slots, in a float dtype, where K is stored as Kivi; else None; on a mesh each device has those
+    of its KV heads. `rows`: of a short segment at most. ConfigError for pages that do not hold whole groups."""
     k, _ = formats
     if not isinstance(k, Kivi):
         return None
@@ -101,11 +102,9 @@ def make_tails(
             f"KV format {k.name} has groups of {k.group} tokens, each in one page: page_size must be a multiple of "
             f"{k.group}, not {page_size}"
         )
-    if config.mesh is not None:
-        raise ConfigError(f"KV format {k.name} runs on one device, and this model is spread over several: take another")
     fmt = KVFormat(jnp.dtype(dtype).name)
     sizes = slots, stored_kv_heads(config), config.head_dim, k.residual + rows - 1
-    return tuple(allocate_tail(*sizes, fmt) for _ in range(config.num_layers))
+    return _on_devices(lambda: tuple(allocate_tail(*sizes, fmt) for _ in range(config.num_layers)), config)
 
 
 def with_tails(cache: Cache, tails: Tails | None) -> Cache:
@@ -124,10 +123,11 @@ def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
     """An empty cache: for each layer, N pages of P tokens; on a mesh each device has those of its KV heads."""
     sizes = (num_pages, stored_kv_heads(config), page_size, config.head_dim)
+    return _on_devices(lambda: tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers)), config)
 
-    def allocate() -> Cache:
-        return tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers))
 
+def _on_devices[T](allocate: Callable[[], T], config: LlamaConfig) -> T:
+    """What allocate() gives; on a mesh each device makes that of its KV heads."""
     if config.mesh is None:
         return allocate()
     return jax.jit(allocate, out_shardings=NamedSharding(config.mesh, HEADS))()

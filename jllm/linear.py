@@ -64,14 +64,26 @@ def linear(
         each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
         return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
-        if backend == DETERMINISTIC and not isinstance(x, QuantizedRows) and (kind := _rows_kind(w)) is not None:
-            out_dtype = x.dtype if out_dtype is None else out_dtype
-            x = quantize_rows(x, kind, axis=axis.name)
-        part = linear(x, w, out_dtype=out_dtype, backend=backend)
+        rows = axis.name if backend == DETERMINISTIC else None
+        part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, rows=rows)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
-    run = partial(_linear, out_dtype=out_dtype, backend=backend)
+    return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
+
+
+def _product(
+    x: Rows,
+    w: Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    out_dtype,
+    backend: str | None,
+    **how: Any,
+) -> jax.Array:
+    """linear of one device, and its gradient. how: rows and parts, as rounded_inputs has them."""
+    run: Callable[..., jax.Array] = partial(_linear, out_dtype=out_dtype, backend=backend, **how)
     if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
-        return _with_gradient(run, partial(_straight, out_dtype=out_dtype))(x, w, bias, residual)
+        return _with_gradient(run, partial(_straight, out_dtype=out_dtype, **how))(x, w, bias, residual)
     return run(x, w, bias, residual)
 
 
@@ -206,17 +218,25 @@ def silu_linear(
 
     def run(gate_up: jax.Array, w: Weight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
         rows = silu_mul(gate_up, w, backend=backend)
-        return _linear(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
+        return _linear(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend, parts=parts)
 
     def straight(gate_up: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array) -> jax.Array:
         rows = silu_mul_quant(gate_up, backend=DIFFERENTIABLE)
-        return _straight(rows, w, bias, residual, out_dtype=residual.dtype)
+        return _straight(rows, w, bias, residual, out_dtype=residual.dtype, parts=parts)
 
     return (_with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)
 
 
 def _linear(
-    x: Rows, w: Weight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype, backend: str | None
+    x: Rows,
+    w: Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    out_dtype,
+    backend: str | None,
+    rows: str | None = None,
+    parts: int = 1,
 ) -> jax.Array:
     added: dict[str, Any] = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
@@ -230,17 +250,16 @@ def _linear(
             x, large = _part_outliers(x, w.format.outliers)
             kept = weight_only_matmul(large, w, **added, out_dtype=out_dtype, backend=backend)
             added = {"bias": None, "residual": kept}
-        if _takes_plain_rows(w):
+        if _takes_plain_rows(w) and rows is None:
             y = of_plain_rows(
                 x.reshape(-1, w.shape[1]), w.values, w.scales, bias=added["bias"], residual=_flat(added["residual"]),
                 out_dtype=out_dtype, backend=backend,
             )  # fmt: skip
             return y.reshape(*x.shape[:-1], w.shape[0])
-        options: dict[str, Any] = {"group": w.format.row_group, "per_tensor": w.format.per_tensor}
-        rows = quantize_rows(x, w.format.row_codes, **options, scale=w.input_scale)
-        return _codes_product(rows, w, **added, out_dtype=out_dtype, backend=backend)
+        codes = _row_codes(x, w.format, w.input_scale, rows)
+        return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
-        x = round_blocks(rotate_groups(x, w.format), w.format.activations, w.input_scale)
+        x = _blocks(x, w.format, w.input_scale, rows, parts)
         w = replace(w, format=replace(w.format, rotated=False))  # as x is now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
@@ -297,10 +316,10 @@ def _with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Ar
 
 
 def _straight(
-    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype
+    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype, **how: Any
 ) -> jax.Array:
     """linear in plain jnp, of numbers instead of codes, with rounding of activations passing gradients."""
-    x = rounded_inputs(x, w.format, w.input_scale)
+    x = rounded_inputs(x, w.format, w.input_scale, **how)
     w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
     y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
@@ -311,18 +330,33 @@ def _straight(
     return y.astype(x.dtype if out_dtype is None else out_dtype)
 
 
-def rounded_inputs(x: jax.Array, fmt: WeightFormat, scale: jax.Array | None = None) -> jax.Array:
+def rounded_inputs(
+    x: jax.Array, fmt: WeightFormat, scale: jax.Array | None = None, *, rows: str | None = None, parts: int = 1
+) -> jax.Array:
     """x [..., K] as a weight of that format takes it, in numbers of x's dtype; rounding passes gradients. scale [1] is
-    of all inputs, found ahead."""
+    of all inputs, found ahead. rows: the mesh axis whose devices have a part of each row and quantize it with the whole
+    row's scale. parts: a row of blocks has so many parts, of which each is rounded by itself."""
     fixed = jax.lax.stop_gradient(x)
     if fmt.activations in KINDS:
-        rounded = round_blocks(rotate_groups(fixed, fmt), fmt.activations, scale)
-        return x + (rotate_groups(rounded, fmt) - fixed)
+        return x + (rotate_groups(_blocks(fixed, fmt, scale, rows, parts), fmt) - fixed)
     if fmt.row_codes is None:
         return x
     rest, large = (fixed, 0) if fmt.outliers is None else _part_outliers(fixed, fmt.outliers)
-    codes = quantize_rows(rest, fmt.row_codes, group=fmt.row_group, per_tensor=fmt.per_tensor, scale=scale)
-    return x + (dequantize_rows(codes, x.dtype) + large - fixed)
+    return x + (dequantize_rows(_row_codes(rest, fmt, scale, rows), x.dtype) + large - fixed)
+
+
+def _row_codes(x: jax.Array, fmt: WeightFormat, scale: jax.Array | None, rows: str | None) -> QuantizedRows:
+    """x [..., K] in the codes of a format's inputs; the rest as rounded_inputs has it. Groups are whole."""
+    assert fmt.row_codes is not None
+    options: dict[str, Any] = {"group": fmt.row_group} if fmt.row_group else {"scale": scale, "axis": rows}
+    return quantize_rows(x, fmt.row_codes, per_tensor=fmt.per_tensor, **options)
+
+
+def _blocks(x: jax.Array, fmt: WeightFormat, scale: jax.Array | None, rows: str | None, parts: int) -> jax.Array:
+    """x [..., K], rotated where the format has that, in blocks of small floats; the rest as rounded_inputs has it."""
+    assert fmt.activations is not None
+    cut = rotate_groups(x, fmt).reshape(*x.shape[:-1], parts, -1)
+    return round_blocks(cut, fmt.activations, scale, axis=rows).reshape(x.shape)
 
 
 def _takes_numbers(w: QuantizedWeight) -> bool:

@@ -11,7 +11,7 @@ tokens. Between steps the state is that of plain decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.parallel.draws import draw_apart, draws_apart
-from jllm.parallel.ranks import HEADS, WHOLE, per_rank
+from jllm.parallel.ranks import WHOLE, per_rank
 from jllm.params import Params
 from jllm.rows import Rows, lay_out
 from jllm.sampling import (
@@ -43,7 +43,7 @@ from jllm.sampling import sample as draw_tokens
 from jllm.speculative.drafter import Advance, Drafter
 from jllm.speculative.forced import with_forced
 from jllm.speculative.rejection import accept_or_draw, certain
-from jllm.state import NOT_FINITE, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant
+from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant
 from pallas_kernels.backends import or_xla
 from pallas_kernels.move_tokens import move_tokens
 
@@ -267,8 +267,7 @@ def _per_rank(
         raise ConfigError("hooks run on one device, and this model is spread over several: load it without mesh")
     if variant.taps:
         raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
-    state: Any = State(**{each.name: HEADS if each.name == "cache" else WHOLE for each in fields(State)})  # type: ignore[arg-type]
-    return per_rank(function, config, (state, *[WHOLE] * whole), (state, WHOLE))
+    return per_rank(function, config, (SPREAD, *[WHOLE] * whole), (SPREAD, WHOLE))
 
 
 def sample_step(

@@ -15,6 +15,7 @@ from jllm.errors import ConfigError, TokenizerError
 from jllm.fit import tree_bytes
 from jllm.memory import Memory
 from jllm.parallel.mesh import free_of, make_mesh, spread
+from jllm.parallel.shares import share_params
 from jllm.params import Params
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
@@ -98,7 +99,10 @@ def load(
             raise
         tokenizer = None
     model = Model(config, params, tokenizer)
-    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
+    if scheme is not None and rotated:
+        model = quantize_model(model, scheme, donate=True)
+        return replace(model, params=share_params(model.params, config))  # which checks activation_parts
+    return model
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:

@@ -11,7 +11,7 @@ from jllm.cache import KVCache, Tails, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
-from jllm.parallel.ranks import WHOLE, place
+from jllm.parallel.ranks import HEADS, WHOLE, place
 from jllm.sampling import Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
@@ -139,9 +139,13 @@ def init_state(
     return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
 
 
+# What of a State devices of a mesh have by KV heads, and what is alike on all of them.
+SPREAD: Any = State(cache=HEADS, slots=WHOLE, counts=WHOLE, guidance=WHOLE, drafts=WHOLE, user=WHOLE, tails=HEADS)  # type: ignore[arg-type]
+
+
 def place_state(state: State, config: LlamaConfig) -> State:
-    """The state with all but its cache on every device of the config's mesh; without a mesh as it is."""
-    return replace(place(replace(state, cache=()), config, WHOLE), cache=state.cache)
+    """The state where steps on the config's mesh want it; without a mesh as it is."""
+    return place(state, config, SPREAD)
 
 
 def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:

@@ -105,10 +105,11 @@ def to_e4m3(scales: jax.Array, tensor: jax.Array) -> jax.Array:
     return jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448).astype(FLOATS["fp8"])
 
 
-def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None) -> jax.Array:
+def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None, *, axis: str | None = None) -> jax.Array:
     """x [..., K] of a float dtype as that kind would hold it, in its dtype: activations, for what they lose. K is a
     multiple of the block. NVFP4's float32 is each row's own, so that a token does not depend on others, or `scale` [1]
-    of all."""
+    of all. With `axis` a row's columns are spread over the devices of that mesh axis, and its float32 is that of the
+    whole row."""
     fmt = KINDS[kind]
     blocks = x.astype(compute_dtype(x.dtype)).reshape(*x.shape[:-1], -1, fmt.block)
     absmax = jnp.max(jnp.abs(blocks), axis=-1)
@@ -117,7 +118,8 @@ def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None) -> jax
     else:
         wanted = wanted_scales(absmax)
         if scale is None:
-            stored, tensor = split_scales(wanted, jnp.max(wanted, axis=-1, keepdims=True))
+            largest = jnp.max(wanted, axis=-1, keepdims=True)
+            stored, tensor = split_scales(wanted, largest if axis is None else jax.lax.pmax(largest, axis))
         else:
             tensor = jnp.broadcast_to(scale, (*wanted.shape[:-1], 1))
             stored = to_e4m3(wanted, tensor)

@@ -155,42 +155,45 @@ class QuantizedWeight:
         return self.columns is None and not self.format.rotated
 
 
+# Formats whose names have no numbers.
+NAMED = {
+    "w8a8": WeightFormat("int8", activations="int8"),
+    "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
+    "fp8": WeightFormat("fp8", activations="fp8"),
+    "fp8-weight": WeightFormat("fp8"),
+    "uint8-zp": WeightFormat("int8", zero_point=True),
+    **{codes: WeightFormat(codes, 64) for codes in TABLES},
+    **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
+    "w8a16": WeightFormat("int8"),
+    LLM_INT8: WeightFormat("int8", activations="int8", outliers=THRESHOLD),
+    **{
+        f"{name}{'-h' * rotated}{end}": WeightFormat(
+            k.codes, k.block, activations=None if end else name, scale_codes=k.scale, rotated=rotated
+        )
+        for rotated in (False, True)
+        for end in ("", "-weight")
+        for name, k in KINDS.items()
+    },
+}
+
+
 def parse_weight_format(name: str) -> WeightFormat:
     """The format called `name`: w8a8, w8a8-tensor, w8a8-act-gN, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq],
     fp4[-gN][-dq], fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-h][-weight], N a multiple of
     8 (of 32 for inputs), X a positive threshold. Raises ValueError for others.
     """
-    fixed = {
-        "w8a8": WeightFormat("int8", activations="int8"),
-        "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
-        "fp8": WeightFormat("fp8", activations="fp8"),
-        "fp8-weight": WeightFormat("fp8"),
-        "uint8-zp": WeightFormat("int8", zero_point=True),
-        **{codes: WeightFormat(codes, 64) for codes in TABLES},
-        **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
-        "w8a16": WeightFormat("int8"),
-        LLM_INT8: WeightFormat("int8", activations="int8", outliers=THRESHOLD),
-        **{
-            f"{name}{'-h' * rotated}{end}": WeightFormat(
-                k.codes, k.block, activations=None if end else name, scale_codes=k.scale, rotated=rotated
-            )
-            for rotated in (False, True)
-            for end in ("", "-weight")
-            for name, k in KINDS.items()
-        },
-    }
-    if name in fixed:
-        return fixed[name]
+    if name in NAMED:
+        return NAMED[name]
     threshold = re.fullmatch(rf"{LLM_INT8}-t([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", name)
     if threshold is not None and 0 < float(threshold[1]) < math.inf:
-        return replace(fixed[LLM_INT8], outliers=float(threshold[1]))
+        return replace(NAMED[LLM_INT8], outliers=float(threshold[1]))
     if (of_inputs := re.fullmatch(r"w8a8-act-g([1-9][0-9]*)", name)) and int(of_inputs[1]) % MULTIPLE == 0:
-        return replace(fixed["w8a8"], row_group=int(of_inputs[1]))
+        return replace(NAMED["w8a8"], row_group=int(of_inputs[1]))
     match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4)-g([1-9][0-9]*)(-zp|-dq)?", name)
     suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq"), "fp4": (None, "-dq")}
     if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
         raise ValueError(
-            f"unknown weight format {name!r}; formats: {', '.join(fixed)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
+            f"unknown weight format {name!r}; formats: {', '.join(NAMED)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
             f"fp4-gN[-dq] (N = 8, 16, ..), w8a8-act-gN (N = {MULTIPLE}, {2 * MULTIPLE}, ..), llm-int8-tX (X > 0)"
         )
     codes = {"w8a16": "int8", "w4a16": "int4"}.get(match[1], match[1])

@@ -40,7 +40,7 @@ from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages,
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
-from jllm.state import Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
+from jllm.state import SPREAD, Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -262,8 +262,7 @@ class Device:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools, own = jax.eval_shape(_pools, self._state), len(self._state.cache)
-        each = (pools[:own], HEADS), (pools[own:], EVERYWHERE)
-        pools = sum((placed_shapes(some, self._config, spec) for some, spec in each), ())
+        pools = placed_shapes(pools, self._config, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def _masks(self, variant: Variant) -> list[Recipe]:
@@ -291,8 +290,7 @@ class Device:
     def _arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
         """A program's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state)
-        cache = placed_shapes(state.cache, self._config, HEADS)
-        state = replace(placed_shapes(state, self._config, EVERYWHERE), cache=cache)
+        state = placed_shapes(state, self._config, SPREAD)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
         first = self._params, state, buffer
         if part == FORWARD:

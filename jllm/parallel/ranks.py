@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jllm.config import LlamaConfig
@@ -42,14 +42,19 @@ def per_rank(function: Callable, config: LlamaConfig, inputs: tuple, outputs: An
     return jax.jit(everywhere)  # shard_map would otherwise compile each operation by itself
 
 
-def place(tree: Any, config: LlamaConfig, spec: P) -> Any:
-    """A tree of arrays where steps on the config's mesh want it; without a mesh as it is."""
-    return tree if config.mesh is None else jax.device_put(tree, NamedSharding(config.mesh, spec))
+def place(tree: Any, config: LlamaConfig, spec: Any) -> Any:
+    """A tree of arrays where steps on the config's mesh want it (spec: as inputs of per_rank); without a mesh as it
+    is."""
+    return tree if config.mesh is None else jax.device_put(tree, _shardings(tree, config.mesh, spec))
 
 
-def placed_shapes(shapes: Any, config: LlamaConfig, spec: P) -> Any:
+def placed_shapes(shapes: Any, config: LlamaConfig, spec: Any) -> Any:
     """The shapes of what `place` gives."""
     if config.mesh is None:
         return shapes
-    where = NamedSharding(config.mesh, spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    where = _shardings(shapes, config.mesh, spec)
+    return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, where)
+
+
+def _shardings(tree: Any, mesh: Mesh, spec: Any) -> Any:
+    return jax.tree.map(lambda one: NamedSharding(mesh, one), jax.tree.broadcast(spec, tree))

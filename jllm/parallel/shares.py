@@ -33,8 +33,11 @@ def share_params(params: Params, config: LlamaConfig) -> Params:
 
 def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
     """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
-    is for errors. Without a mesh the leaf as it is."""
+    is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts."""
     if config.mesh is None:
+        size, parts = _shared_columns(entry, config), config.activation_parts
+        if size and parts > 1 and isinstance(leaf, QuantizedWeight) and leaf.format.activations is not None:
+            _check_columns(leaf, size // parts, name, f"each of {parts} activation_parts")
         return leaf
     ranks = range(config.mesh.size)
     return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
@@ -75,10 +78,15 @@ def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
 
 def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, int] | None:
     """The first column that a rank has, and how many; None for all."""
+    size = _shared_columns(entry, config)
+    return None if size is None or entry.columns is None else _span(entry.columns.split()[0], size, config, rank)
+
+
+def _shared_columns(entry: WeightEntry, config: LlamaConfig) -> int | None:
+    """How many columns a weight has that ranks share; None where each has all."""
     if entry.columns is None or entry.columns.split()[0] not in SHARED:
         return None
-    size = math.prod(config.axes[a] for a in entry.columns.split())
-    return _span(entry.columns.split()[0], size, config, rank)
+    return math.prod(config.axes[a] for a in entry.columns.split())
 
 
 def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
@@ -101,8 +109,6 @@ def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str
 
 
 def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
-    if w.format.activations == "nvfp4":  # the scale of a token's blocks is in units of one of the whole token
-        raise QuantizationError(f"{name}: nvfp4 inputs cannot be shared by devices yet: nvfp4-weight can")
     N, K = len(rows), w.shape[1] if columns is None else columns[1]
     stored = np.pad(rows, (0, padded(N) - N), mode="edge")
     small = w.format.scale_codes is not None  # kept as they are, since what they are in units of is a row's
@@ -110,7 +116,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
     steps = w.scale_steps[stored] if small and w.scale_steps is not None else None
     zeros = None if w.zeros is None else w.zeros[..., stored]
     if columns is not None:
-        _check_columns(w, K, name)
+        _check_columns(w, K, name, "a device")
         first = columns[0]
         codes = unpack4(values, signed=False) if w.format.packed else values
         codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
@@ -122,8 +128,8 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
     return replace(w, values=values, scales=scales, zeros=zeros, scale_steps=steps, shape=(N, K), format=plain)
 
 
-def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:
-    """Raises QuantizationError where a weight's columns cannot be cut to this many."""
+def _check_columns(w: QuantizedWeight, columns: int, name: str, who: str) -> None:
+    """Raises QuantizationError where a weight's columns cannot be cut to this many, which `who` has."""
     if w.columns is not None:
         raise QuantizationError(
             f"{name}: its groups hold inputs in an order of their own, which devices cannot share: "
@@ -134,7 +140,7 @@ def _check_columns(w: QuantizedWeight, columns: int, name: str) -> None:
         least = 8 if w.format.group else MULTIPLE
         fits = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
         why = f"groups of {', '.join(map(str, fits))} would fit" if fits else "a format with a scale a row would fit"
-        raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and a device {columns} inputs; {why}")
+        raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and {who} {columns} inputs; {why}")
 
 
 def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[Params], Params]) -> Params:

@@ -15,7 +15,6 @@ from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import sizes_for
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
-from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.quantize import quantize
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
@@ -143,8 +142,6 @@ def test_what_it_does_not_do_is_named():
         with pytest.raises(ConfigError, match=said) as refusal:
             Engine(model, max_slots=1, **options)
         assert "\n" not in str(refusal.value)
-    with pytest.raises(ConfigError, match=f"KV format {KIVI} runs on one device"):
-        init_state(spread(model.config, make_mesh(jax.devices()[:1])), slots=1, num_pages=4, kv_cache=KIVI)
     with pytest.raises(EvaluationError, match=f"attention weights cannot be tapped where K is stored as {KIVI}"):
         tap(model, [3, 4, 5], ["layers.0.weights"], kv_cache=KIVI)
 
