@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,23 @@ def record(
     if args.json:
         print(json.dumps(result.document))
     return 0
+
+
+def add_triton(parser: argparse.ArgumentParser, config: type) -> None:
+    """--triton, and an option for each number of backend triton's configuration, such as --triton-warps."""
+    parser.add_argument("--triton", action="store_true", help="backend triton too, as configured")
+    for each in fields(config):
+        option = f"--triton-{each.name.replace('_', '-')}"
+        parser.add_argument(option, type=int, nargs="+", default=[], help="and with all combinations of such numbers")
+
+
+def triton_changes(args: argparse.Namespace, config: type) -> list[dict[str, int]]:
+    """What is to be changed in backend triton's configuration, for each run of it that was asked for."""
+    asked = {each.name: values for each in fields(config) if (values := getattr(args, f"triton_{each.name}"))}
+    changed = [dict(zip(asked, values)) for values in product(*asked.values())] if asked else []
+    return [{}] * args.triton + changed
+
+
+def triton_name(changes: dict[str, int]) -> str:
+    """What a run of backend triton is called."""
+    return " ".join(["triton", *(f"{name}={value}" for name, value in changes.items())])

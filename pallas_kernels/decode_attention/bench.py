@@ -1,7 +1,7 @@
 """How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
-        [--triton]
+        [--triton] [--triton-split 256 512] [--triton-warps 2 4] [--triton-stages 2 5]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32 | int4-g128-zp int4-g32-h ..] [--by-warpgroups] [--consecutive]
         [--peers DIR] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ import numpy as np
 from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.cases import random_tables
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_triton, make_parser, record, triton_changes, triton_name
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import (
@@ -40,7 +40,7 @@ from pallas_kernels.decode_attention.cases import (
     VARIANTS,
     Case,
 )
-from pallas_kernels.decode_attention.config import choose_config
+from pallas_kernels.decode_attention.config import TritonConfig, choose_config, triton_config
 from pallas_kernels.kv_pages import KVPages, allocate, bytes_per_token, parse_format
 
 SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
@@ -112,9 +112,12 @@ def consecutive_tables(lengths: tuple[int, ...], page_size: int) -> np.ndarray:
     return np.where(numbers < ends[:, None], numbers, -7).astype(np.int32)
 
 
-def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -> Run:
-    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration; the work list, of
-    the backend that has one, is made once, as in a step."""
+def paged(
+    case: Case, backend: str, consecutive: bool = False, tuned: dict[str, int] | None = None, **changes: Any
+) -> Run:
+    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration, or those in
+    `tuned` to that of backend triton; the work list, of the backend that has one, is made once, as in
+    a step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
     generators = [np.random.default_rng(i) for i in range(layers)]
@@ -136,8 +139,14 @@ def paged(case: Case, backend: str, consecutive: bool = False, **changes: Any) -
         return q, cache, [jnp.asarray(table) for table in tables], lengths, work
 
     def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], lengths: jax.Array, work: Any) -> jax.Array:
+        run = partial(decode_attention, scale=case.scale, work=work, backend=backend)
+        if tuned is not None:
+            from pallas_kernels.decode_attention import triton
+
+            config = triton_config(case.head_dim, case.heads[0] // case.heads[1] * case.width, cache[0])
+            run = partial(triton.decode_attention, scale=case.scale, window=None, config=replace(config, **tuned))
         for pages, table in zip(cache, tables):
-            q = decode_attention(q, pages, table, lengths, scale=case.scale, work=work, backend=backend)
+            q = run(q, pages, table, lengths)
         return q
 
     return Run(make, attend, layers)
@@ -163,10 +172,15 @@ def cudnn(case: Case) -> Run:
 
 
 def runs(
-    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], triton: bool, **changes: Any
+    parts: list[str],
+    heads: list[str],
+    formats: list[str],
+    cells: list[tuple[int, int]],
+    triton: list[dict[str, int]],
+    **changes: Any,
 ) -> Iterator[tuple[Case, str, str | int, Run]]:
-    """(case, who, length, run), what decides first: this kernel, then Triton's if asked for, then cuDNN, then XLA.
-    `cells` (rows, length) are asked for besides what the parts have."""
+    """(case, who, length, run), what decides first: this kernel, then Triton's with each of these changes, then cuDNN,
+    then XLA. `cells` (rows, length) are asked for besides what the parts have."""
     cases: dict[Case, str | int] = {}
     for one in {(case.heads, case.k_format): case for case in (*BENCH_CASES, *VARIANT_CASES)}.values():
         cases |= {replace(one, lengths=(length,) * rows): length for rows, length in cells}
@@ -183,9 +197,8 @@ def runs(
     cases = {case: cases[case] for case in asked}
     for case, length in cases.items():
         yield case, "mosaic", length, paged(case, "mosaic", **changes)
-    if triton:
-        for case, length in cases.items():
-            yield case, "triton", length, paged(case, "triton")
+    for (case, length), tuned in product(cases.items(), triton):
+        yield case, triton_name(tuned), length, paged(case, "triton", tuned=tuned)
     if "bf16" in parts:
         equal = {case: x for case, x in cases.items() if case.k_format == "bf16" and case in BENCH_CASES}
         for case, length in equal.items():
@@ -196,7 +209,12 @@ def runs(
 
 
 def table(
-    parts: list[str], heads: list[str], formats: list[str], cells: list[tuple[int, int]], triton: bool, **changes: Any
+    parts: list[str],
+    heads: list[str],
+    formats: list[str],
+    cells: list[tuple[int, int]],
+    triton: list[dict[str, int]],
+    **changes: Any,
 ) -> Iterator[dict[str, Any]]:
     """One row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
@@ -295,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     formats = sorted({case.k_format for case in BENCH_CASES})
     known = [*formats, *VARIANTS]
     parser.add_argument("--formats", nargs="+", choices=known, default=formats, help="of K and V, among the parts'")
-    parser.add_argument("--triton", action="store_true", help="backend triton too")
+    add_triton(parser, TritonConfig)
     parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
     parser.add_argument("--computing", type=int, choices=[1, 2], help="warpgroups, of a head each")
     parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
@@ -310,7 +328,8 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
     changes |= {name: value for name, value in tuned.items() if value is not None}
-    rows = table(args.parts, args.heads, args.formats, args.cells, args.triton, **changes)
+    triton = triton_changes(args, TritonConfig)
+    rows = table(args.parts, args.heads, args.formats, args.cells, triton, **changes)
     return record("decode_attention", args, argv, chain(rows, beside), summarize)
 
 

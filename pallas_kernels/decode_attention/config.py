@@ -113,10 +113,12 @@ def triton_config(head_dim: int, queries: int, pages: KVPages) -> TritonConfig:
     """The configuration for `queries` queries of a KV head: one for compute capability 8.0 to 9.0, small enough for the
     shared memory of 8.6."""
     block = 16 if queries <= 16 else 32 if queries <= 32 or head_dim > 128 else 64
-    # On an H200 32 keys took 0.83 of the time of 64 with float8, 1.09 with int8, 1.37 with int4 and 1.06 with bfloat16.
-    float8 = all(part.format.group is None and part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
-    keys = 32 if head_dim > 128 or (float8 and block == 16) else 64
-    return TritonConfig(block, keys=keys, warps=4 if block == 16 else 8)
+    # Codes leave so little to load that loads have to run ahead: by two steps, of which 5 stages are the least that
+    # Triton makes, as a load of K waits for one of the page table.
+    codes = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
+    keys = 32 if head_dim > 128 or (codes and block > 16) else 64
+    stages = 5 if codes and head_dim <= 128 else 2  # registers have no room for more with 256
+    return TritonConfig(block, keys=keys, warps=4 if block == 16 else 8, stages=stages)
 
 
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import pages_triton, triton_call
-from pallas_kernels.decode_attention.config import MOST_SPLITS, check_triton, triton_config
+from pallas_kernels.decode_attention.config import MOST_SPLITS, TritonConfig, check_triton, triton_config
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import Segments, depths, within
 from pallas_kernels.triton_call import Launch
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))
+@partial(jax.jit, static_argnames=("scale", "window", "config"))
 def decode_attention(
     q: jax.Array,
     pages: KVPages,
@@ -27,8 +27,10 @@ def decode_attention(
     scale: float,
     window: int | None,
     segments: Segments | None = None,
+    config: TritonConfig | None = None,
 ) -> jax.Array:
-    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py."""
+    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py. `config`: other than the one for
+    these arguments, to tune it."""
     R = lengths.shape[0]
     if R == 0:
         return q
@@ -42,7 +44,7 @@ def decode_attention(
         seen = segments.ancestors if window is None else within(segments.ancestors, window)
         trees = seen, depths(segments.ancestors)
     arrays = q, *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), page_table, lengths, rows, *trees
-    split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths)
+    split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths, config)
     return triton_call.call(merge, *triton_call.call(split, *arrays), lengths, rows)[0]
 
 
@@ -54,13 +56,14 @@ def launches(
     scale: float,
     window: int | None,
     trees: bool,
+    config: TritonConfig | None = None,
 ) -> tuple[Launch, Launch]:
     """The launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first takes q,
     K's values and scales, V's, the page table, lengths, rows, and of trees masks and depths; the second what the first
     gives, lengths and rows."""
     (count, H, D), R, (K, page) = q.shape, lengths.shape[0], pages.k.values.shape[1:3]
     Q, group = count // R, H // K
-    config = triton_config(D, Q * group, pages)
+    config = config or triton_config(D, Q * group, pages)
     chunks = triton.cdiv(Q * group, config.queries)
     slots = min(MOST_SPLITS, triton.cdiv(page_table.shape[1] * page, config.split))
     shared = {
@@ -117,7 +120,6 @@ def _split(
     in_use = row < used
     if (low < high) & (used > 0):
         at = (segment * Q + row).to(tl.int64) * H + head * GROUP + query % GROUP
-        column = pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))
         queries, factor = pages_triton.load_queries(q + at * D, in_use, k, D, K_GROUP)
         v_dtype: tl.constexpr = pages_triton.product_dtype(v, q.dtype.element_ty)
         committed = length - used
@@ -126,13 +128,13 @@ def _split(
             position = committed + tl.load(depths + segment * Q + row, mask=in_use, other=0)
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
-        out = tl.zeros([BLOCK_Q, D], tl.float32)
+        out = pages_triton.zeros(v, V_GROUP, BLOCK_Q, D)
         for block in range(low // BLOCK_KV * BLOCK_KV, high, BLOCK_KV):
             key = block + tl.arange(0, BLOCK_KV)
             seen = (key >= low) & (key < high)
             page = tl.load(table + segment.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
             keys = pages_triton.load_tokens(
-                k, k_scales, page, key % PAGE, head, seen, queries.dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS, FLOAT8
+                k, k_scales, page, key % PAGE, head, seen, queries[0].dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS, FLOAT8
             )
             values = pages_triton.load_tokens(
                 v, v_scales, page, key % PAGE, head, seen, v_dtype, HEADS, PAGE, D, V_GROUP, V_ZEROS, FLOAT8
@@ -154,7 +156,7 @@ def _split(
         place = at * SLOTS + split
         tl.store(peaks + place, peak, mask=in_use)
         tl.store(totals + place, total, mask=in_use)
-        tl.store(partial + place[:, None] * D + column[None, :], out, mask=in_use[:, None])
+        pages_triton.store(partial + place * D, out, tl.full([BLOCK_Q], 1.0, tl.float32), in_use)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
-    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--peers DIR] [--record]
+    python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--triton-stages 2 5]
+        [--peers DIR] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
@@ -19,14 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_triton, make_parser, record, triton_changes, triton_name
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.kv_pages import KVFormat, KVPages, Pages, encode, parse_format
-from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
+from pallas_kernels.prefill_attention import make_work, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, choose_config
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, TritonConfig, choose_config, triton_config
 
 TRITON_RATE = 0.65  # of mosaic's, that backend triton must have
 CUDNN_RATE = 0.8  # of it, for 2048 tokens after 6144
@@ -84,13 +86,13 @@ def mosaic(case: Case, pack: bool | None = None) -> Contender:
     return Contender(make, attend, case.flops, sets_for(case))
 
 
-def triton(case: Case) -> Contender:
-    """Backend triton, with a work list made outside too."""
+def triton(case: Case, changes: dict[str, int]) -> Contender:
+    """Backend triton, with a work list made outside too, and `changes` to its configuration."""
 
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
-        options: dict[str, Any] = {"scale": case.scale, "window": case.window, "backend": "triton"}
-        return q, pages, table, *lengths, plan(q, pages, *lengths, **options)
+        config = replace(triton_config(case.head_dim, pages, on_hopper()), **changes)
+        return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window, config=config)
 
     def attend(*arguments: Any) -> jax.Array:
         *rest, work = arguments
@@ -120,12 +122,11 @@ def cudnn(case: Case) -> Contender:
     return Contender(make, attend, flops, sets_for(case))
 
 
-def contenders(case: Case, others: bool, with_triton: bool) -> dict[str, Callable[[Case], Contender]]:
+def contenders(case: Case, others: bool, of_triton: list[dict[str, int]]) -> dict[str, Callable[[Case], Contender]]:
     """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds; and the
     kernel without packing, where all sequences are short."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
-    if with_triton:
-        found["triton"] = triton
+    found |= {triton_name(changes): partial(triton, changes=changes) for changes in of_triton}
     if max(case.kv_lens) <= WARPGROUP_ROWS:
         found["mosaic, unpacked"] = partial(mosaic, pack=False)
     if others and case.k_format == "bf16":
@@ -170,11 +171,11 @@ def matmul_ceiling(size: int = 8192) -> float:
     return 2 * size**3 / (device_us(lambda: multiply(x, y)) * 1e-6)
 
 
-def table(cases: list[Case], others: bool, with_triton: bool) -> Iterator[dict[str, Any]]:
+def table(cases: list[Case], others: bool, of_triton: list[dict[str, int]]) -> Iterator[dict[str, Any]]:
     """One row a case and implementation, the run's ceiling first."""
     ceiling = round(matmul_ceiling() / 1e12)
     yield {"kernel": "matmul", "tflop_s": ceiling}
-    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, others, with_triton).items()]
+    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, others, of_triton).items()]
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
         jobs = [pool.submit(build, contender) for _, _, contender in runs]
         wait(jobs)  # and is over before anything is timed
@@ -214,13 +215,13 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--kv", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}), metavar="FORMAT")
-    parser.add_argument("--triton", action="store_true", help="backend triton too")
+    add_triton(parser, TritonConfig)
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
     peers.add_options(parser, "FlashInfer's paged attention", 40)
     args = parser.parse_args(argv)
     beside = list(peers.prefill_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     cases = [case for case in BENCH_CASES if case.k_format in args.kv]
-    rows = chain(table(cases, not args.mosaic_only, args.triton), beside)
+    rows = chain(table(cases, not args.mosaic_only, triton_changes(args, TritonConfig)), beside)
     return record("prefill_attention", args, argv, rows, bars)
 
 

@@ -94,17 +94,18 @@ class TritonConfig:
     tile_rows: int  # query rows of a program
     block_kv: int  # keys a step, aligned to absolute positions
     warps: int = 8
-    stages: int = 2
+    stages: int = 2  # of 5 on, loads run two steps ahead: a load of K waits for one of the page table
 
 
 def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
     """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
     registers."""
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
+    stages = 5 if hopper else 2
     if head_dim > 128:
-        return TritonConfig(32 if converts and not hopper else 64, 32)
+        return TritonConfig(32 if converts and not hopper else 64, 32, stages=stages)
     if hopper:
-        return TritonConfig(128, 64 if converts else 128)
+        return TritonConfig(128, 64 if converts else 128, stages=stages)
     return TritonConfig(64, 32) if converts else TritonConfig(64, 32, warps=4)
 
 

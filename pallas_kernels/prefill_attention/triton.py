@@ -106,14 +106,14 @@ def _tile(
         whole = before if WINDOW > 0 else tl.maximum(begin + 1, 0) // BLOCK_KV * BLOCK_KV
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
-        sums = tl.zeros([BLOCK_Q, D], tl.float32)
+        sums = pages_triton.zeros(v, V_GROUP, BLOCK_Q, D)
         for masked in tl.static_range(2):
             for block in range(whole if masked else before, end if masked else whole, BLOCK_KV):
                 key = block + tl.arange(0, BLOCK_KV)
                 seen = (key >= start) & (key < end) if masked else tl.full([BLOCK_KV], True, tl.int1)
                 page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
                 keys = pages_triton.load_tokens(
-                    k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries.dtype, HEADS, PAGE, D,
+                    k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries[0].dtype, HEADS, PAGE, D,
                     K_GROUP, K_ZEROS, FLOAT8,
                 )  # fmt: skip
                 values = pages_triton.load_tokens(
@@ -128,6 +128,4 @@ def _tile(
                 peak, total, sums = pages_triton.attend(
                     queries, keys, values, visible, peak, total, sums, factor * SCALE
                 )
-        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
-        place = out + at[:, None] + pages_triton.columns(D, pages_triton.codes_of_a_word(v, V_GROUP))[None, :]
-        tl.store(place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None])
+        pages_triton.store(out + at, sums, tl.where(total == 0, 1.0, total), row < rows)

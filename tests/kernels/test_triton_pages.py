@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import pages_triton
@@ -26,7 +27,7 @@ from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for, run_ptx
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
@@ -51,6 +52,25 @@ def test_interpreted():
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+def test_every_code_is_decoded():
+    """In the PTX of both ways to read float8, and of integers with and without zeros."""
+    from pallas_kernels import codes_triton
+
+    words = np.arange(65536, dtype=np.uint16)
+    bytes_of = np.stack([words & 255, words >> 8]).astype(np.uint8)
+    nibbles = np.stack([words >> 4 * i & 15 for i in range(4)]).astype(np.int16)
+    floats = bytes_of.view(jnp.float8_e4m3fn).astype(np.float16)
+    for ptx, expected in (
+        (codes_triton.E4M3, floats),
+        (codes_triton.E4M3_BY_INTEGERS, floats),
+        (codes_triton.INT8, bytes_of.view(np.int8)),
+        (codes_triton.INT8_FROM_ZERO, bytes_of.view(np.int8) + np.int16(128)),
+        (codes_triton.INT4, (nibbles ^ 8) - 8),
+        (codes_triton.INT4_FROM_ZERO, nibbles ^ 8),
+    ):
+        np.testing.assert_array_equal(np.stack(run_ptx(ptx.value, words, len(expected))), expected)
 
 
 def check_compiled(launch, inputs, capability: int, folder: Path) -> None:

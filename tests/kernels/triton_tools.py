@@ -3,6 +3,7 @@
 import inspect
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.triton_call import Launch
+from tests.kernels.inlined import ptx
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may take, by capability
 TYPES = {
@@ -61,6 +63,8 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
             patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
             patch.setattr(interpreter.InterpreterBuilder, "create_fsub", _minus)
+            patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fused)
+            patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _inlined)
             patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
             executor(*(_pointer(array) for array in (*held, *outputs)), **launch.constants)
         for position, (before, after) in enumerate(zip(inputs, held)):
@@ -100,6 +104,35 @@ def _minus(_: Any, a: Any, b: Any) -> Any:
     if str(a.dtype.scalar) != "bf16":
         return TensorHandle(a.data - b.data, a.dtype.scalar)
     return TensorHandle((a.data.view(jnp.bfloat16) - b.data.view(jnp.bfloat16)).view(np.uint16), a.dtype.scalar)
+
+
+def _fused(_: Any, a: Any, b: Any, c: Any) -> Any:
+    """A product and a sum, rounded once: the interpreter would round both."""
+    from triton.runtime.interpreter import TensorHandle
+
+    total = a.data.astype(np.float64) * b.data + c.data
+    return TensorHandle(total.astype(c.data.dtype), c.dtype.scalar)
+
+
+def _inlined(_: Any, text: str, constraints: str, values: list[Any], types: list[Any], __: bool, pack: int) -> Any:
+    """PTX that makes float16 numbers of a tensor of 16 bits, of which two share a register."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    assert pack == 2
+    assert constraints.count("=") == len(types)
+    (x,) = values
+    made = [TensorHandle(y.reshape(x.data.shape), tl.float16) for y in run_ptx(text, x.data.reshape(-1), len(types))]
+    return SimpleNamespace(get_result=made.__getitem__)
+
+
+def run_ptx(text: str, x: np.ndarray, outputs: int) -> list[np.ndarray]:
+    """The float16 numbers in the registers $0, $1, .. of `outputs`, two in each, that PTX makes of 16 bits x."""
+    words = np.ascontiguousarray(x).view(np.uint32)
+    names = {f"${outputs}": words}
+    for statement in ptx.parse(text):
+        statement(SimpleNamespace(full=partial(np.full, len(words))), names)
+    return [names[f"${i}"].view(np.float16) for i in range(outputs)]
 
 
 def _with_index(give: Any) -> Any:

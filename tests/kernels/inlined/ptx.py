@@ -30,6 +30,8 @@ def _statement(line: str) -> Callable[[Run, dict[str, Value]], None]:
     predicate = None
     if name.startswith("@"):
         predicate, (name, _, rest) = name[1:], rest.strip().partition(" ")
+    if name == "mov.b32" and rest.startswith("{"):
+        name += ".halves"
     tokens = _TOKENS.findall(rest)
     found = [(f, n) for pattern, f, n in INSTRUCTIONS if re.fullmatch(pattern, name)]
     if not found:
@@ -131,6 +133,8 @@ INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how 
     (r"prmt\.b32", _permute, 1),
     (r"lop3\.b32", _logic, 1),
     (r"mov\.b32", lambda run, name, x: x, 1),
+    (r"mov\.b32\.halves", lambda run, name, x: [x & 0xFFFF, x >> 16], 2),
+    (r"shl\.b32", lambda run, name, x, by: x << by, 1),
     (r"shr\.b32", lambda run, name, x, by: x >> by, 1),
     (r"xor\.b32", lambda run, name, x, y: x ^ y, 1),
     (r"max\.u32", lambda run, name, x, y: np.maximum(x, y), 1),
