@@ -35,9 +35,9 @@ from experiments.steps.timer import (
 from jllm.config import LlamaConfig
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
-from pallas_kernels.backends import DETERMINISTIC, UNTRIED
 from pallas_kernels.bench.command import add_result_options, interruptible
 
+OWN = "default", "mosaic"  # backends that have bars
 TRITON = 1.25  # times the device's own step that backend triton may take
 ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two devices, at most
 SHARE_ON_TWO = {("llama-2-70b", 1): 0.75, ("llama-2-70b", 16): 0.75}  # of its floor, at least
@@ -93,7 +93,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
     parser.add_argument(
-        "--backend", nargs="+", default=["default"], help=f"xla, mosaic, triton, deterministic, {UNTRIED}, or default"
+        "--backend", nargs="+", default=["default"], help="xla, mosaic, triton, deterministic, or default"
     )
     add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)
@@ -118,13 +118,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars of two
     that share a model, and none of one."""
-    own = {row["batch"]: row.get("decode_ms") for row in rows if row["backend"] in ("default", "mosaic")}
+    own = {row["batch"]: row.get("decode_ms") for row in rows if row["backend"] in OWN}
     for row in rows:
         case = row["model"], row["batch"]
         if row["backend"] == "triton" and row["batch"] in own:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
             yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
-        elif row["backend"] not in ("xla", "triton", DETERMINISTIC, UNTRIED):
+        elif row["backend"] in OWN:
             name = " ".join([row["model"], *([row["scheme"]] if "scheme" in row else []), f"batch {row['batch']}"])
             name += f" {row['kv']}" + (f" on {row['devices']} devices" if "devices" in row else "")
             if "devices" not in row:

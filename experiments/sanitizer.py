@@ -77,24 +77,6 @@ def multiply(rows: str, backend: str) -> Result:
     return matmul(x, w, bias=bias, residual=residual, backend=backend), reference.matmul(x, w, bias, residual)
 
 
-def norm_and_multiply(rows: str, backend: str) -> Result:
-    """The product of 16-bit rows that it norms itself."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    from pallas_kernels.matmul import matmul, mosaic_sm90, reference
-    from pallas_kernels.matmul.cases import Case
-    from pallas_kernels.norm_quant.reference import normalize
-
-    x, w, added = Case((int(rows),), 320, 1024, "bfloat16", bias=True, residual=True).inputs()
-    options: dict[str, Any] = {"norm": jnp.ones(1024, x.dtype), "eps": 1e-5, "out_dtype": x.dtype, **added}
-    if backend == "mosaic":
-        out = mosaic_sm90.matmul(x, w, **options, norm_inside=True)
-    else:
-        out = matmul(x, w, **options, backend=backend)
-    return out, reference.matmul(normalize(np.asarray(x), 1e-5), w, **added)
-
-
 def multiply_int8(rows: str, backend: str) -> Result:
     from pallas_kernels.int8_matmul import int8_matmul
     from pallas_kernels.scaled_matmul.cases import Case
@@ -207,7 +189,6 @@ KERNELS = {
     "prefill_attention over rotated K and V": Kernel(attend_prefill, ROTATED, ("mosaic",)),
     "cache_update of rotated K and V": Kernel(update_cache, ROTATED, ("mosaic",)),
     "matmul": Kernel(multiply, ("1", "8", "64"), ("mosaic",)),
-    "norm in matmul": Kernel(norm_and_multiply, ("2", "64"), ("mosaic",)),
     "int8_matmul": Kernel(multiply_int8, ("1", "17", "200")),
     "norm_quant and int8_matmul": Kernel(quantize_and_multiply, ("1", "9"), ("mosaic",)),
     "gate and up and int8_matmul by groups": Kernel(multiply_groups, ("1", "9", "64", "70"), ("mosaic",)),

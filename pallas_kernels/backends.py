@@ -7,11 +7,10 @@ that registry. The `backend` of an operation is one of
 - a name ("mosaic": Pallas kernels for Hopper; "triton": kernels for Ampere, Ada and Hopper through jax_triton; "xla":
   plain jnp, everywhere). A name never falls back: where the backend
   lacks the arguments, it raises NotImplementedError;
-- a kind of device ("hopper": a GPU of compute capability 9.0; "hopper-untried": the same, with norms inside of 16-bit
-  products of few rows, which were interpreted and lowered and have not yet run on one; "ampere": one of 8.0 to 8.9, Ada
-  too), on whatever machine it is said: the first of the backends of such a device that supports the arguments and was
-  not measured to be slower with them than the next. Other kernels that have not yet run refuse their arguments here,
-  and run by the backend's name alone;
+- a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
+  machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
+  slower with them than the next. Kernels that no device has run yet refuse their arguments here, and run by the
+  backend's name alone;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
   choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).
@@ -36,10 +35,8 @@ BACKEND_NAMES = ("xla", "mosaic", "triton")
 DETERMINISTIC = "deterministic"
 OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
 DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
-UNTRIED = "hopper-untried"
-_HOPPER = ("peer", "mosaic", "triton", "xla")
 # Backends of a kind of device, the first choice first; of others: xla.
-DEVICES = {"hopper": _HOPPER, "ampere": ("peer", "triton", "xla"), UNTRIED: _HOPPER}
+DEVICES = {"hopper": ("peer", "mosaic", "triton", "xla"), "ampere": ("peer", "triton", "xla")}
 TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
 WITHOUT_FLOAT8 = ("8.0", "8.6", "8.7")  # compute capabilities that neither convert from float8 nor multiply it
 

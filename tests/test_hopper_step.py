@@ -19,7 +19,6 @@ from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.state import State, make_slots
 from pallas_kernels import backends
-from pallas_kernels.backends import UNTRIED
 from tests.kernels_of import equations, kernels_of, of_step
 
 LAYERS = 2
@@ -97,14 +96,6 @@ def test_scales_of_groups_have_kernels_where_mosaic_is_named(bucket, products):
     found = kernels_of(traced("w8a8-groups", bucket, "mosaic"))
     assert found == of_step(LAYERS, chunks=False, **products)
     assert not kernels_of(traced("w8a8-groups", bucket)).keys() & {"gemm_grouped", "gemm_gated_codes"}
-
-
-@pytest.mark.parametrize("bucket", [ONE, SOME, MANY], ids=str)
-def test_norms_inside_of_products_are_asked_for(bucket):
-    """Of up to 64 rows, in bf16: until a GPU has run them."""
-    normed = {"gemm_skinny": 2, "gemm_skinny_norm": 1, "gemm_skinny_norm_gated": 1, "norm_quant": -2}
-    products = normed if bucket is SOME else PRODUCTS["bf16"][bucket]
-    assert kernels_of(traced("bf16", bucket, UNTRIED)) == of_step(LAYERS, chunks=False, **products)
 
 
 def test_a_hopper_gpu_runs_them_unasked(monkeypatch):

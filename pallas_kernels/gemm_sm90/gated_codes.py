@@ -144,7 +144,7 @@ def compute(plan: Plan, refs: Refs, scales: Scales, dtype: jnp.dtype) -> None:
 
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
-        sums, _ = sum_over_k(plan, refs, i, slice(None), (UNIT, HALVES * plan.columns))
+        sums = sum_over_k(plan, refs, i, slice(None), (UNIT, HALVES * plan.columns))
         finish(plan, refs, scales, dtype, *begin_of(plan, i), sums)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

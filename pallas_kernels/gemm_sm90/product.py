@@ -1,6 +1,5 @@
 """What the Hopper products of few and of many rows have in common: sizes, and the sum over K of a tile."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,40 +43,22 @@ class Sizes:
         return pl.cdiv(self.k, self.step)
 
 
-Weigh = Callable[[Any, jax.Array, Any], tuple[Any, Any]]  # of x [rows, step] in shared memory, its slot and a state
-
-
-def sum_over_k(
-    plan: Sizes,
-    refs: Any,
-    tile: jax.Array,
-    rows: Any,
-    shape: tuple[int, int],
-    weigh: Weigh | None = None,
-    state: Any = None,
-) -> tuple[jax.Array, Any]:
+def sum_over_k(plan: Sizes, refs: Any, tile: jax.Array, rows: Any, shape: tuple[int, int]) -> jax.Array:
     """The product of a warpgroup's `rows` of x and all of w's, both in shared memory, of a CTA's n-th `tile`, added in
-    the order of K: sums of `shape` in registers. Each stage is given back once the product after its own was issued.
-
-    weigh(x, slot, state) gives what takes the place of x, and the next state; returns the last one too.
-    """
+    the order of K: sums of `shape` in registers. Each stage is given back once the product after its own was issued."""
     steps, stages = plan.steps, refs.full.shape[0]
 
-    def accumulate(acc: Any) -> tuple[jax.Array, Any]:
-        def step(s: jax.Array, state: Any) -> Any:
+    def accumulate(acc: Any) -> jax.Array:
+        @pl.loop(0, steps)
+        def _(s: jax.Array) -> None:
             slot = slot_of(tile * steps + s, stages)
             plgpu.barrier_wait(refs.full.at[slot])
-            x = refs.x_s.at[slot, rows]
-            if weigh is not None:
-                x, state = weigh(x, slot, state)
-            plgpu.wgmma(acc, x, refs.w_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(acc, refs.x_s.at[slot, rows], refs.w_s.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(1)
             pl.when(s > 0)(lambda: plgpu.barrier_arrive(refs.free.at[slot_of(tile * steps + s - 1, stages)]))
-            return state
 
-        last = lax.fori_loop(0, steps, step, state)
-        return lax.optimization_barrier(acc[...]), last  # LLVM doesn't know that accumulators change until the wait
+        return lax.optimization_barrier(acc[...])  # LLVM doesn't know that accumulators change until the wait
 
-    sums, last = pl.run_scoped(accumulate, plgpu.ACC(shape, plan.accumulator))
+    sums = pl.run_scoped(accumulate, plgpu.ACC(shape, plan.accumulator))
     plgpu.barrier_arrive(refs.free.at[slot_of(tile * steps + steps - 1, stages)])
-    return sums, last
+    return sums

@@ -8,10 +8,6 @@ x's included: where that is the limit, tiles are chosen nearly square.
 
 With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up
 is made of sums in registers: half of a product's results are never written, and nothing reads them.
-
-With `norm`, the product is that of RMSNorm(x) * norm. A row's root mean square is one number for all of its results, so
-each tile multiplies x * norm, which goes to wgmma through registers, adds up x's squares on the way, and divides the
-sums at the end: no kernel for the norm, and no second pass over x.
 """
 
 from functools import partial
@@ -24,24 +20,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90.product import sum_over_k
-from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config, takes_norm
+from pallas_kernels.gemm_sm90.skinny_config import UNIT, Config
 from pallas_kernels.gemm_sm90.skinny_plan import Plan, Refs, begin_of, tiles_of
 from pallas_kernels.ring_sm90 import drain, free_slot
-from pallas_kernels.row_pieces_sm90 import silu_mul, widen
+from pallas_kernels.row_pieces_sm90 import silu_mul
 
-SQUARES = 8  # columns of x's squares that are added up side by side
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
 
 
-@partial(jax.jit, static_argnames=("eps", "out_dtype", "config", "gated", "interpret"))
+@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "interpret"))
 def gemm(
     x: jax.Array,
     w: jax.Array,
     *,
-    norm: jax.Array | None = None,
-    eps: float = 0.0,
     x_scale: jax.Array | None = None,
     w_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -53,7 +46,6 @@ def gemm(
 ) -> jax.Array:
     """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too.
 
-    norm [K], in x's dtype, where takes_norm says so: RMSNorm(x) * norm takes the place of x; only x * norm is rounded.
     gated: SiLU of the product with w's first half, times that with its second half -> [M, N / 2]; nothing is added.
     """
     (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
@@ -61,13 +53,11 @@ def gemm(
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
-    optional = {"norm": norm, "x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     given = {name: array for name, array in optional.items() if array is not None}
-    assert not (gated and given.keys() - {"norm"}), "a gated product is neither scaled nor added to"
-    assert norm is None or takes_norm(config, m, k, x.dtype), "a norm that is an operation of its own"
+    assert not (gated and given), "a gated product is neither scaled nor added to"
     extra = {name: array.dtype for name, array in given.items()}
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, eps)
-    names = ["gemm_skinny"] + ["norm"] * plan.normed + ["gated"] * gated
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -78,10 +68,10 @@ def gemm(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=gated or plan.normed,  # SiLU's exponential and the norm's rsqrt, good to 2^-21
+            approx_math=gated,  # SiLU's exponential, good to 2^-21
         ),
         interpret=interpret,
-        kernel_name="_".join(names),
+        kernel_name="gemm_skinny_gated" if gated else "gemm_skinny",
     )
     return kernel(x, w, *given.values())
 
@@ -111,8 +101,8 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
 
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
-    """The warp that copies x or w, step by step, on and on across tiles: with x the norm's weight, of w perhaps several
-    parts, each of `rows` rows. Rows that gate's part has past its end are up's, and results of them are not stored."""
+    """The warp that copies x or w, step by step, on and on across tiles; of w perhaps in parts, each of `rows` rows.
+    Rows that gate's part has past its end are up's, and results of them are not stored."""
     steps, tiles = plan.steps, tiles_of(plan)
 
     @pl.loop(0, tiles)
@@ -126,9 +116,6 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
                 at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
                 to = target.at[slot, pl.ds(part * rows, rows)]
                 plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
-            if refs.norm is not None and source is refs.x:
-                weight = refs.norm.at[pl.ds(s * plan.step, plan.step)]
-                plgpu.copy_gmem_to_smem(weight, refs.norm_s.at[slot], refs.full.at[slot])
 
     drain(tiles * steps, refs.free)
 
@@ -152,39 +139,14 @@ def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
     """A computing warpgroup: its rows of every tile of this CTA."""
     rows = pl.ds(warpgroup * plan.rows, plan.rows)
 
-    def weighed(x: Any, slot: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return weigh(x, refs.norm_s.at[slot], squares)
-
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
         row, column = begin_of(plan, i)
         fetch_residual(plan, refs, warpgroup, row + rows.start, column)
-
-        norm: tuple[Any, ...] = ()
-        if plan.normed:
-            norm = weighed, plgpu.layout_cast(jnp.zeros((plan.rows, SQUARES), jnp.float32), LAYOUT)
-        sums, squares = sum_over_k(plan, refs, i, rows, (plan.rows, plan.config.columns), *norm)
-        if squares is not None:
-            over_rms = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / plan.k) + plan.eps)
-            sums = sums * lax.broadcast_in_dim(over_rms, sums.shape, (0,))
+        sums = sum_over_k(plan, refs, i, rows, (plan.rows, plan.config.columns))
         finish(plan, refs, warpgroup, row, column, sums)
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def weigh(x: Any, norm: Any, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A step's x [rows, step] in shared memory times the norm's weight [step], in registers as wgmma takes it, and
-    `squares` f32[rows, 8] plus those of x: column after column modulo 8, so that no size of a step changes the sums.
-
-    It waits for the product before: PTX leaves undefined what a product reads from registers that are written before it
-    was waited for, and those of one step are those of the next."""
-    values = plgpu.load(x, layout=LAYOUT)
-    for first in range(0, values.shape[1], SQUARES):
-        squares = squares + jnp.square(widen(values[:, first : first + SQUARES]))
-    weight = plgpu.load(norm, layout=COLUMN, optimized=False)
-    plgpu.wgmma_wait(0)
-    values = lax.optimization_barrier(values)  # else the multiplication may move before the wait
-    return values * lax.broadcast_in_dim(weight, values.shape, (1,)), squares
 
 
 def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, column: jax.Array) -> None:

@@ -90,12 +90,6 @@ def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[flo
     return max(n * k * itemsize / FROM_MEMORY, busiest), busiest, waves * intake
 
 
-def takes_norm(config: Config, m: int, k: int, dtype: object) -> bool:
-    """Whether the product takes the norm of x [m, k] along: in one warpgroup, and in bfloat16 alone, since values meet
-    the norm's weight before they are divided by the root mean square, and float16 may not hold what that is."""
-    return str(dtype) == "bfloat16" and m <= config.rows == UNIT and k % UNIT == 0
-
-
 def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int, more: int = 0) -> int:
     """Stages of `step` elements of K, and `more` bytes each, that shared memory holds beside the rest."""
     vectors = 4 * (config.rows + 2 * (config.columns + 48))

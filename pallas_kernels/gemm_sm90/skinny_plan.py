@@ -25,8 +25,6 @@ class Refs(NamedTuple):
     full: Any
     free: Any
     out_s: Any  # [warpgroups, 64, columns]
-    norm: Any = None
-    norm_s: Any = None  # [stages, step]
     vectors_full: Any = None
     vectors_free: Any = None
     x_scale: Any = None
@@ -46,11 +44,6 @@ class Plan(Sizes):
     extra: dict[str, jnp.dtype]  # the optional arguments that are there
     config: Config
     gated: bool = False
-    eps: float = 0.0
-
-    @property
-    def normed(self) -> bool:
-        return "norm" in self.extra
 
     @property
     def parts(self) -> int:
@@ -97,7 +90,7 @@ class Plan(Sizes):
     @property
     def vectors(self) -> list[str]:
         """What is copied once a tile."""
-        return [name for name in self.extra if name not in ("norm", "residual")]
+        return [name for name in self.extra if name != "residual"]
 
     @property
     def vector(self) -> int:
@@ -106,8 +99,8 @@ class Plan(Sizes):
 
     @property
     def beside(self) -> int:
-        """Bytes of a stage beside its operands: of a norm's weight."""
-        return self.step * self.dtype.itemsize if self.normed else 0
+        """Bytes of a stage beside its operands."""
+        return 0
 
     def stages(self) -> int:
         """Stages of the ring: what is asked for, as far as it is of use and shared memory holds it."""
@@ -123,12 +116,10 @@ class Plan(Sizes):
         scratch = {
             "x_s": swizzled((stages, config.rows, self.step), self.dtype),
             "w_s": swizzled((stages, config.columns, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.parts + self.normed, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.parts, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
             "out_s": plgpu.SMEM((self.computing, UNIT, self.columns), self.out_dtype),
         }
-        if self.normed:
-            scratch["norm_s"] = plgpu.SMEM((stages, self.step), self.dtype)
         if self.vectors:
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=self.computing)

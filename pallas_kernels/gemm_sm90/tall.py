@@ -116,7 +116,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
             for c in range(plan.buffers):
                 load_residual(plan, refs, place, c)
 
-        sums, _ = sum_over_k(plan, refs, n, rows, (plan.rows, plan.tile_n))
+        sums = sum_over_k(plan, refs, n, rows, (plan.rows, plan.tile_n))
         finish(plan, refs, place, sums)
 
     for_each_tile(plan, compute_tile)

@@ -3,7 +3,7 @@
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import DETERMINISTIC, UNTRIED, Backend, choose, on_hopper
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import check_floats, check_norm, check_out_dtype
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import check_faster, check_one_order, check_supported
@@ -25,8 +25,7 @@ def matmul(
     """x [..., K] times w [N, K] transposed, plus bias [N] and residual [..., N] -> [..., N].
 
     norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
-    of one row takes that along, to the same bits; before others it is an operation of its own. Backend
-    "hopper-untried" has it in the product of 2 to 64 rows of bfloat16, too, where x * norm alone is rounded.
+    of one row takes that along, to the same bits; before others it is an operation of its own.
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision; bias and residual are
     added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
     takes up to 512 rows in 16 bits, N and K in multiples of 16 and a residual of `out_dtype`; unnamed, it runs where
@@ -47,10 +46,10 @@ def matmul(
     return chosen.run(x, w, bias, residual, out_dtype, norm, eps, backend)
 
 
-def _mosaic(x, w, bias, residual, out_dtype, norm, eps, backend):
+def _mosaic(x, w, bias, residual, out_dtype, norm, eps, _):
     from pallas_kernels.matmul import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.matmul(x, w, bias, residual, out_dtype, norm=norm, eps=eps, norm_inside=backend == UNTRIED)
+    return mosaic_sm90.matmul(x, w, bias, residual, out_dtype, norm=norm, eps=eps)
 
 
 def _xla(x, w, bias, residual, out_dtype, norm, eps, backend):

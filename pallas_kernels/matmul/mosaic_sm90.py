@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.gemm_sm90 import gemv_config, skinny
 from pallas_kernels.gemm_sm90.gemv import gemv
-from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, takes_norm
+from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla
 from pallas_kernels.norm_quant import xla as norm_xla
 from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant
@@ -25,17 +25,14 @@ def matmul(
     interpret: plgpu.InterpretGPUParams | None = None,
     norm: jax.Array | None = None,
     eps: float = 0.0,
-    norm_inside: bool = False,
 ) -> jax.Array:
-    """x [..., K], w [N, K], bias [N], residual [..., N] of out_dtype -> [..., N]; see api.py. norm_inside: the product
-    of a few rows takes the norm along, too, where it can."""
+    """x [..., K], w [N, K], bias [N], residual [..., N] of out_dtype -> [..., N]; see api.py."""
     (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
     if config is None and len(rows) == 1 and gemv_config.fits(gemv_config.PLAIN, n, k):
         config = gemv_config.PLAIN
     elif config is None:
         config = choose_config(len(rows), n, k, x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
-    inside = not isinstance(config, Config) or (norm_inside and takes_norm(config, len(rows), k, x.dtype))
-    if norm is not None and not inside:
+    if norm is not None and isinstance(config, Config):
         rows, norm = norm_quant(rows, norm, eps=eps, interpret=interpret)[0], None
     if bias is not None and bias.dtype == jnp.float64:
         bias = bias.astype(jnp.float32)  # as it is added
@@ -55,9 +52,10 @@ def in_one_order(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _product(x, w, norm, bias, residual, eps, out_dtype, config, interpret):
-    product = skinny.gemm if isinstance(config, Config) else gemv
     options = {"bias": bias, "residual": residual, "out_dtype": out_dtype, "interpret": interpret}
-    return product(x, w, norm=norm, eps=eps, config=config, **options)
+    if isinstance(config, gemv_config.Config):
+        return gemv(x, w, norm=norm, eps=eps, config=config, **options)
+    return skinny.gemm(x, w, config=config, **options)
 
 
 def _forward(x, w, norm, bias, residual, eps, out_dtype, config, interpret):

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.backends import DETERMINISTIC, UNTRIED, Backend, choose, on_hopper
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
 from pallas_kernels.checks import check_floats, check_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
@@ -29,10 +29,10 @@ def swiglu(
     return choose(BACKENDS, backend, x, w).run(x, w, norm, eps, backend)
 
 
-def _mosaic(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, backend: str | None) -> jax.Array:
+def _mosaic(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, _: str | None) -> jax.Array:
     from pallas_kernels.swiglu import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.swiglu(x, w, norm=norm, eps=eps, norm_inside=backend == UNTRIED)
+    return mosaic_sm90.swiglu(x, w, norm=norm, eps=eps)
 
 
 def _two_operations(x: jax.Array, w: jax.Array, norm: jax.Array | None, eps: float, backend: str | None) -> jax.Array:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm_sm90 import gemv_config, skinny
 from pallas_kernels.gemm_sm90.gemv import gemv
-from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, takes_norm
+from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla as matmul_xla
 from pallas_kernels.norm_quant import xla as norm_xla
 from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant
@@ -23,17 +23,14 @@ def swiglu(
     interpret: plgpu.InterpretGPUParams | None = None,
     norm: jax.Array | None = None,
     eps: float = 0.0,
-    norm_inside: bool = False,
 ) -> jax.Array:
-    """x [..., K], w [2F, K] -> [..., F]; see api.py. Columns of a tile of `config` are half gate's, half up's.
-    norm_inside: as matmul has it."""
+    """x [..., K], w [2F, K] -> [..., F]; see api.py. Columns of a tile of `config` are half gate's, half up's."""
     (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
     if config is None and len(rows) == 1 and gemv_config.fits(gemv_config.GATED, n // 2, k):
         config = gemv_config.GATED
     elif config is None:
         config = choose_config(len(rows), n, k, x.dtype.itemsize)
-    inside = not isinstance(config, Config) or (norm_inside and takes_norm(config, len(rows), k, x.dtype))
-    if norm is not None and not inside:
+    if norm is not None and isinstance(config, Config):
         rows, norm = norm_quant(rows, norm, eps=eps, interpret=interpret)[0], None
     return _swiglu(rows, w, norm, eps, config, interpret).reshape(*x.shape[:-1], n // 2)
 
@@ -46,9 +43,10 @@ def in_one_order(x: jax.Array, w: jax.Array, **options) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _swiglu(x, w, norm, eps, config, interpret):
-    product = skinny.gemm if isinstance(config, Config) else gemv
     options = {"out_dtype": jnp.dtype(x.dtype), "gated": True, "interpret": interpret}
-    return product(x, w, norm=norm, eps=eps, config=config, **options)
+    if isinstance(config, gemv_config.Config):
+        return gemv(x, w, norm=norm, eps=eps, config=config, **options)
+    return skinny.gemm(x, w, config=config, **options)
 
 
 def _forward(x, w, norm, eps, config, interpret):
