@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from experiments import measure_all
-from experiments.measure_all import COMMANDS, Command, main, run
+from experiments.campaign import TOPICS
+from experiments.measure_all import Command, main, run
+
+COMMANDS = [command for commands in TOPICS.values() for command in commands]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -33,7 +36,7 @@ def test_one_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys):
         Command("bad", "-c 'import sys; print(1); sys.exit(3)'", 60, timed=False),
         Command("good", "-c 'print(\"{results}\")'", 60),
     )
-    monkeypatch.setattr(measure_all, "COMMANDS", commands)
+    monkeypatch.setattr(measure_all, "TOPICS", {"campaign": commands})
     assert main(["--only", "bad", "good", "--results", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "bad: exit status 3" in said
@@ -42,9 +45,23 @@ def test_one_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys):
     assert run(commands[1], tmp_path, deadline=0.0) == "no time left"
 
 
-def test_unknown_name(capsys):
+def test_names_are_commands_or_topics_and_each_is_there_once(capsys):
+    names = [*TOPICS, *(command.name for command in COMMANDS)]
+    assert len(set(names)) == len(names)
+    files = [command.line.split(" --peers")[0] for command in COMMANDS]
+    assert len(set(files)) == len(files)
     assert main(["--only", "C99"]) == 2
     assert "C99" in capsys.readouterr().err
+
+
+def test_what_takes_two_gpus_gets_both_alone(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "two-gpus"])
+    assert "more GPUs are needed than --gpus 1" in capsys.readouterr().err
+    line = "-c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'"
+    monkeypatch.setattr(measure_all, "TOPICS", {"campaign": (), "pair": (Command("p", line, 60, gpus=2),)})
+    assert main(["--gpus", "2", "--only", "pair", "--results", str(tmp_path)]) == 0
+    assert (tmp_path / "logs" / "p.txt").read_text().strip() == "0,1"
 
 
 def test_list_runs_nothing(capsys, tmp_path):
@@ -56,7 +73,7 @@ def test_list_runs_nothing(capsys, tmp_path):
 def test_commands_spread_over_gpus(tmp_path, monkeypatch, capsys):
     line = "-c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'"
     commands = tuple(Command(f"c{i}", line, 60) for i in range(4))
-    monkeypatch.setattr(measure_all, "COMMANDS", commands)
+    monkeypatch.setattr(measure_all, "TOPICS", {"campaign": commands})
     assert main(["--gpus", "2", "--results", str(tmp_path)]) == 0
     used = [(tmp_path / "logs" / f"{command.name}.txt").read_text().strip() for command in commands]
     assert len(capsys.readouterr().out.splitlines()) == 4

@@ -1,0 +1,145 @@
+"""What there is to measure on a GPU: a line each, with the seconds that it may take, the most wanted first.
+
+`measure_all` runs them. `{results}` in a line becomes the results' directory. Kernels of UNTRIED run by name alone
+until they were timed; LOG.md has what is expected of them.
+"""
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line for Python, and the seconds that it may take."""
+
+    name: str
+    line: str
+    seconds: int
+    timed: bool = True  # alone on the device; tests run side by side
+    peer_seconds: int = 0  # more, where others are measured beside it; 0: it has none
+    gpus: int = 1  # that it takes, all of one host
+
+    def beside(self, peers: Path | None) -> "Command":
+        """The command with others' scripts beside it, where it has any."""
+        if peers is None or not self.peer_seconds:
+            return self
+        line = f"{self.line} --peers {shlex.quote(str(peers))}"
+        return replace(self, line=line, seconds=self.seconds + self.peer_seconds)
+
+
+def experiment(name: str, line: str, seconds: int, *, peer_seconds: int = 0, gpus: int = 1) -> Command:
+    return Command(name, f"-m experiments.{line} --results {{results}}", seconds, True, peer_seconds, gpus)
+
+
+def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: int = 0, gpus: int = 1) -> Command:
+    """The benchmark of a kernel, by its own name or by another one."""
+    line = f"-m pallas_kernels.{of or name}.bench {options} --results {{results}}".replace("  ", " ")
+    return Command(name, line, seconds, True, peer_seconds, gpus)
+
+
+BATCHES = "1,16,64,128,256,512"
+STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
+FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
+TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests"
+
+CAMPAIGN = (
+    Command("tests", TESTS, 480, timed=False),
+    Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
+    experiment("C13", "claims C13", 130),
+    experiment("C19", "claims C19", 90),
+    experiment("qps_kv", "qps --kv-cache int8-g8 --repeats 2", 200),
+    experiment("decode_step", "decode_step --batch 1 16 64 128 256 --backend xla default", 90),
+    experiment("step_profile", "step_profile --batch 1 64 256", 60),
+    experiment(
+        "step_profile_w8a8", "step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136", 60
+    ),
+    experiment("step_profile_serve", "step_profile --kind serve --batch 1 512 --context 136 --steps 16", 150),
+    experiment("throughput", "throughput --scheme bf16 --kv-cache bf16", 260, peer_seconds=300),
+    experiment("start_up", "start_up", 240),
+    experiment("qps", "qps --repeats 3", 200, peer_seconds=400),
+    bench("decode_attention", "", 170, peer_seconds=60),
+    bench("prefill_attention", "", 130, peer_seconds=40),
+    experiment("quant_steps", "quant_steps --backend mosaic --steps 20 --repeats 2 --threads 14"
+               f" --stages {STAGES}", 560),
+    experiment("C16", "claims C16", 60),
+    experiment("throughput_kv", "throughput --scheme bf16 --kv-cache int8-g8", 250),
+    experiment("throughput_w8a8", "throughput --scheme w8a8 --kv-cache int8-g8", 250, peer_seconds=300),
+    experiment(
+        "throughput_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16", 250
+    ),
+    experiment("qps_w8a8", "qps --quantize w8a8 --kv-cache int8-g8 --repeats 3", 220, peer_seconds=260),
+    # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
+    experiment("serving", "claims C1 C3 C11 C4", 560),
+    experiment("C24", "claims C24", 240),
+    experiment("C26", "claims C26", 240),
+    experiment("C25", "claims C25", 300),
+    experiment("loads", "claims C28 C23", 560),  # compiling is shared
+    bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
+    bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
+    bench("matmul", "", 120),
+    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 40", 60, peer_seconds=60),
+    bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
+    experiment("C5", "claims C5", 100),
+    experiment("C31", "claims C31", 90),
+    experiment("C21", "claims C21", 90),
+    experiment("C22", "claims C22", 90),
+    bench("silu_mul_quant", "--rows 1 8192 128 512", 60),
+    bench("sample", "", 90),
+    experiment("speculation", "speculation acceptance", 300),
+    experiment("speculation_claims", "speculation claims", 300),
+    experiment("speculation_7b", "speculation steps --threads 14", 300),
+    experiment("speculation_8b", "speculation steps --config configs/llama-3-8b.json", 300),
+    bench("move_tokens", "", 120),
+    bench("norm_quant", "--rows 1 8192 128 512", 60),
+    experiment("kv_measured", "kv_measured --requests 384", 260),
+    bench("weight_only_middle", f"--rows 128 256 --formats {FEW_BITS} --label middle", 60, of="weight_only_matmul"),
+    experiment("C18", "claims C18", 160),
+    experiment("C14", "claims C14", 120),
+    experiment("deterministic", "decode_step --batch 1 16 64 128 256 --backend default deterministic"
+               " --label deterministic", 90),
+    experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 180),
+    experiment("continuations", "continuations --dtype bf16 --backend mosaic --label mosaic", 250),
+    experiment("continuations_xla", "continuations --dtype bf16 --backend xla --label xla", 250),
+)  # fmt: skip
+UNTRIED = (
+    experiment("norm_inside", "decode_step --batch 4 16 64 --backend default hopper-untried --steps 100 --repeats 5"
+               " --label norm-inside", 110),
+    experiment("norm_inside_profile", "step_profile --batch 4 64 --backend hopper-untried --label norm-inside", 60),
+    experiment("groups", "quant_steps --label groups --backend mosaic --schemes bf16 w8a8-talk w8a8-all w8a8-groups"
+               " --stages decode:bf16:1,16,64,128 decode:int8-g8:1,16,64 prefill:bf16:64 --seconds 240", 280),
+    experiment("groups_profile", "step_profile --scheme w8a8-groups --backend mosaic --batch 1 16 64 --context 136"
+               " --label groups", 60),
+    bench("weight_only_tune", "--rows 1 2 4 8 16 32 64 --formats w4a16-g128 nf4:2,16 w4a16-g32-zp:2,16"
+          " --tune w4a16-g128 nf4 w4a16-g32-zp --label tune", 240, of="weight_only_matmul"),
+    bench("zero_points", "--parts --cells 64x1024 128x2048 --heads 32/32 --label zero-points"
+          " --formats int4-g128 int4-g128-zp int4-g32 int4-g32-zp int4-g32-h", 90, of="decode_attention"),
+    bench("warpgroups", "--parts formats --heads 32/32 --by-warpgroups --label by-warpgroups", 60,
+          of="decode_attention"),
+)  # fmt: skip
+TRITON = (
+    Command("sanitizer_triton", "-m experiments.sanitizer --backend triton --jobs 14 --label triton"
+            " --results {results}", 500, timed=False),
+    experiment("decode_step_triton", "decode_step --batch 1 16 64 128 --backend default triton --label triton", 90),
+    experiment("decode_step_zp", "decode_step --kv-cache int8-g8-zp --batch 64 --backend triton xla --label triton-zp",
+               60),
+    experiment("qps_triton", "qps --backend default triton --repeats 1 --pages 13000 --label triton", 320),
+    experiment("throughput_triton", "throughput --scheme bf16 --kv-cache bf16 --backend triton --repeats 2"
+               " --rows 1x8x256 32x8x256 128x8x256 512x8x256 16x1024x256 --label triton", 200),
+    bench("decode_triton", "--parts formats --triton --label triton", 150, of="decode_attention"),
+    bench("prefill_triton", "--mosaic-only --triton --kv bf16 int8-g8 --label triton", 120, of="prefill_attention"),
+    bench("int8_triton", "--triton --rows 1 16 64 512 4096 --seconds 45 --label triton", 70, of="int8_matmul"),
+    bench("weight_only_triton", "--rows 1 16 --formats w4a16-g128 nf4 w8a16 --peers mosaic triton --label triton", 90,
+          of="weight_only_matmul"),
+    experiment("continuations_triton", "continuations --dtype bf16 --backend triton --label triton", 250),
+)  # fmt: skip
+TWO_GPUS = (
+    bench("all_reduce", "--limit 40 --rows 1 16 64 128 512 4096", 150, gpus=2),
+    experiment("two", "decode_step --label two --devices 2 1 --batch 1 64 16 512 --context 128 --threads 16", 240,
+               gpus=2),
+    experiment("two_70b", "decode_step --label two-70b --config configs/llama-2-70b.json --devices 2 --batch 1 16"
+               " --context 128 --threads 16", 240, gpus=2),
+    experiment("replicas", "qps --replicas 2 --repeats 2", 400, gpus=2),
+    experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 560, gpus=2),
+)  # fmt: skip
+TOPICS = {"campaign": CAMPAIGN, "untried": UNTRIED, "triton": TRITON, "two-gpus": TWO_GPUS}
