@@ -58,7 +58,7 @@ def test_c6_wants_both(added, times, verdict):
     found = c6.judge([FIGURES | {"kv": "int8-g8", "times": times, "added": added}])
     assert found.verdict == verdict
     assert found.bars[0]["met"] == (added < 0.002)
-    assert f"+100% requests: int8-g8 {times - 1:+.0%}" in found.measured
+    assert f"+100% requests, llama-2-7b: int8-g8 {times - 1:+.0%}" in found.measured
 
 
 def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypatch):
@@ -81,10 +81,10 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     write("quant_steps-1-h.json", "quant_steps", steps)
     rows = list(c7.measure(False))
     assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
-    assert c7.judge(rows).answers[0].endswith("; 1 decode steps 2 times as fast: 2.25 to 2.25, median 2.25")
+    assert c7.judge(rows).answers[0].endswith("; 1 decode steps of a model 2 times as fast: 2.25 to 2.25, median 2.25")
     worse = c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows])
     assert [text.partition(": ")[0] for text in worse.answers] == ["Yes", "No"]
-    assert "accuracy kept: w8a8-all adds +10.00 %" in worse.answers[1]
+    assert "accuracy kept on the bundled model: w8a8-all adds +10.00 %" in worse.answers[1]
 
 
 def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
@@ -163,7 +163,7 @@ def test_c9_judges_ten_times_and_sensitivity():
     assert c9.judge([*rounding(2.0), *flat]).verdict == "no"
     assert (
         "FP8 insensitive to a scale up to 4 times too large, which INT8 is not: errors x1.00 and x4.00"
-        in (c9.judge([*rounding(4.0), *both]).answers[0])
+        in (c9.judge([*rounding(4.0), *both]).answers[1])
     )
 
 
@@ -292,6 +292,8 @@ def test_a_claim_about_another_model_reads_its_text_in_windows(tmp_path, monkeyp
     (file,) = tmp_path.glob("claims-C15-mine-*.json")
     rows = json.loads(file.read_text())["rows"]
     assert [row["protocol"] for row in rows[:-1]] == ["windows-512"] * 2
+    assert {row["subject"] for row in rows[:-1]} == {"the model mine"}
+    assert rows[-1]["measured"].startswith("On the model mine. ")
     assert asked == ["mine"]
     assert command.main(["C15", "C2", *options, "--label", "mine"]) == 2
     assert "--model has no meaning for C2" in capsys.readouterr().err

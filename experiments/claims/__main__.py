@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from experiments.arguments import claim_memory, positive_seconds
-from experiments.claims.accuracy import Subject
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import result_of
@@ -90,7 +90,7 @@ def try_to_draw(document: Row, path: Path) -> None:
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
     """Tests claims side by side; what each of them found."""
     toy = args.toy or not (claims[0].computed or on_hopper())
-    subject = None if args.model is None else Subject(args.model, args.text)
+    subject = BUNDLED_SUBJECT if args.model is None else Subject(args.model, args.text)
     tested = []
     with ExitStack() as stack:
         for claim in claims:

@@ -22,8 +22,18 @@ class Subject:
     model: str | Path = BUNDLED  # directory or Hub id
     text: Path = BUNDLED_TEXT
 
+    @property
+    def name(self) -> str:
+        """Of the model, as answers say it; a directory's own, without those above it."""
+        return "the bundled model" if self.model == BUNDLED else f"the model {Path(self.model).name}"
+
 
 BUNDLED_SUBJECT = Subject()
+
+
+def subject_of(rows: list[Row]) -> str:
+    """Which model rows are about: the bundled one, unless they say another."""
+    return rows[0].get("subject", BUNDLED_SUBJECT.name)
 
 
 @dataclass(frozen=True)

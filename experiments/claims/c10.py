@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from experiments.accuracy.rows import kv_error, rounded, weight_error
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of, subject_of
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
@@ -122,7 +122,7 @@ def judge(rows: list[Row]) -> Verdict:
         figures.append(f"{name}: error {', '.join(ends)}; KL for {served[-1]['scale_for']} {more:.1f} times that at 8")
     parts = by_case("groups more accurate than a tensor's scale", best) + by_case("the smaller the more so", falls)
     parts += by_case(f"{CEILING} the ceiling, groups of 4, which take more bytes, being no better", beyond)
-    return verdict_of(parts, *figures)
+    return verdict_of(parts, *figures, how=f"On {subject_of(rows)}")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.accuracy.rows import rounded, weight_error
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent, subject_of
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from pallas_kernels.quantized_weights import parse_weight_format
 
@@ -45,7 +45,7 @@ def judge(rows: list[Row]) -> Verdict:
         f"group {group}: {percent(nf4['added'])} for {percent(int4['added'])}": nf4["added"] < int4["added"]
         for group, nf4, int4 in pairs
     }
-    return verdict_of([*parts, *by_case("less added to perplexity", added)])
+    return verdict_of([*parts, *by_case("less added to perplexity", added)], how=f"On {subject_of(rows)}")
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent, subject_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from jllm.cache import parse_kv_cache
 from jllm.config import load_config
@@ -68,8 +68,8 @@ def judge(rows: list[Row]) -> Verdict:
     kept = bar("perplexity added by int8-g8", main["added"], "1", KEPT, most=True)
     accuracy = f"int8-g8 adds {percent(main['added'])} to perplexity [{low}, {high}], KL {main['kl']:.2g}"
     parts = [
-        Part(f"accuracy kept: {accuracy}", kept["met"]),
-        Part(f"{STATED - 1:+.0%} requests: int8-g8 {more['int8-g8']:+.0%}", main["times"] >= STATED),
+        Part(f"accuracy kept on {subject_of(rows)}: {accuracy}", kept["met"]),
+        Part(f"{STATED - 1:+.0%} requests, {CONFIG.stem}: int8-g8 {more['int8-g8']:+.0%}", main["times"] >= STATED),
     ]
     others = [f"{kv} {gain:+.0%}" for kv, gain in more.items() if kv != "int8-g8"]
     return verdict_of(parts, f"requests by larger groups: {', '.join(others)}" if others else "", bars=[kept])

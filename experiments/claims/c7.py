@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
-from experiments.claims.accuracy import judge_of, percent
+from experiments.claims.accuracy import BUNDLED_SUBJECT, judge_of, percent
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
@@ -86,8 +86,8 @@ def steps(results: Path) -> Iterator[Row]:
             wide = found.get((*PLAIN, batch))
             if scheme in SCHEMES and kv == PLAIN[1] and wide:
                 times = round(wide / ms, 3)
-                row = {"part": "step", "scheme": scheme, "batch": batch, "ms": ms, "bf16_ms": wide, "times": times}
-                yield row | {"file": file}
+                about = {"part": "step", "model": document.get("model", "a model"), "scheme": scheme, "batch": batch}
+                yield about | {"ms": ms, "bf16_ms": wide, "times": times, "file": file}
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -96,7 +96,8 @@ def judge(rows: list[Row]) -> Verdict:
     bars = [bar(f"perplexity added by {row['scheme']}", row["added"], "1", KEPT, most=True) for row in of["accuracy"]]
     parts = [
         Part(
-            f"accuracy kept: {row['scheme']} adds {percent(row['added'])} to perplexity, KL {row['kl']:.2g}",
+            f"accuracy kept on {BUNDLED_SUBJECT.name}: {row['scheme']} adds {percent(row['added'])} to perplexity, "
+            f"KL {row['kl']:.2g}",
             kept["met"],
         )
         for row, kept in zip(of["accuracy"], bars)
@@ -104,7 +105,8 @@ def judge(rows: list[Row]) -> Verdict:
     steps = [row["times"] for row in of["step"]]
     if steps:
         middle = statistics.median(steps)
-        said = f"{len(steps)} decode steps {STATED:g} times as fast: {between(steps)}, median {middle:.2f}"
+        model = of["step"][0].get("model", "a model")
+        said = f"{len(steps)} decode steps of {model} {STATED:g} times as fast: {between(steps)}, median {middle:.2f}"
         parts.append(Part(said, middle >= STATED))
     parts += [
         Part(f"products {where}: {between(times)}", min(times) >= STATED) for where, times in by_rows(of["product"])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accuracy.rows import rounded
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of, subject_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
@@ -110,7 +110,7 @@ def judge(rows: list[Row]) -> Verdict:
     for said, int8, fp8 in zip(sides, *growth.values()):
         holds = fp8 < SENSITIVE <= int8
         parts.append(Part(f"FP8 {said}, which INT8 is not: errors x{fp8:.2f} and x{int8:.2f}", holds))
-    return verdict_of(parts)
+    return verdict_of(parts, how=f"On {subject_of(rows)}")
 
 
 def spread(rows: list[Row], kind: str) -> tuple[float, float]:

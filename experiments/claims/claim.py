@@ -99,12 +99,14 @@ def run(
     subject: Any = None,
 ) -> None:
     """Measures claims into their files, a row of each in turn, so that what they share is alternated. `subject` of
-    claims whose model is chosen; None: the bundled one."""
+    claims whose model is chosen, which their rows name; None: the bundled one."""
 
     def measure(claim: Claim) -> Iterable[Row]:
         if claim.lasts:
             return claim.measure(toy, seconds)
-        return claim.measure(toy, subject) if claim.chosen and subject is not None else claim.measure(toy)
+        if not claim.chosen or subject is None:
+            return claim.measure(toy)
+        return ({"subject": subject.name, **row} for row in claim.measure(toy, subject))
 
     for rows in zip_longest(*(measure(claim) for claim, _ in tested)):
         for (claim, result), row in zip(tested, rows):
