@@ -20,7 +20,7 @@ import jax
 
 from experiments.arguments import add_model_options, add_timing_options, positive
 from experiments.result_file import bar, command_line, record
-from experiments.steps.bars import decode_bars
+from experiments.steps.bars import decode_bars, of_own_kernels
 from experiments.steps.floors import make_floor, step_work
 from experiments.steps.timer import (
     StepTimer,
@@ -37,7 +37,6 @@ from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
 from pallas_kernels.bench.command import add_result_options, interruptible
 
-OWN = "default", "mosaic"  # backends that have bars
 TRITON = 1.25  # times the device's own step that backend triton may take
 ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two devices, at most
 SHARE_ON_TWO = {("llama-2-70b", 1): 0.75, ("llama-2-70b", 16): 0.75}  # of its floor, at least
@@ -118,13 +117,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars of two
     that share a model, and none of one."""
-    own = {row["batch"]: row.get("decode_ms") for row in rows if row["backend"] in OWN}
+    own = {row["batch"]: row.get("decode_ms") for row in rows if of_own_kernels(row)}
     for row in rows:
         case = row["model"], row["batch"]
         if row["backend"] == "triton" and row["batch"] in own:
             name = f"{row['model']} batch {row['batch']} {row['kv']}, triton over the default"
             yield bar(name, round(row["decode_ms"] / own[row["batch"]], 3), "times", TRITON, most=True)
-        elif row["backend"] in OWN:
+        elif of_own_kernels(row):
             name = " ".join([row["model"], *([row["scheme"]] if "scheme" in row else []), f"batch {row['batch']}"])
             name += f" {row['kv']}" + (f" on {row['devices']} devices" if "devices" in row else "")
             if "devices" not in row:

@@ -42,6 +42,7 @@ from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_n
 from experiments.baselines import BASELINES, engine_with
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.steps import peers, wire
+from experiments.steps.bars import OWN, of_own_kernels
 from experiments.steps.floors import HBM, make_floor, workload_seconds
 from experiments.steps.words import ENDLESS, is_guided, words_tokenizer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
@@ -72,6 +73,7 @@ OVER_HTTP = (  # options of a run against a server
     *("temperature", "top_k", "top_p", "min_p", "results", "label", "json"),
 )
 BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests a second, and over vLLM's
+TRITON = 0.8  # of the requests a second by the device's own kernels, at least
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
@@ -262,11 +264,11 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 
 def make_engine(
-    model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None
+    model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None, backend: str | None = None
 ) -> Engine | Replicas:
-    """By the options; `device` makes it one in place of its sampler's."""
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "backend", "trace", *MEMORY, *BASELINES)
-    options = {"max_slots": args.slots} | {name: getattr(args, name) for name in names}
+    """By the options; `device` makes it one in place of its sampler's. `backend`: None is the best for the device."""
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", *MEMORY, *BASELINES)
+    options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
     if args.replicas is not None:
@@ -295,18 +297,23 @@ def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argpa
 
 
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each repeat and then their summary."""
+    """A row for each repeat and then their summary, of one backend after the other."""
+    for backend in args.backend:
+        yield from measure_one(model, requests, args, backend)
+
+
+def measure_one(model: Model, requests: list[Request], args: argparse.Namespace, backend: str) -> Iterator[Row]:
     sampling = sampling_of(args)
     about = {
         "model": Path(args.model or args.config).stem, "scheme": scheme_name(args.quantize or args.dtype),
-        "kv": args.kv_cache or str(model.params.dtype), "slots": args.slots, "rate": args.rate,
+        "kv": args.kv_cache or str(model.params.dtype), "backend": backend, "slots": args.slots, "rate": args.rate,
         **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.guided is None else {"guided": args.guided}),
         **({} if args.replicas is None else {"replicas": args.replicas}),
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
-    engine = make_engine(model, args)
+    engine = make_engine(model, args, backend=None if backend == OWN[0] else backend)
     start = time.perf_counter()
 
     def note(text: str) -> None:
@@ -376,10 +383,11 @@ def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[R
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
-    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone; beside
-    vLLM where that served in the same job."""
-    row = [row for row in rows if "peer" not in row][-1]
-    if "over" in row:
+    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone: of the
+    device's own kernels, beside vLLM where that served in the same job, and of Triton's beside them."""
+    last = {row.get("backend", OWN[0]): row for row in rows if "peer" not in row}
+    row = next((row for row in last.values() if of_own_kernels(row)), None)
+    if row is None or "over" in row:
         return
     whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
@@ -392,6 +400,8 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
         yield bar(f"{where}, requests a second", row["qps"], "1/s", found[0])
         if vllm := [each["qps"] for each in rows if each.get("peer") == "vLLM" and "qps" in each]:
             yield bar(f"{where}, times as many as vLLM", round(row["qps"] / max(vllm), 3), "1", found[1])
+    if "triton" in last:
+        yield bar(f"{where}, triton over the default", round(last["triton"]["qps"] / row["qps"], 3), "1", TRITON)
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
 
 
@@ -428,7 +438,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--backend", help="xla, mosaic, triton or deterministic (default: the best for the device)")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=OWN[:1],
+        help="xla, mosaic, triton, deterministic, or default: one after another",
+    )
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
     parser.add_argument("--guided", type=float, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():

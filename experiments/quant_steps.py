@@ -28,7 +28,7 @@ import jax
 from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
 from experiments.report.svg import svg
 from experiments.result_file import bar, command_line, record
-from experiments.steps.bars import LEAST_TOKENS, decode_bars, prefill_bars
+from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import (
     KINDS,
@@ -142,6 +142,7 @@ def row(
     tokens = work.decodes + work.tokens
     floor = make_floor(params, config, args.bandwidth).of(work, page_bytes(config, params.dtype, PAGE, case.kv) / PAGE)
     found: Row = {"scheme": scheme_name(case.scheme), "batch": case.batch, "kv": case.kv, "T": tokens}
+    found |= {"backend": args.backend} if args.backend else {}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
     found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}
@@ -183,11 +184,11 @@ def bars(rows: list[Row]) -> Iterator[Row]:
         where = f"{r.get('scheme')} batch {r.get('batch')} KV {r.get('kv')}"
         if "decode_ms" in r:
             yield from decode_bars(f"decode, {where}", r)
-            if (r["scheme"], r["kv"], r["batch"]) == ("w4a16-g128", "bf16", 1):
+            if (r["scheme"], r["kv"], r["batch"]) == ("w4a16-g128", "bf16", 1) and of_own_kernels(r):
                 yield bar(f"decode, {where}", r["decode_ms"], "ms", W4A16_MS, most=True)
         if "prefill_ms" in r:
             yield from prefill_bars(f"prefill, {where}", r, r["T"], r["floor_fraction"])
-            if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r:
+            if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r and of_own_kernels(r):
                 yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
 
 

@@ -165,6 +165,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
     jax.block_until_ready(params)
     note(f"weights of {tree_bytes(params) / GIB:.2f} GiB")
     about = {"model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "kv": args.kv_cache or args.dtype}
+    about |= {"backend": args.backend} if args.backend else {}
     room = room_for_pages(config, params, args)
     for case in [case for case in cases if case.batch * pages_each(case, args) > room]:
         need = case.batch * pages_each(case, args)

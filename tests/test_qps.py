@@ -179,7 +179,7 @@ def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkey
         cached.append(engine.metrics()["prefix_hit_tokens"])
         return served, next(seconds)
 
-    monkeypatch.setattr(qps, "make_engine", lambda model, args: engine)
+    monkeypatch.setattr(qps, "make_engine", lambda model, args, **_: engine)
     monkeypatch.setattr(qps, "serve", timed)
     rows = list(qps.measure(model, [Request(21, 4, 0.0), Request(13, 3, 0.0)], args))
     assert cached == [0, 0, 0, 0]

@@ -35,7 +35,9 @@ def arguments_of(command: str) -> argparse.Namespace | None:
     """The options of a command, as its module reads them today. None where it has no such module or options."""
     module = module_of(command)
     loaded = load(module) if module else None
-    return None if loaded is None else _parsed(loaded, _options(command)[0])
+    if loaded is None or not hasattr(loaded, "parse_args"):
+        return None
+    return _parsed(loaded, _options(command)[0])
 
 
 def _options(command: str) -> tuple[list[str], dict[str, str]]:
@@ -70,18 +72,17 @@ def load(module: str) -> ModuleType | None:
 
 def parses(command: str) -> bool:
     """Whether the module of a command still takes its options; what it is asked of, but for options with a folder of
-    peers, which may be gone."""
+    peers, which may be gone, and with one for its output, which a result leaves out."""
     module, options = module_of(command), command.split()[3:]
     parse = getattr(load(module), "parse_args", None) if module else None
     if parse is None:
         return True
     kept = [word for i, word in enumerate(options) if "--peers" not in (word, options[i - 1] if i else "")]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            parse(kept)
-    except (SystemExit, JllmError):
-        return False
-    return True
+    for output in ([], ["--out", "out"]):
+        with contextlib.suppress(SystemExit, JllmError), contextlib.redirect_stderr(io.StringIO()):
+            parse([*kept, *output])
+            return True
+    return False
 
 
 def _name(module: str, options: list[str]) -> str | None:

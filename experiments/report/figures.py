@@ -11,6 +11,7 @@ from typing import Any
 from experiments.claims.registry import TITLES, claim_named
 from experiments.report.commands import load, module_of, parses
 from experiments.report.documents import Entry, Row
+from experiments.steps.bars import of_own_kernels
 from experiments.steps.devices import device_sheet
 
 PASTED = Path(__file__).parents[1] / "workloads" / "peers_h200.json"  # peers' figures, noted by hand in another run
@@ -146,13 +147,15 @@ def requests_rows(results: Results) -> Iterator[Row]:
     have no file."""
     for entry in results.entries:
         match = re.fullmatch(r"qps_llama-2-7b_(.*)", entry.label)
-        own = [row for row in entry.rows if "peer" not in row]
-        if match and entry.device == DEVICE and own and own[-1].get("rate") is None:
+        every = [row for row in entry.rows if "peer" not in row and row.get("rate") is None]
+        for backend in dict.fromkeys(row.get("backend") for row in every if match and entry.device == DEVICE):
+            own = [row for row in every if row.get("backend") == backend]
             repeats = [row for row in own if isinstance(row["repeat"], int)]
             mean = next((row for row in own if row["repeat"] == "mean"), None)
             row = mean or {"qps": sum(each["qps"] for each in repeats) / len(repeats)}
             name = f"jllm {own[0]['scheme']}, KV {own[0]['kv']}".replace("bfloat16", "bf16")
             name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
+            name += "" if of_own_kernels(own[0]) else f", {own[0]['backend']}"
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
             yield {"name": name, **figures, "repeats": len(repeats), "file": entry.path.name}
     yield from _peer_requests(results)

@@ -4,8 +4,9 @@ from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import claim_named, find
-from experiments.report.commands import load, module_of
+from experiments.report.commands import arguments_of, load, module_of
 from experiments.report.floors_today import with_floors
+from experiments.steps.bars import OWN
 
 Document = dict[str, Any]
 
@@ -32,6 +33,7 @@ def judged(document: Document) -> Document:
     """A document as it is to be read: floors, their shares and bars are those of today's limits; the bars of a run that
     was cut off before it had any are those of its rows; and a claim's verdict is what its rows say by the rule of
     today."""
+    document = with_backend(document)
     if (rows := with_floors(document)) is not document["rows"]:
         document = document | {"rows": rows, "floors_again": True}
         document |= {"bars": bars_of(document) if document["bars"] else []}
@@ -47,6 +49,15 @@ def judged(document: Document) -> Document:
         last = {"stated": find(claim).stated, "measured": f"so far: {so_far}", "verdict": "incomplete"}
         return document | {"rows": [*document["rows"], last] if so_far else document["rows"]}
     return document | {"bars": bars_of(document)}
+
+
+def with_backend(document: Document) -> Document:
+    """Rows name the backend that their command asked for, which older files leave to it."""
+    asked = getattr(arguments_of(document["command"]), "backend", None)
+    one = asked[0] if isinstance(asked, list) and len(asked) == 1 else asked
+    if not isinstance(one, str) or one == OWN[0]:
+        return document
+    return document | {"rows": [row if "peer" in row else {"backend": one} | row for row in document["rows"]]}
 
 
 def _so_far(claim: str, rows: list[Document]) -> str:

@@ -16,8 +16,18 @@ OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # which have 
 PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where so many tokens of prompts are computed
 
 
+OWN = ("default", "mosaic")  # backends that are an H200's own, of which bars of shares are
+
+
+def of_own_kernels(row: Row) -> bool:
+    """Whether a row is of the device's own kernels, as it is where it names no backend."""
+    return row.get("backend", OWN[0]) in OWN
+
+
 def decode_bars(name: str, row: Row) -> Iterator[Row]:
-    """The bar of a decode step's share of its floor, where its model and formats have one."""
+    """The bar of a decode step's share of its floor, where its model, formats and backend have one."""
+    if not of_own_kernels(row):
+        return
     formats = weights_of(row), row["kv"].replace("bfloat16", "bf16")
     table = OF_MODELS.get((row.get("model", ""), *formats)) or DECODE.get(formats, ())
     for least in [share for most, share in table if row["batch"] <= most][:1]:
@@ -26,7 +36,7 @@ def decode_bars(name: str, row: Row) -> Iterator[Row]:
 
 def prefill_bars(name: str, row: Row, tokens: int, share: float) -> Iterator[Row]:
     """The bar of what computing so many tokens of prompts reaches of its floor, where it has one."""
-    if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS:
+    if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS and of_own_kernels(row):
         yield bar(f"{name}, share of the floor", share, "1", PREFILL)
 
 
