@@ -103,9 +103,6 @@ CAMPAIGN = (
     experiment("continuations_xla", "continuations --dtype bf16 --backend xla --label xla", 250),
 )  # fmt: skip
 UNTRIED = (
-    experiment("norm_inside", "decode_step --batch 4 16 64 --backend default hopper-untried --steps 100 --repeats 5"
-               " --label norm-inside", 110),
-    experiment("norm_inside_profile", "step_profile --batch 4 64 --backend hopper-untried --label norm-inside", 60),
     experiment("groups", "quant_steps --label groups --backend mosaic --schemes bf16 w8a8-talk w8a8-all w8a8-groups"
                " --stages decode:bf16:1,16,64,128 decode:int8-g8:1,16,64 prefill:bf16:64 --seconds 240", 280),
     experiment("groups_profile", "step_profile --scheme w8a8-groups --backend mosaic --batch 1 16 64 --context 136"

@@ -4,7 +4,7 @@
 
 Steps of meshes (experiments.meshes) against experiments.decode_step on two H100s and one; the QPS workload through an
 engine on an H200 (claim C23's file), all at once and by Poisson arrivals; and on an H100 eight layers whose prompts are
-in steps with decodes, and in steps of their own (experiments.disaggregation). Each by the newest file. `error` is the
+in steps with decodes, and in steps of their own (experiments.disaggregation). Each by the newest file. `off_by` is the
 simulated figure over the measured one, less 1. Replicas, disaggregation over two GPUs, and meshes of more than two were
 never measured.
 """
@@ -37,11 +37,11 @@ Row = dict[str, Any]
 COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 
-def errors(results: Path = RESULTS) -> Iterator[Row]:
+def figures(results: Path = RESULTS) -> Iterator[Row]:
     """A row for each figure that was measured."""
     for row in c32.checks():
         about = {"model": row["model"], "layers": row["layers"], "batch": row["batch"], "context": row["context"]}
-        yield _error(row["file"], "step", row["ranks"], about, "decode_ms", row["measured_ms"], row["estimated_ms"])
+        yield _compared(row["file"], "step", row["ranks"], about, "decode_ms", row["measured_ms"], row["estimated_ms"])
     yield from of_one_engine(results)
     yield from of_levels(results)
 
@@ -58,7 +58,7 @@ def of_one_engine(results: Path) -> Iterator[Row]:
             ours = simulated(costs, count=int(row["requests"]), rate=row["rate"])
             about = {"model": "llama-2-7b", "layers": 32, "load": row["load"]}
             for key in COMPARED:
-                yield _error(name, "serving", 1, about, key, row[key], ours[key])
+                yield _compared(name, "serving", 1, about, key, row[key], ours[key])
 
 
 def of_levels(results: Path) -> Iterator[Row]:
@@ -82,12 +82,12 @@ def of_levels(results: Path) -> Iterator[Row]:
             ours = engine.run(Arrival(Sample((1,) * r.prompt, r.output), r.arrival) for r in requests).figures()
             about = {"model": row["model"], "layers": row["layers"], "level": row["level"], "load": row["load"]}
             for key in COMPARED:
-                yield _error(path.name, "level", 1, about, key, row[key], ours[key])
+                yield _compared(path.name, "level", 1, about, key, row[key], ours[key])
 
 
-def _error(file: str, of: str, gpus: int, about: Row, figure: str, measured: float, simulated: float) -> Row:
-    found = {"measured": measured, "simulated": simulated, "error": simulated / measured - 1}
-    return rounded({"part": "error", "of": of, "gpus": gpus, **about, "figure": figure, **found, "file": file})
+def _compared(file: str, of: str, gpus: int, about: Row, figure: str, measured: float, simulated: float) -> Row:
+    found = {"measured": measured, "simulated": simulated, "off_by": simulated / measured - 1}
+    return rounded({"of": of, "gpus": gpus, **about, "figure": figure, **found, "file": file})
 
 
 @interruptible
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("simulation_error", argv)
-    return record(args, "simulation_error", command, errors())
+    return record(args, "simulation_error", command, figures())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from experiments import clusters
 from experiments.meshes import Mesh
 from experiments.simulation.apart import merged
 from experiments.simulation.replicas import serve
-from experiments.simulation_error import errors
+from experiments.simulation_error import figures
 from experiments.steps.cost_model import CONFIGS, RESULTS
 from experiments.steps.floors import step_work
 from experiments.steps.links import read_link
@@ -78,11 +78,11 @@ def test_rows_say_that_they_are_simulated_and_splits_share_out_engines(tmp_path,
         clusters.parse_args(["--splits", "1"])
 
 
-def test_errors_are_of_files_that_are_there_and_no_throughput_is_far_off():
-    rows = list(errors())
+def test_figures_are_of_files_that_are_there_and_no_throughput_is_far_off():
+    rows = list(figures())
     assert {row["of"] for row in rows} == {"step", "serving", "level"}
     assert {row["gpus"] for row in rows} == {1, 2}
     assert all((RESULTS / row["file"]).exists() for row in rows)
     for row in rows:
-        assert row["error"] == pytest.approx(row["simulated"] / row["measured"] - 1, abs=1e-3)
-        assert abs(row["error"]) < (0.2 if row["figure"] in ("qps", "decode_ms") else 1.0)
+        assert row["off_by"] == pytest.approx(row["simulated"] / row["measured"] - 1, abs=1e-3)
+        assert abs(row["off_by"]) < (0.2 if row["figure"] in ("qps", "decode_ms") else 1.0)

@@ -84,11 +84,17 @@ def clusters(model: str, **wanted: Any) -> list[float]:
     return [once["qps"], *(loaded[f"{name}_ms_p{p}"] for name in ("ttft", "itl") for p in (50, 99))]
 
 
+def eight_hosts() -> list[float]:
+    """Times what one of them serves."""
+    return [clusters(f"{model}-64")[0] / clusters(model, ranks=n, how="merged")[0]
+            for model, n in (("llama-2-7b", 1), ("llama-2-70b", 2))]  # fmt: skip
+
+
 def simulated_off_by(of: str, figure: str, gpus: int = 1) -> tuple[float, float]:
     """Per cent, the least and the most of all files' figures; of one engine all that serve."""
     kinds = ("serving", "level") if of == "serving" else (of,)
     found = [
-        row["error"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, figure=figure, gpus=gpus)
+        row["off_by"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, figure=figure, gpus=gpus)
     ]
     return spread([100 * error for error in found])
 
@@ -293,7 +299,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
     ),
     **{
-        f"{name} | {{:.0f}} | {{:.0f}} / {{:.0f}} | {{:.1f}} / {{:.1f}} |": partial(clusters, model, **wanted)
+        f"{name} | {{:,.0f}} | {{:.0f}} / {{:.0f}} | {{:.1f}} / {{:.1f}} |": partial(clusters, model, **wanted)
         for name, model, wanted in (
             ("LLaMA-2-7B | 8 of a GPU", "llama-2-7b", {"ranks": 1, "how": "merged"}),
             ("| | 4 of two GPUs", "llama-2-7b", {"ranks": 2, "how": "merged"}),
@@ -301,8 +307,11 @@ QUOTES: dict[str, Callable[[], Any]] = {
             ("LLaMA-2-70B | 4 of two GPUs", "llama-2-70b", {"ranks": 2, "how": "merged"}),
             ("2 of four GPUs", "llama-2-70b", {"ranks": 4, "how": "merged"}),
             ("1 for prompts and 3 for decodes", "llama-2-70b", {"how": "apart"}),
+            ("| | 64 of a GPU", "llama-2-7b-64", {}),
+            ("| | 32 of two GPUs", "llama-2-70b-64", {}),
         )
     },
+    "64 GPUs serve {:.1f} and {:.1f} times what eight do": eight_hosts,
     "steps of a mesh of two H100s come out {:.0f} % too fast to {:.0f} % too slow": lambda: (
         [abs(x) for x in simulated_off_by("step", "decode_ms", 2)]
     ),

@@ -10,6 +10,7 @@ import pytest
 
 import experiments.result_file
 import pallas_kernels
+from experiments.report.details import REBASED
 from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
 from jllm.errors import OutputError
@@ -51,6 +52,19 @@ def test_what_a_row_quotes_holds_no_folders_of_a_machine(said, kept, tmp_path):
     kept = said if kept is None else kept
     found = json.loads(result.path.read_text())["rows"]
     assert found == [{"error": kept, "us": 1.0}, {"report": kept}, {"error": None}, {"stated": said}]
+
+
+def test_commits_of_results_are_in_the_history():
+    """But for those that the pages call rebased. A commit that a rebase replaces is nobody's to look at: results are
+    measured at commits that are merged."""
+    git = ["git", "-C", str(RESULTS)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("not all of the history is here")
+    history = subprocess.run([*git, "log", "--format=%H"], capture_output=True, text=True, check=True).stdout.split()
+    commits = {json.loads(path.read_text()).get("commit") or "" for path in RESULTS.glob("*.json")}
+    names = {commit.removesuffix("+") for commit in commits}
+    assert {name for name in names if not any(whole.startswith(name) for whole in history)} == REBASED
 
 
 def test_begun_incomplete_and_finished(tmp_path):

@@ -6,12 +6,14 @@ import re
 import pytest
 
 from experiments import results_page
+from experiments.campaign import TOPICS
 from experiments.claims import c23
 from experiments.report import details, figures, overview, pictures
 from experiments.report.commands import name_of, parses
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
 from experiments.report.figures import Results
 from experiments.report.markdown import slug
+from experiments.report.wanted import WANTED
 from experiments.results_page import PAGE, texts
 from jllm.errors import InputFileError
 
@@ -373,10 +375,21 @@ def test_missed_bars_show_the_farthest_and_stale_files_say_why(tmp_path):
     assert "| experiments.gone is gone | [gone]" in text
 
 
+def test_bars_without_a_figure_are_named_with_the_line_that_measures_them(tmp_path):
+    assert {each.command for each in WANTED} <= {c.name for commands in TOPICS.values() for c in commands}
+    bar = {"name": "2 ranks, 1 x 4096 bfloat16", "value": 9.0, "unit": "us", "bar": 6.0, "met": False}
+    write(tmp_path, "all_reduce-20261124-h100", experiment="all_reduce", bars=[bar], device="NVIDIA H100")
+    assert "; sums over two H200s (`all_reduce`); LLaMA-2-7B on two" in short(tmp_path)
+    write(tmp_path, "all_reduce-20261124-h200", experiment="all_reduce", bars=[bar])
+    assert "sums over two H200s" not in short(tmp_path)
+    assert "; LLaMA-2-7B on two H200s (`two`); LLaMA-2-70B on two H200s (`two_70b`)." in short(tmp_path)
+
+
 def test_options_of_peers_count_for_no_refusal():
     assert parses("python -m experiments.throughput --scheme bf16 --peers ../gone --peer-seconds 110")
     assert not parses("python -m experiments.throughput --gone")
     assert parses("python -m experiments.claims C1 C3")
+    assert parses("python -m experiments.train_needle")  # which wants an --out
 
 
 def test_long_figures_of_a_claim_end_at_a_part():

@@ -15,6 +15,15 @@ from experiments.report.markdown import escape, folded, markdown, show, shown_ba
 from experiments.report.sections import PAGES, Section, Table
 
 INCOMPLETE = "not all that it asks for was measured; bars are of what was"
+REBASED = frozenset(  # commits of results of branches that were rebased before they were merged
+    (
+        "131bc56b4425",
+        "53388edc315f",
+        "e756bbe5e7f3",
+        "fd44ef8f7dac",
+        "ff85463ed44f",
+    )
+)
 Placed = list[tuple[Section, str, Entry]]  # an entry under its section, with its heading
 Places = dict[Path, str]  # file -> its chapter
 
@@ -117,7 +126,7 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
 
 def made_with(document: Document) -> Iterator[str]:
     """The commit, and of a GPU driver and clocks, that a document was measured with, and which of these it lacks."""
-    known = {"commit": document.get("commit")}
+    known = {"commit": commit_in_words(document.get("commit"))}
     if document["device"].startswith("NVIDIA"):
         clocks = document.get("clocks_mhz") or {}
         mhz = f"{clocks.get('sm')} of {clocks.get('most_sm')} MHz, memory {clocks.get('memory')}"
@@ -126,6 +135,14 @@ def made_with(document: Document) -> Iterator[str]:
     if lacking := [name for name, value in known.items() if not value]:
         first, last = ", ".join(lacking[:-1]), lacking[-1]
         yield f"no {f'{first} or {last}' if first else last} recorded"
+
+
+def commit_in_words(commit: str | None) -> str | None:
+    """Without what was changed beside it, but says so; and whether it is in the history at all."""
+    if commit is None:
+        return None
+    name = commit.removesuffix("+")
+    return name + " with changes" * (name != commit) + ", rebased since" * (name in REBASED)
 
 
 def bars_table(bars: list[Document]) -> str:

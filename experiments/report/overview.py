@@ -26,12 +26,13 @@ from experiments.report.figures import (
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar
 from experiments.report.sections import FLOOR, PAGES
+from experiments.report.wanted import without_figure
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
 LONGEST = 150  # characters of each answer to a claim
-MOST_MISSED = 12  # results with a row of their own among those that miss bars
+MOST_MISSED = 9  # results with a row of their own among those that miss bars
 
 
 def overview(results: Results) -> str:
@@ -205,6 +206,8 @@ def _missed(results: Results, places: Places) -> Iterator[str]:
         cells.append([", ".join(_link(entry, places) for entry in rest), count, ""])
     if cells:
         yield markdown(["result", "missed", "the farthest"], cells)
+        if left := [f"{each.what} (`{each.command}`)" for each in without_figure(results.entries)]:
+            yield f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(left)}."
 
 
 def _stale(results: Results, places: Places) -> Iterator[str]:

@@ -58,12 +58,12 @@ CLAIM_TABLES = (Table(("stated", "measured", "verdict"), "the verdict", _has("ve
 
 STEPS = (
     Section(
-        "decode_step",
+        "decode_step(?!-two).*",
         "A whole decode step, by batch",
         "LLaMA-2-7B, one token for each of a batch of sequences. Bars are shares of its floor: "
         f"{FLOOR}.",
         (Table(("model", "batch", "kv", "context", "backend", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
-        of_bars("{:.0%} to {:.0%} of the floor"),
+        of_bars("{:.0%} to {:.0%} of the floor", ".*share of the floor"),
     ),
     Section(
         "decode_step-two.*",
@@ -97,8 +97,9 @@ STEPS = (
         (
             Table(
                 (
-                    "peer", "model", "scheme", "kv", "batch", "input", "output", "prefill_ms", "h800_prefill_ms",
-                    "decode_ms", "h800_decode_ms", "tokens_s", "h800_tokens_s", "memory_gib", "h800_memory_gib",
+                    "peer", "model", "scheme", "kv", "backend", "batch", "input", "output", "prefill_ms",
+                    "h800_prefill_ms", "decode_ms", "h800_decode_ms", "tokens_s", "h800_tokens_s",
+                    "memory_gib", "h800_memory_gib",
                     "prefill_floor_fraction", "floor_fraction",
                 ),
                 "by batch",
@@ -130,9 +131,9 @@ STEPS = (
         (
             Table(
                 (
-                    "peer", "repeat", "scheme", "kv", "rate", "batching", "prefill", "sampling", "host", "qps",
-                    "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50",
-                    "goodput", "slack", "preemptions", "floor_s",
+                    "peer", "repeat", "scheme", "kv", "backend", "rate", "batching", "prefill", "sampling", "host",
+                    "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
+                    "e2e_ms_p50", "goodput", "slack", "preemptions", "floor_s",
                 ),
                 "by repeat",
             ),
@@ -155,7 +156,57 @@ STEPS = (
             ),
         ),
     ),
-    Section("simulate.*|.*simulation.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
+    Section("simulate.*", "Serving, simulated", "The engine's scheduler on steps that are costed."),
+    Section(
+        "simulation_error",
+        "How far simulated and estimated figures are from measured ones",
+        "`off_by` is the simulated figure over the measured one, less 1.",
+        (
+            Table(
+                (
+                    "of", "gpus", "model", "layers", "batch", "context", "level", "load", "figure", "measured",
+                    "simulated", "off_by", "file",
+                ),
+                "by figure",
+            ),
+        ),
+    ),
+    Section(
+        "clusters_(.*)",
+        "Many GPUs serving, simulated: {}",
+        "The QPS workload as often as there are GPUs, all at once and at a share (`load`) of what the best mesh "
+        "serves; `ranks` GPUs of a mesh share a model. Estimated steps, the engine's own scheduler.",
+        (
+            Table(
+                (
+                    "gpus", "ranks", "engines", "slots", "how", "split", "load", "rate", "requests", "qps",
+                    "output_tokens_s", "goodput", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
+                    "itl_ms_max",
+                ),
+                "simulated",
+            ),
+        ),
+    ),
+    Section(
+        "disaggregation",
+        "Prefill and decode in steps of their own beside merged ones, on one GPU",
+        "`level` -1 is an engine as it is; 0 has steps of prompts or of decodes alone.",
+    ),
+    Section(
+        "disaggregation_simulated",
+        "Prefill and decode on GPUs of their own, simulated",
+        "On as many GPUs as replicas, all at once and at loads.",
+    ),
+    Section(
+        "meshes",
+        "Steps of models that several GPUs of a host share, estimated",
+        "Of one H200's steps and exchanges measured between two GPUs; more than two were never measured.",
+    ),
+    Section(
+        "other_devices",
+        "Decode steps on devices that nobody measured, estimated",
+        "From data sheets, with the shares of their limits that an H200's steps have.",
+    ),
     Section(
         "hardware.*",
         "Devices from their data sheets: the rules of PPL.LLM's slides, and our estimate",
@@ -284,7 +335,7 @@ KERNELS = (
         (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits")),),
     ),
     Section(
-        "int8_matmul|fp8_matmul",
+        "int8_matmul.*|fp8_matmul.*",
         "8-bit products against XLA and torch",
         "Scales included, weights rotated so that no cache holds them. Bars: XLA's own int8 path in the run, torch's "
         "fp8 product with 10 % where it ran in the same job, TOP/s at many rows, bandwidth at few.",
@@ -339,7 +390,7 @@ KERNELS = (
         answer=lambda document: f"{document['passed']} passed, {document['failed'] + document['error']} failed",
     ),
     Section(
-        "sanitizer",
+        "sanitizer.*",
         "Memory checkers over the kernels",
         "compute-sanitizer's tools over each kernel; `wrong` is the error against the reference, relative to its norm.",
         answer=lambda document: f"{sum(row.get('errors', 0) for row in document['rows'])} errors",
