@@ -42,8 +42,8 @@ def weight_only_matmul(
     padding, the weight's order of columns and rotated groups are seen to here. `w.format.activations` is ignored: x is
     multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice. The result has `out_dtype`
     (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The mosaic kernel and xla on a GPU
-    round the decoded weight, and the kernel its scales, to x's dtype (one row's only those of groups that it does not
-    scale as sums); a row's bits do not depend on the other rows within one configuration. The mosaic backend takes bf16
+    round the decoded weight, and the kernel its scales, to x's dtype (not scales of sums, as those with few rows mostly
+    are); a row's bits do not depend on the other rows within one configuration. The mosaic backend takes bf16
     and f16, groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight bits); chosen by itself, it runs
     where it was measured to be the faster one. The triton backend takes bf16 and f16, groups of 32, 64 and 128 and any
     K; it rounds tables alone, and scales sums.

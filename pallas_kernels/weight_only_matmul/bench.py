@@ -27,7 +27,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS, BENCH_ROWS, BENCH_SHAPES
-from pallas_kernels.weight_only_matmul.config import Config, RowConfig, candidates
+from pallas_kernels.weight_only_matmul.config import AnyConfig, candidates
 
 ROTATED = 160_000_000  # bytes of weights in one jit, at least
 LARGE = 45_000_000  # K N of the bars
@@ -79,12 +79,12 @@ def weights_for(name: str, n: int, k: int) -> list[Any]:
 
 def variants(
     name: str, m: int, n: int, k: int, tune: bool, peers: Sequence[str] = PEERS
-) -> list[tuple[str, Config | RowConfig | None]]:
+) -> list[tuple[str, AnyConfig | None]]:
     """Backends, and configurations of the kernel, to be measured."""
     if name == "bf16":
         return [("bf16", None)]
     configs = candidates(m, n, k, parse_weight_format(name))
-    made: dict[str, list[tuple[str, Config | RowConfig | None]]] = {
+    made: dict[str, list[tuple[str, AnyConfig | None]]] = {
         "mosaic": [("mosaic", config) for config in (configs if tune else configs[:1])],
         "xla": [("xla", None)] if m >= DECODED else [],
         "triton": [("triton", None)],
@@ -93,7 +93,7 @@ def variants(
 
 
 def compiled(
-    weights: list[Any], m: int, k: int, backend: str, config: Config | RowConfig | None
+    weights: list[Any], m: int, k: int, backend: str, config: AnyConfig | None
 ) -> Callable[[], list[jax.Array]]:
     """What runs all layers."""
     x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
@@ -135,11 +135,10 @@ def measure_shape(
         yield row
 
 
-def describe(config: Config | RowConfig) -> str:
-    """What differs from the defaults."""
-    return ", ".join(
-        f"{name}={value}" for name, value in asdict(config).items() if value != getattr(type(config), name)
-    )
+def describe(config: AnyConfig) -> str:
+    """The kernel's kind of configuration with what differs from the defaults."""
+    changed = (f"{name}={value}" for name, value in asdict(config).items() if value != getattr(type(config), name))
+    return f"{type(config).__name__}({', '.join(changed)})"
 
 
 def table(rows: dict[str, list[int]], tuned: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:

@@ -14,21 +14,19 @@ from pallas_kernels.triton_call import check_installed
 ROW = "a row"
 GROUPS = {"int8": (ROW, 32, 64, 128), "fp8": (ROW,), "int4": (32, 64, 128), "nf4": (32, 64, 128)}
 WITH_ZEROS = ("int8", "int4")
+WIDE = 8192  # rows of a weight
+WARP_ROWS = 16  # of a weight in a product of a single warp: kernels of such products take multiples
 
 
 @dataclass(frozen=True)
 class Config:
     """A tile is `rows` weights' rows by `tokens` of x; CTAs are persistent.
 
-    tokens: of a tile, 8 to 256, or 1. fold: parts of K that lie side by side in a tile, so that few rows of the weight
-    fill the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles:
-    of 64 rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that
-    a stage holds of a part. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold,
-    split and width change bits.
-
-    stream: another kernel, for up to `tokens` rows of x, whose codes go straight into registers (stream_sm90.py). CTAs
-    have 64 row_tiles / fold rows and their own number; fold times warpgroups parts of K, which change bits; stages of
-    128 columns that a warp has in flight. split, width and ctas are not its.
+    tokens: of a tile, 8 to 256. fold: parts of K that lie side by side in a tile, so that few rows of the weight fill
+    the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles: of 64
+    rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that a
+    stage holds of a part. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold, split,
+    width and by_warp change bits.
 
     by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
     warpgroup has 16 row_tiles rows, and a stage 256 columns of each of `fold` parts; width is not its.
@@ -42,13 +40,12 @@ class Config:
     width: int = 128
     stages: int = 8
     ctas: int = SMS
-    stream: bool = False
     by_warp: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens != 1 and (self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256):
-            raise ValueError(f"tokens is {self.tokens}, expected 1 or a multiple of 8, up to 256 / fold={self.fold}")
-        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1 and not (self.stream or self.by_warp)):
+        if self.tokens % 8 or not 8 <= self.tokens * self.fold <= 256:
+            raise ValueError(f"tokens is {self.tokens}, expected a multiple of 8, up to 256 / fold={self.fold}")
+        if self.fold not in (1, 2, 4) or (self.fold > 1 and self.row_tiles > 1 and not self.by_warp):
             raise ValueError(f"fold is {self.fold}, expected 1, or 2 or 4 with row_tiles=1 (not {self.row_tiles})")
         if self.width not in (64, 128):
             raise ValueError(f"width is {self.width}, expected 64 or 128")
@@ -64,32 +61,18 @@ class Config:
                 f"split is {self.split} with {self.tokens} tokens and 3 warpgroups, expected 1: a GPU stopped at an "
                 "illegal instruction"
             )
-        if self.stream:
-            if self.tokens not in (8, 16):
-                raise ValueError(f"tokens is {self.tokens}, but a streaming kernel has 8 or 16")
-            self._check_defaults("a streaming kernel", "split", "width", "ctas", "by_warp")
-        if self.by_warp:
-            if self.fold > 2 or self.tokens not in (8, 16, 24, 32):
-                raise ValueError(
-                    f"fold is {self.fold} and tokens {self.tokens}, expected 1 or 2 and 8, 16, 24 or 32 by warp"
-                )
-            self._check_defaults("a kernel by warp", "width")
+        if self.by_warp and (self.fold > 2 or self.tokens > 32 or self.width != 128):
+            raise ValueError(
+                f"fold is {self.fold}, tokens {self.tokens} and width {self.width}, expected 1 or 2, 8 to 32 and 128 "
+                "by warp"
+            )
         if self.rows > 256:  # of one copy
             raise ValueError(f"a tile of {self.rows} rows of the weight is more than a copy brings, at most 256")
-
-    def _check_defaults(self, what: str, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) != getattr(Config, name):
-                raise ValueError(f"{name} is {getattr(self, name)}, but {what} has {getattr(Config, name)}")
 
     @property
     def rows(self) -> int:
         """Rows of the weight in a tile."""
-        if self.stream:
-            return 64 * self.row_tiles // self.fold
-        if self.by_warp:
-            return 16 * self.warpgroups * self.row_tiles
-        return 64 * self.warpgroups * self.row_tiles // self.fold
+        return (WARP_ROWS if self.by_warp else 64 // self.fold) * self.warpgroups * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -107,6 +90,21 @@ class RowConfig:
 ONE_ROW = RowConfig()
 
 
+@dataclass(frozen=True)
+class StreamConfig:
+    """Of the kernel for up to 8 rows of x and codes of 8 bits, which go straight into registers (stream_sm90.py).
+    stages: chunks of 128 columns that a warp has in flight. They don't change bits."""
+
+    stages: int = 8
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"stages is {self.stages}, expected at least 1")
+
+
+AnyConfig = Config | RowConfig | StreamConfig
+
+
 def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowConfig = ONE_ROW) -> bool:
     """Whether the kernel for one row of x takes a weight of so many rows as stored, or of two such halves in all."""
     halves = 2 if gated else 1
@@ -114,39 +112,33 @@ def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowCon
     return known and config.rows >= 8 * halves and n % config.rows == 0
 
 
-def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> Config | RowConfig:
+def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> AnyConfig:
     """The configuration for x [M, K] and a weight [N, K] of a format."""
     return candidates(m, n, k, fmt)[0]
 
 
-def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowConfig, ...]:
+def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ...]:
     """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
-    One row has a kernel of its own. Up to 8 rows of x stream: an H200 was fastest with CTAs as small as can be, at
-    every size and format of the benchmark. More rows of x are cut as evenly as tiles of at most 128 allow, and K into
-    parts as far as SMs would have no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of
-    192, or with up to 16 rows of x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave
-    SMs without any. Above 1024 rows of x tiles of 256 rows of the weight read x less often.
+    One row has a kernel of its own. Codes of 4 bits with few rows of x are multiplied by single warps (`by_warp`), and
+    codes of 8 bits stream with up to 8 rows: an H200 was fastest with CTAs as small as can be. The ring and wgmma do
+    the rest. Rows of x are cut as evenly as tiles of at most 128 allow, and K into parts as far as SMs would have no
+    tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of 192, or with up to 16 rows of x
+    of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any. Above 1024
+    rows of x tiles of 256 rows of the weight read x less often.
     """
-    wide = n >= 8192
+    wide, warps = n >= WIDE, by_warp(m, n, k, fmt)
+    one_row = (ONE_ROW, RowConfig(rows=8)) if m == 1 and takes_one_row(n, fmt) else ()
+    if m <= 16 and warps:
+        return *one_row, *warps
     if m <= 8:
-        stream = Config(fold=4, warpgroups=1, stream=True)
-        tokens = 1 if m == 1 and k % (2048 if fmt.packed else 1024) == 0 else 8
-        one = [ONE_ROW, RowConfig(rows=8)] if m == 1 and takes_one_row(n, fmt) else []
-        return *one, stream, Config(tokens=tokens, fold=4, stages=12), *by_warp(m, n, fmt)
+        stream = () if fmt.packed or n % WARP_ROWS else (StreamConfig(),)
+        return *one_row, *stream, Config(fold=4, stages=12)
     base = Config(tokens=even_tokens(m, 128))
     if m <= 16:
-        stream = Config(tokens=16, fold=4, row_tiles=2, stream=True)
-        folded = replace(base, fold=2, warpgroups=3)
-        first = folded if wide else in_parts(base, m, n)
-        finer = replace(first, width=64, stages=12)  # less to wait for before the first product
-        cut = first.fold > 1 and (fmt.group or 1) > (128 if fmt.packed else 64)  # groups, by stages of a part
-        others = [] if cut else [finer]
-        others += [] if wide else [replace(folded, split=3)]
-        return first, *others, stream, replace(stream, warpgroups=1), *by_warp(m, n, fmt)
+        return (replace(base, fold=2, warpgroups=3) if wide else in_parts(base, m, n),)
     if m <= 64:
-        other = replace(base, warpgroups=3, split=2 if wide else 6)
-        return in_parts(base, m, n), other, *by_warp(m, n, fmt)
+        return *warps, in_parts(base, m, n), replace(base, warpgroups=3, split=2 if wide else 6)
     base = replace(base, width=64)
     if m > 1024:
         return (replace(base, row_tiles=2),)
@@ -159,20 +151,20 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config | RowC
     return half, base, replace(half, width=128)
 
 
-def by_warp(m: int, n: int, fmt: WeightFormat) -> tuple[Config, ...]:
-    """Those of single warps, with tiles of 96 rows of a wide weight; of a narrow one 32, or 96 of a part of K. No GPU
-    has run them yet, so that none is the first. With more than 16 rows of x, finer groups need too many registers."""
-    if not fmt.packed or m > (32 if fmt.codes == "int4" and fmt.group == 128 else 16):
+def by_warp(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
+    """That of single warps, where an H100 was fastest with it (experiments/results, weight_only_matmul-warp): for codes
+    of 4 bits and up to 16 rows of x, and up to 32 if int4 codes have groups of 128 (finer ones need too many registers)
+    and the weight is wide or has at most 6144 columns. Tiles of a narrow weight have all of K: with 32 rows of x that
+    takes less time than the ring's parts of K at 4096 columns and more at 11008; lines through both meet near 6900."""
+    few = 32 if fmt.codes == "int4" and fmt.group == 128 and (n >= WIDE or k <= 6144) else 16
+    if not fmt.packed or m > few or n % WARP_ROWS:
         return ()
-    base = Config(tokens=-(-m // 8) * 8, fold=2, row_tiles=3, by_warp=True)
-    if n < 8192:
-        return replace(base, row_tiles=1), in_parts(base, m, n)
-    return (base, replace(base, warpgroups=3, row_tiles=2)) if m <= 16 else (base,)
+    return (Config(tokens=-(-m // 8) * 8, fold=2, row_tiles=3 if n >= WIDE else 1, by_warp=True),)
 
 
 def in_one_order(m: int, n: int) -> Config:
     """A configuration for x [M, K] and a weight [N, K] with the fold, split and width of all others that this gives."""
-    return Config(tokens=even_tokens(m, 128), warpgroups=3 if n >= 8192 else 2, width=64)
+    return Config(tokens=even_tokens(m, 128), warpgroups=3 if n >= WIDE else 2, width=64)
 
 
 def even_tokens(m: int, most: int) -> int:

@@ -2,9 +2,10 @@
 
 The weight's rows are the 64-row side of wgmma and the few rows of x its narrow side. One warpgroup copies codes, scales
 and x into a ring of stages, on and on across the tiles of a persistent CTA; the others turn codes into 16-bit operands
-in registers and multiply. Few rows of x leave room beside them: with fold = 4, 16 rows of the weight in four parts of K
+in registers and multiply. Few rows of x leave room beside them: with fold = 2, 32 rows of the weight in two parts of K
 are the 64 rows of wgmma, each part meeting its own columns of x, so that tiles are fine enough to balance over all SMs
-with no sums to exchange between them.
+with no sums to exchange between them. With fewer rows of x single warps multiply what the ring brings (warp_sm90.py),
+or there is no ring (stream_sm90.py, row_sm90.py).
 """
 
 import functools
@@ -22,7 +23,15 @@ from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.ring_sm90 import drain, free_slot, slot_of
 from pallas_kernels.silu_mul_quant import xla as silu_xla
 from pallas_kernels.weight_only_matmul import row_sm90, stream_sm90, warp_sm90, xla
-from pallas_kernels.weight_only_matmul.config import Config, RowConfig, check_supported, choose_config
+from pallas_kernels.weight_only_matmul.config import (
+    WARP_ROWS,
+    AnyConfig,
+    Config,
+    RowConfig,
+    StreamConfig,
+    check_supported,
+    choose_config,
+)
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand, pair_table
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 
@@ -37,28 +46,25 @@ def product(
     w: QuantizedWeight,
     *,
     out_dtype: jnp.dtype,
-    config: Config,
+    config: Config | StreamConfig,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
+    if isinstance(config, StreamConfig):
+        return stream_sm90.product(x, w, jnp.dtype(out_dtype), config, interpret)[None]
     (m, k), n = x.shape, w.values.shape[0]
     plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), w.format, config)
-    if config.stream:
-        return stream_sm90.product(plan, x, w, interpret)
-    if config.by_warp and (m > config.tokens or not w.format.packed):
+    if config.by_warp and (m > config.tokens or n % WARP_ROWS or not w.format.packed):
         raise NotImplementedError(
-            f"{config} is for at most {config.tokens} rows of x and 4 bits, not M={m} and {w.format.name}"
+            f"{config} is for at most {config.tokens} rows of x, multiples of {WARP_ROWS} rows of the weight and 4 "
+            f"bits, not M={m}, N={n} and {w.format.name}"
         )
     if config.fold > 1 and (w.format.group or 1) > plan.step:
         raise NotImplementedError(
             f"{config} cuts groups of {w.format.group}: stages hold {plan.step} columns of a part"
         )
     rows = m
-    if config.tokens == 1:
-        if m != 1 or k // plan.step % 8:
-            raise NotImplementedError(f"tokens=1 is for one row and K a multiple of {8 * plan.step}, not M={m}, K={k}")
-        x = x.reshape(-1, plan.step)  # the parts of K of a stage are rows that follow each other
-    elif m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
+    if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         rows = m + -m % 8
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
     arrays = {"x": x, "w": w.values, "scales": group_scales(w), "zeros": w.zeros}
@@ -94,7 +100,7 @@ def weight_only_matmul(
     norm: jax.Array | None = None,
     eps: float = 0.0,
     gated: bool = False,
-    config: Config | RowConfig | None = None,
+    config: AnyConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. norm [K'], and SiLU of one
@@ -115,7 +121,7 @@ def _product(
     out_dtype: jnp.dtype,
     eps: float,
     gated: bool,
-    config: Config | RowConfig,
+    config: AnyConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     if isinstance(config, RowConfig):
@@ -124,9 +130,10 @@ def _product(
         )
     assert norm is None, "a norm goes with one row"
     assert not gated, "so does SiLU"
-    whole = config.split == 1 and bias is None and residual is None and out_dtype != jnp.float64
+    split = config.split if isinstance(config, Config) else 1
+    whole = split == 1 and bias is None and residual is None and out_dtype != jnp.float64
     parts = product(x, w, out_dtype=out_dtype if whole else jnp.float32, config=config, interpret=interpret)
-    y = parts[0] if config.split == 1 else functools.reduce(jnp.add, list(parts))  # in order
+    y = functools.reduce(jnp.add, list(parts))  # in order
     return xla.finish(y[:, : w.shape[0]], bias, residual, out_dtype)
 
 
@@ -221,8 +228,6 @@ def copy_stages(
                 if name == "w":
                     width = config.fold * config.width
                     source = source.at[pl.ds(row, config.rows), pl.ds(first * config.width, width)]
-                elif name == "x" and config.tokens == 1:
-                    source = source.at[pl.ds(first, plan.columns)]  # the last rows may be of later parts: not used
                 elif name == "x":
                     source = source.at[pl.ds(token, config.tokens), pl.ds((first + part) * plan.step, plan.step)]
                     target = target.at[pl.ds(part * config.tokens, config.tokens)]
@@ -322,8 +327,8 @@ def store(
             plgpu.Tiling(((8, kept), (2, kept), (kept // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
         )
         total = None
-        for f in range(fold):  # of one token, the other rows hold anything: they are not stored
-            place = parts.at[pl.ds(f * config.tokens, plan.kept), pl.ds(f * kept, kept)]
+        for f in range(fold):
+            place = parts.at[pl.ds(f * config.tokens, config.tokens), pl.ds(f * kept, kept)]
             part = plgpu.load(place, layout=by_token, optimized=False)
             total = part if total is None else total + part
         assert total is not None
@@ -333,4 +338,4 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = total.astype(plan.out_dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, plan.kept), pl.ds(row + first, kept)])
+    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, config.tokens), pl.ds(row + first, kept)])

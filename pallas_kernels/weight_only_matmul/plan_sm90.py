@@ -11,11 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.quantized_weights import WeightFormat
 from pallas_kernels.smem_sm90 import shared_bytes, swizzled
-from pallas_kernels.weight_only_matmul.config import Config
+from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 
 PARTS = 4  # of a stage's columns, of which each warp of a warpgroup has one where products are by_warp
-WARP_ROWS = 16  # of the weight in a product of a warp
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,7 @@ class Plan:
     @property
     def columns(self) -> int:
         """Columns of x's parts in a tile, side by side."""
-        return max(8, self.config.tokens * self.config.fold)
-
-    @property
-    def kept(self) -> int:
-        """Rows of x that are stored, with those that do not exist."""
-        return max(8, self.config.tokens)
+        return self.config.tokens * self.config.fold
 
     @property
     def parts_stride(self) -> int:
@@ -93,7 +87,7 @@ class Plan:
     def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
         """What a stage is filled with: arrays, and of x parts of K."""
         copies = [(name, 0) for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
-        return copies + [("x", part) for part in range(1 if self.config.tokens == 1 else self.config.fold)]
+        return copies + [("x", part) for part in range(self.config.fold)]
 
     def vectors(self, names: tuple[str, ...]) -> list[str]:
         """What is copied once a tile."""
@@ -125,9 +119,9 @@ class Plan:
         if config.by_warp:
             scratch["parts_s"] = plgpu.SMEM((config.warpgroups, config.tokens, self.parts_stride), jnp.float32)
         else:
-            scratch["out_s"] = plgpu.SMEM((config.warpgroups, self.kept, out_rows), self.out_dtype)
+            scratch["out_s"] = plgpu.SMEM((config.warpgroups, config.tokens, out_rows), self.out_dtype)
         if config.fold > 1 and not config.by_warp:
-            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns + 8, ROWS), jnp.float32)
+            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, self.columns, ROWS), jnp.float32)
         if self.vectors(names):
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors(names)))
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=config.warpgroups)

@@ -19,9 +19,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.ring_sm90 import slot_of
+from pallas_kernels.weight_only_matmul.config import WARP_ROWS
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes
-from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, WARP_ROWS, Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, Plan
 
 TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup

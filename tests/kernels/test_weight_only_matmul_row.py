@@ -1,6 +1,7 @@
 """The kernel for one row of x: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a
 GPU; and what takes the norm and SiLU along."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from pallas_kernels.weight_only_matmul import (
     weight_only_swiglu,
 )
 from pallas_kernels.weight_only_matmul.cases import Case
-from pallas_kernels.weight_only_matmul.config import ONE_ROW, Config, RowConfig, choose_config, takes_one_row
+from pallas_kernels.weight_only_matmul.config import ONE_ROW, RowConfig, choose_config, takes_one_row
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_weight_only_matmul_mosaic import FORMATS, TOLERANCE, every_code, lower, row_error, shapes
@@ -102,14 +103,15 @@ def test_rows_of_a_block_do_not_change_bits():
 
 
 @pytest.mark.parametrize("name", ["w4a16-g64-zp", "nf4", "w8a16-g32"])
-def test_groups_that_a_quad_of_lanes_cuts_are_those_of_the_streaming_kernel(name):
-    """Their scales go with weights in both, and every sum is one of float32."""
+def test_scales_of_groups_that_a_quad_of_lanes_cuts_go_with_weights(name):
+    """Values of codes, scales and their products are rounded to x's dtype; every sum is one of float32."""
     x, w, *_ = Case((1,), 32, 1024, name, out_dtype="float32").inputs()
-    stream = Config(fold=4, warpgroups=1, stream=True)
-    options = {"out_dtype": jnp.dtype("float32"), "interpret": INTERPRET}
-    expected = mosaic_sm90.product(x, w, config=stream, **options)[0]
-    found = row_sm90.product(x, w, None, None, None, config=ONE_ROW, **options)
-    assert row_error(found, np.asarray(expected)) < 1e-6
+    codes = reference.decoded(replace(w, scales=jnp.ones_like(w.scales))).astype(x.dtype)
+    scales = np.repeat(np.asarray(w.scales).astype(x.dtype), w.format.group, axis=0).T
+    weights = (codes.astype(np.float64) * scales.astype(np.float64)).astype(x.dtype)
+    expected = np.asarray(x, np.float64) @ weights.astype(np.float64).T
+    found = row_sm90.product(x, w, None, None, None, jnp.dtype("float32"), config=ONE_ROW, interpret=INTERPRET)
+    assert row_error(found, expected) < 1e-6
 
 
 @pytest.mark.parametrize(

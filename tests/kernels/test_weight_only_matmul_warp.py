@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.quantized_weights import decode, parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, warp_sm90
 from pallas_kernels.weight_only_matmul.cases import Case
-from pallas_kernels.weight_only_matmul.config import Config, by_warp, candidates
+from pallas_kernels.weight_only_matmul.config import ONE_ROW, Config, candidates, choose_config
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_weight_only_matmul_mosaic import (
@@ -42,6 +42,7 @@ INTERPRETED = [
     (Case((32,), 64, 512, "w4a16-g64-zp"), replace(WARP, tokens=32, fold=1, row_tiles=2)),
     (Case((5,), 64, 768, "nf4", out_dtype="float32"), replace(WARP, row_tiles=4)),
     (Case((20,), 32, 512, "nf4-g128", "float16"), replace(WARP, tokens=24, fold=1)),
+    (Case((2,), 32, 256, "w4a16-g128"), replace(WARP, warpgroups=2, row_tiles=3)),
 ]
 
 
@@ -63,6 +64,24 @@ def test_how_tiles_are_cut_does_not_change_bits():
         for options in ({}, {"tokens": 16, "row_tiles": 2}, {"warpgroups": 3, "stages": 2}, {"tokens": 32, "ctas": 3})
     )
     assert all(same_bits(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["w4a16-g128", "w4a16-g32-zp", "nf4"])
+def test_a_row_has_the_same_bits_from_two_rows_on(name):
+    """Up to 16, or 32 with groups of 128: by what is chosen for each number of rows."""
+    case = Case((32 if name.endswith("g128") else 16,), 64, 1280, name)
+    x, w, *_ = case.inputs()
+    whole, *parts = (
+        interpreted(x[:m], w, None, None, case, choose_config(m, 64, 1280, w.format)) for m in (len(x), 2, 9, 16)
+    )
+    assert all(same_bits(part, whole[: len(part)]) for part in parts)
+
+
+def test_padded_rows_are_not_seen():
+    case = Case((2,), 33, 256, "w4a16-g128-zp")
+    x, w, *_ = case.inputs()
+    poisoned = replace(w, scales=w.scales.at[:, 33:].set(jnp.nan))
+    assert same_bits(interpreted(x, poisoned, None, None, case, WARP), interpreted(x, w, None, None, case, WARP))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -139,43 +158,42 @@ def test_to_wait_for_a_stage_after_it_was_read_is_a_race(monkeypatch):
 
 
 def test_what_is_refused():
-    for options, message in (
-        ({"fold": 4}, "fold is 4 and tokens 8, expected 1 or 2 and 8, 16, 24 or 32 by warp"),
-        ({"tokens": 40}, "fold is 2 and tokens 40"),
-        ({"width": 64}, "width is 64, but a kernel by warp has 128"),
-        ({"stream": True, "stages": 8, "ctas": 132}, "by_warp is True, but a streaming kernel has False"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for options in ({"fold": 4}, {"tokens": 40}, {"width": 64}):
+        with pytest.raises(ValueError, match="expected 1 or 2, 8 to 32 and 128 by warp"):
             replace(WARP, **options)
     for case in (Case((9,), 64, 512, "w4a16-g128"), Case((2,), 64, 512, "w8a16")):
         x, w = shapes(case)
-        with pytest.raises(NotImplementedError, match="is for at most 8 rows of x and 4 bits"):
+        with pytest.raises(NotImplementedError, match="at most 8 rows of x, multiples of 16 rows of the weight and 4"):
             jax.eval_shape(partial(mosaic_sm90.product, out_dtype=x.dtype, config=WARP), x, w)
 
 
-def test_it_runs_by_name_alone():
-    """Until a GPU has run it: a candidate that is never the first."""
-    for m, n, name in (
-        (1, 12288, "nf4"),
-        (2, 4096, "w4a16-g128"),
-        (16, 12288, "w4a16-g32-zp"),
-        (32, 4096, "w4a16-g128"),
-    ):
-        first, *others = candidates(m, n, 4096, parse_weight_format(name))
-        assert not getattr(first, "by_warp", False)
-        assert any(getattr(config, "by_warp", False) for config in others)
-    for m, name in ((17, "nf4"), (17, "w4a16-g64"), (33, "w4a16-g128"), (1, "w8a16-g128")):
-        assert not any(
-            getattr(config, "by_warp", False) for config in candidates(m, 4096, 4096, parse_weight_format(name))
-        )
-
-
-CONFIGS = (
-    replace(WARP, warpgroups=2, row_tiles=3, stages=8, ctas=132),
-    replace(WARP, warpgroups=3, row_tiles=2, stages=8, ctas=132),
-    replace(WARP, warpgroups=2, row_tiles=3, stages=8, ctas=132, split=3),
-    replace(WARP, warpgroups=2, row_tiles=1, fold=1, stages=16, ctas=132),
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name", "first"),
+    [
+        (2, 4096, 11008, "w4a16-g128", True),
+        (16, 12288, 4096, "w4a16-g32-zp", True),
+        (17, 12288, 4096, "w4a16-g32-zp", False),
+        (16, 4096, 11008, "nf4-g128", True),
+        (17, 4096, 4096, "nf4-g128", False),
+        (32, 4096, 4096, "w4a16-g128", True),
+        (32, 4096, 11008, "w4a16-g128", False),
+        (32, 22016, 8192, "w4a16-g128-zp", True),
+        (33, 12288, 4096, "w4a16-g128", False),
+        (2, 24, 256, "w4a16-g128", False),
+        (8, 4096, 4096, "w8a16-g128", False),
+    ],
 )
+def test_where_it_runs(m, n, k, name, first):
+    assert getattr(choose_config(m, n, k, parse_weight_format(name)), "by_warp", False) == first
+
+
+def test_one_row_has_a_kernel_of_its_own():
+    one_row, _, by_warp = candidates(1, 4096, 4096, parse_weight_format("w4a16-g128"))
+    assert one_row == ONE_ROW
+    assert by_warp.by_warp
+
+
+CONFIGS = tuple(replace(WARP, warpgroups=2, row_tiles=row_tiles, stages=8, ctas=132) for row_tiles in (1, 3))
 
 
 @pytest.mark.gpu
@@ -212,8 +230,8 @@ def test_gpu_at_the_size_of_a_layer(name, n, k):
 def test_gpu_more_rows_than_16(n):
     x, w, *_ = Case((29,), n, 4096, "w4a16-g128").inputs()
     expected = reference.weight_only_matmul(x, w, None, None)
-    for config in by_warp(29, n, w.format):
-        run = partial(mosaic_sm90.weight_only_matmul, w=w, bias=None, residual=None, out_dtype=x.dtype, config=config)
-        out = run(x)
-        assert row_error(out, expected) < TOLERANCE["bfloat16"]
-        assert same_bits(run(x[3:20]), out[3:20])
+    run = partial(mosaic_sm90.weight_only_matmul, w=w, bias=None, residual=None, out_dtype=x.dtype)
+    out = run(x)
+    assert row_error(out, expected) < TOLERANCE["bfloat16"]
+    assert same_bits(run(x[3:20]), out[3:20])
+    assert same_bits(run(x[3:6]), out[3:6])
