@@ -27,14 +27,12 @@ from hypothesis import strategies as st  # noqa: E402
 EXACT = {"deterministic": True, "prefix_cache": False}
 SIZES = {
     TINY: COMPANY[TINY],
-    "pages of 32, whole prompts": COMPANY["pages of 32, whole prompts"],
     "decodes apart": {
         "max_slots": 6, "page_size": 16, "max_step_tokens": 16, "buckets": (Bucket(6, 0, 0), Bucket(6, 16, 3)),
     },
 }  # fmt: skip
 CASES = [
     ("float32", None, None, TINY),
-    ("float32", None, None, "pages of 32, whole prompts"),
     ("float32", None, "int8-g8", "decodes apart"),
     ("float32", "w8a8-all", None, TINY),
     ("float32", "w8a8", "fp8", "decodes apart"),

@@ -156,7 +156,7 @@ def teller(tales):
     engine.close()
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(schema=schemas, seed=st.integers(0, 2**32 - 1))
 def test_json_of_a_schema_is_valid(teller, schema, seed):
     """At a temperature at which the model would write anything."""
@@ -328,9 +328,12 @@ def test_each_slot_gets_its_own_masks_however_many_there_are(samples):
     jax.tree.map(np.testing.assert_array_equal, holder._state.guidance, expected)
 
 
-@pytest.mark.parametrize("drafts", [{}, {"speculate": NGram(2, shortest=1), "drafts": 2}], ids=["plain", "drafts"])
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "prepared"])
-def test_what_uploads_masks_is_compiled_before_steps_need_it(caplog, drafts, asked):
+@pytest.mark.parametrize(
+    ("asked", "drafts"),
+    [(True, {"speculate": NGram(2, shortest=1), "drafts": 2}), (False, {})],
+    ids=["asked for, drafts", "prepared, plain"],
+)
+def test_what_uploads_masks_is_compiled_before_steps_need_it(caplog, asked, drafts):
     """Where compile_ahead was told of guides, and where the first guided request has their steps compiled."""
     params = SamplingParams(guide=GUIDES[0], max_new_tokens=12, n=7)  # more than the fewest that are put in at once
     model = tiny_model(tokenizer=TOKENIZER, num_layers=1)

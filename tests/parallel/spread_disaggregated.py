@@ -62,12 +62,11 @@ def apart(model, **options):
     ("options", "prefill"),
     [
         ({}, {}),
-        ({}, {"max_slots": 2, "max_step_tokens": 40, "buckets": (Bucket(2, 38, 2),)}),
         ({"max_slots": 1, "num_pages": 12, "prefix_cache": False, "buckets": (Bucket(1, 13, 1),)}, {}),
-        ({"kv_cache": "int8-g8"}, {}),
+        ({"kv_cache": "int8-g8"}, {"max_slots": 2, "max_step_tokens": 40, "buckets": (Bucket(2, 38, 2),)}),
         ({"speculate": "ngram", "drafts": 2}, {}),
     ],
-    ids=["same", "own sizes", "little room", "int8", "drafts"],
+    ids=["same", "little room", "int8 and own sizes", "drafts"],
 )
 def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
     wanted = wanted if options.get("kv_cache") is None else alone(model, SEEDED, **options)

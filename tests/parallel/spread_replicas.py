@@ -21,11 +21,11 @@ from jllm.engine.replica import Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RequestError
-from jllm.pretrained import load
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import chain
+from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
-from tests.tiny import one_size, serve, tiny_model
+from tests.tiny import serve, tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -176,14 +176,12 @@ def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_known(mod
     engine.close()
 
 
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=4)
 @hypothesis.given(
     fails=st.dictionaries(st.integers(0, 2), st.integers(0, 14), min_size=1, max_size=2),
     order=st.permutations(range(len(JOBS))),
 )
-def test_what_ran_on_a_device_that_failed_begins_again(fails, order):
-    model = tiny_model("float64")
-    wanted = alone(model)
+def test_what_ran_on_a_device_that_failed_begins_again(model, wanted, fails, order):
     index = [i for i, (_, params) in enumerate(JOBS) for _ in range(params.n)]
     engine = Replicas(model, 3, make=partial(Failing, fails=fails), **SIZES)
     with warnings.catch_warnings(record=True) as told:
@@ -203,20 +201,16 @@ def test_what_ran_on_a_device_that_failed_begins_again(fails, order):
 
 
 def test_text_that_was_streamed_comes_no_second_time():
-    jax.config.update("jax_enable_x64", False)
-    try:
-        model = load()
-        params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, stop=("zzz",))
-        wanted = serve(model, ["Once upon a time"], [params], **one_size(2))[0]
-        engine = Replicas(model, 2, make=partial(Failing, fails={0: 9}), **one_size(2))
-        name = engine.submit("Once upon a time", params)
-        with pytest.warns(RuntimeWarning, match="this device is gone"):
-            ends = finish(engine)
-        assert ends[name, 0].text == wanted.text
-        assert engine.metrics()["replicas_failed"] == 1
-        engine.close()
-    finally:
-        jax.config.update("jax_enable_x64", True)
+    model = tiny_model("float64", tokenizer=TOKENIZER)
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, stop=("zzz",))
+    wanted = serve(model, ["Once upon a time"], [params], **SIZES)[0]
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 9}), **SIZES)
+    name = engine.submit("Once upon a time", params)
+    with pytest.warns(RuntimeWarning, match="this device is gone"):
+        ends = finish(engine)
+    assert ends[name, 0].text == wanted.text
+    assert engine.metrics()["replicas_failed"] == 1
+    engine.close()
 
 
 def test_when_all_have_failed_all_that_ran_has_ended(model):
@@ -470,7 +464,8 @@ def test_an_engine_whose_events_cannot_be_named_is_closed(model, wanted):
 
 
 def test_drafters_have_their_weights_on_each_device(model, wanted):
-    drafter = DraftModel(model.params, model.config, chain(2))
+    small = tiny_model("float64", num_layers=1)
+    drafter = DraftModel(small.params, small.config, chain(2))
     engine = Replicas(model, 2, speculate=drafter, **(SIZES | {"buckets": (Bucket(3, 13, 3), Bucket(3, 0, 0, 3))}))
     for i in (0, 2, 5):  # which need one program; the third has two samples
         engine.submit(*JOBS[i])
@@ -508,7 +503,7 @@ def test_the_command_spreads_its_prompts(tmp_path, capsys):
     """And its options that ask for the impossible are an error in one line."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"prompt": "Once upon a {word}"}}\n' for word in ("time", "day", "night", "king")))
-    run = ["--input", str(file), "--max-new-tokens", "5", "--temperature", "0", "--json", "--no-compile-cache"]
+    run = ["--input", str(file), "--max-new-tokens", "1", "--temperature", "0", "--json", "--no-compile-cache"]
 
     def told(*more: str) -> dict[int, str]:
         assert main([*run, *more]) == 0

@@ -48,7 +48,11 @@ EVERY = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+AUTOMATIC = ["draft", "eagle tree", "ngram", "medusa", "copy"]  # with the automatic choice, which takes longer
+FIXED = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in AUTOMATIC)) for name in EVERY]
+
+
+@pytest.mark.parametrize("name", FIXED)
 def test_same_tokens_with_every_drafter(model64, name):
     jobs = some_jobs()
     with jax.enable_x64(True):
@@ -133,7 +137,7 @@ def test_steps_with_drafts_end_where_the_context_does(model64):
     with jax.enable_x64(True):
         model = tiny_model("float64", context=40)
         jobs = [Job((5, 6, 7), params, 0, None), Job(tuple(range(3, 40)), params, 0, None)]
-        drafter = DraftModel(model.params, model.config, chain(7))
+        drafter = DraftModel(model.params, model.config, chain(3))
         for got, want in zip(play(model, jobs, SMALL | {"speculate": drafter}), alone(model, jobs), strict=True):
             assert_same(got, want, False)
             assert got.finish_reason == "length"
@@ -224,7 +228,7 @@ def test_names_of_drafters(tmp_path):
             find_drafter(f"{name}:{tmp_path / 'nothing'}", model)
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle tree", "ngram", "medusa", "copy"])
+@pytest.mark.parametrize("name", AUTOMATIC)
 def test_plain_steps_of_the_automatic_choice_compute_no_drafter_s_keys(model64, name, monkeypatch):
     """Drafts come and go; those with K and V then lack some, which changes no token."""
     choices = iter([0, 0, 1, 1, 1, 0] * 100)

@@ -28,7 +28,7 @@ SHAPES = {"1": chain(1), "3": chain(3), "7": chain(7), "tree": BUSHY, "wide tree
 POOL = "pool that forces preemption"
 TIGHT = COMPANY[POOL] | {"buckets": (Bucket(4, 16, 3),)}  # the same with one size beside that of drafts
 RUNS = [
-    *((name, POOL) for name in SHAPES),
+    *(pytest.param(name, POOL, marks=[pytest.mark.exhaustive] * (name in ("1", "wide tree"))) for name in SHAPES),
     ("3", TINY),
     ("3", "two slots, pages of 16"),
     ("tree", "two slots, pages of 16"),
@@ -110,8 +110,9 @@ def test_penalties_and_logprobs_count_accepted_tokens(model64, shape):
             assert a.logprob == pytest.approx(b.logprob, rel=1e-10)
 
 
-@pytest.mark.parametrize("shape", ["3", "tree"])
-@pytest.mark.parametrize("kv_cache", ["f16", "fp8", "int8-g8", "k=int4-g8,v=f32"])
+@pytest.mark.parametrize(
+    ("kv_cache", "shape"), [("f16", "3"), ("fp8", "tree"), ("int8-g8", "tree"), ("k=int4-g8,v=f32", "3")]
+)
 def test_every_kv_format(kv_cache, shape):
     """Codes of accepted drafts are those that a plain step would have written."""
     jobs = some_jobs()

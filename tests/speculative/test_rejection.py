@@ -148,7 +148,7 @@ def test_faults_are_noticed(fault, monkeypatch):
 
 # In an engine
 
-PROMPT, LENGTH, REQUESTS = (1, 3, 2), 3, 3000
+PROMPT, LENGTH, REQUESTS = (1, 3, 2), 3, 2000
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,10 @@ CONTEXT = 40
 SMALL = {"max_slots": 3, "page_size": 8, "num_pages": 24, "max_step_tokens": 24, "buckets": (Bucket(3, 16, 3),)}
 PROMPT = (5, 6, 7, 8)
 TREES = {"chain": chain(3), "tree": BUSHY}
+PAIRS = [  # of TREES and drafters: each of both once
+    ("chain", "right"), ("tree", "fallible"),
+    *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in (("tree", "right"), ("chain", "fallible"))),
+]  # fmt: skip
 FREE = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True, seed=3)
 
 
@@ -54,8 +58,7 @@ def same_logprobs(got: Completion, want: Completion) -> None:
         np.testing.assert_allclose([a.logprob, *(p for _, p in a.top)], [b.logprob, *(p for _, p in b.top)], rtol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["right", "fallible"])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize(("shape", "kind"), PAIRS)
 def test_stop_strings_across_accepted_tokens(model, shape, kind):
     """Strings of 1 to 5 tokens that begin at each of nine, so that they end, begin and are cut at every place of a
     step's tokens; only what is before them is kept, and what was accepted after them is not."""
@@ -75,7 +78,7 @@ def test_stop_strings_across_accepted_tokens(model, shape, kind):
     assert (min(seen["draft_acceptance"].values()) == 1) == (kind == "right")
 
 
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["tree", pytest.param("chain", marks=pytest.mark.exhaustive)])
 def test_streamed_text_is_certain(model, shape):
     """No piece has a part of a stop string that a later step's tokens complete; pieces make up what generate says."""
     (free,) = alone(model, [Job(PROMPT, FREE, 0, None)])
@@ -103,8 +106,7 @@ def test_a_stream_that_is_left_half_way(model):
     assert list(stream) == []
 
 
-@pytest.mark.parametrize("kind", ["right", "fallible"])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize(("shape", "kind"), PAIRS)
 def test_the_end_of_the_context_inside_a_draft(shape, kind):
     """From every distance, and in a pool that has pages for the context and none for what is drafted past it."""
     model = tiny_model("float64", context=CONTEXT)
@@ -131,7 +133,7 @@ def test_the_last_token_that_was_asked_for_inside_a_draft(model, most):
 
 
 @pytest.mark.usefixtures("compiled_in_turn")
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["tree", pytest.param("chain", marks=pytest.mark.exhaustive)])
 def test_logprobs_beside_requests_that_ask_for_none(model, shape):
     """Also of samples that preemption has computed again."""
     params = [replace(FREE, seed=i, temperature=i % 2, logprobs=(None, 0, 5)[i % 3]) for i in range(5)]

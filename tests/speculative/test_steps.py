@@ -103,7 +103,7 @@ def test_between_steps_the_state_is_that_of_plain_decoding(model, jobs, wants, s
     assert (steps == -(-15 // (tree.depth + 1))) == (right == 1)
 
 
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["tree", pytest.param("chain", marks=pytest.mark.exhaustive)])
 def test_the_old_state_stays_usable_and_plain_steps_may_come_between(model, jobs, wants, shape):
     """Also those that are given no drafter."""
     tree = TREES[shape]
