@@ -82,7 +82,8 @@ def forward(
     parts: bool = False,
 ) -> tuple[State, Logits]:
     """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
-    row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts."""
+    row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts, as
+    parallel.draws says."""
     if config.mesh is not None:
         own = partial(forward, variant=variant, backend=backend)
         return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
@@ -114,7 +115,7 @@ def forward(
     assert cache is not None
     cache, tails = without_tails(cache)
     picked = pick(hidden)
-    whole = not (parts and draws_apart(config, picked.shape[0]))
+    whole = not (parts and draws_apart(config, picked.shape[0], variant.draws))
     values = head(params, config, picked, **options, edits=of_head, whole=whole)
     scores: Scores = (None, None, None, None)
     if variant.prompt_logprobs and C:
@@ -321,10 +322,10 @@ def eager_step(
         return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
     sees_rows = variant.penalties or variant.logprobs or variant.guided or hooks is not None
-    parts = not sees_rows and (state.drafts is None or state.drafts.logits is None)
+    parts = draw is draw_tokens and not sees_rows and (state.drafts is None or state.drafts.logits is None)
     state, logits = forward(params, state, batch, **options, hooks=hooks, parts=parts)
     if logits.values.shape[1] != config.vocab_size:
-        draw = draw_apart(draw, config)
+        draw = draw_apart(config, variant.draws)
     return sample_step(params, state, batch, logits, drafter, hooks, **options, draw=draw, wanted=wanted)
 
 

@@ -32,6 +32,14 @@ class Purpose(enum.IntEnum):
     ACCEPTING = 2  # that rejection sampling accepts a draft
 
 
+class Draws(enum.IntEnum):
+    """How rows are drawn at most, in the order of what that takes."""
+
+    GREEDY = 0  # none has a temperature
+    NOISE = 1  # none has top-k, top-p or min-p
+    FILTERED = 2
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Penalties:
@@ -179,6 +187,14 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
     row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
     """
     return kernels.sample(logits, *_asked(logits, params), _keys(params, position), backend=backend)
+
+
+def sample_parts(
+    logits: Array, params: Sampling, position: Array, *, axis: str, vocabulary: int, draws: Draws
+) -> tuple[Array, Array]:
+    """sample of rows [R, W] that devices of a mesh axis have in parts, and that are drawn without filters."""
+    options: dict[str, Any] = {"axis": axis, "vocabulary": vocabulary, "noise": draws > Draws.GREEDY}
+    return kernels.sample_parts(logits, _asked(logits, params)[0], _keys(params, position), **options)
 
 
 def perturbed(logits: Array, params: Sampling, position: Array) -> Array:

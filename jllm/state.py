@@ -12,7 +12,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
 from jllm.parallel.ranks import HEADS, WHOLE, place
-from jllm.sampling import Sampling, TokenCounts, neutral_sampling
+from jllm.sampling import Draws, Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.rejection import check_acceptance
@@ -89,10 +89,12 @@ class Variant:
     prompt_logprobs: bool = False
     guided: bool = False  # such a step is two programs: what may be drawn is put into the state between them
     taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.taps
+    draws: Draws = Draws.FILTERED  # on a mesh, what its devices must tell each other of logits: see parallel.draws
 
     def __or__(self, other: "Variant") -> "Variant":
         """What serves both. Their taps are the same."""
-        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in WANTS})
+        wants = {name: getattr(self, name) or getattr(other, name) for name in WANTS}
+        return replace(self, **wants, draws=max(self.draws, other.draws))
 
     def covers(self, other: "Variant") -> bool:
         """Whether a step of this variant does all that one of the other does."""

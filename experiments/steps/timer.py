@@ -22,11 +22,12 @@ from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
-from jllm.parallel.ranks import HEADS, WHOLE, place, placed_shapes
+from jllm.parallel.ranks import WHOLE, place, placed_shapes
 from jllm.parallel.shares import random_share
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from jllm.state import Slots, State, make_slots, place_state
+from jllm.sampling import Draws
+from jllm.state import SPREAD, Slots, State, Variant, make_slots, place_state
 
 KINDS = ("decode", "prefill")
 UNLIMITED = 1 << 30  # tokens of a sequence
@@ -137,11 +138,10 @@ class StepTimer:
 
     def lower(self, layout: Layout) -> jax.stages.Lowered:
         state = jax.eval_shape(lambda: self.pool.state(self.config, self.params.dtype))
-        cache = placed_shapes(state.cache, self.config, HEADS)
-        state = replace(placed_shapes(state, self.config, WHOLE), cache=cache)
+        state = placed_shapes(state, self.config, SPREAD)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         static = {"config": self.config, "layout": layout, "backend": self.backend}
-        return packed_step.lower(self.params, state, buffer, **static)
+        return packed_step.lower(self.params, state, buffer, **static, variant=Variant(draws=Draws.GREEDY))
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
         """Gives the first slots `context` tokens in pages of their own; the others are empty. Without numbers: all

@@ -3,6 +3,9 @@
 A request that asks for more than the programs at hand can do (log-probabilities, penalties) waits outside while theirs
 are compiled in the background, and those that ask for less overtake it. Then it takes its place by its arrival.
 Where nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
+
+On a mesh steps that draw in fewer ways are programs of their own (Draws). Only those that were compiled ahead are used:
+what is compiled for requests as they come draws in all ways.
 """
 
 from collections import Counter
@@ -13,6 +16,7 @@ from jllm.engine.live import variant_for
 from jllm.engine.programs import Programs
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.sampling import Draws
 from jllm.state import Variant
 
 PATIENCE = 0.05  # seconds that a step waits for the compiler where there is nothing else to do
@@ -21,15 +25,15 @@ PATIENCE = 0.05  # seconds that a step waits for the compiler where there is not
 class Gate:
     """Stands before one scheduler."""
 
-    def __init__(self, programs: Programs, scheduler: Scheduler):
-        self._programs, self._scheduler = programs, scheduler
+    def __init__(self, programs: Programs, scheduler: Scheduler, *, spread: bool = False):
+        self._programs, self._scheduler, self._spread = programs, scheduler, spread
         self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
         self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
 
     @property
     def inside(self) -> Variant:
         """What steps of the sequences inside may have to do."""
-        return reduce(or_, self._inside, Variant())
+        return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._spread else Draws.FILTERED))
 
     def add(self, seq: Sequence) -> None:
         """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
@@ -54,7 +58,7 @@ class Gate:
                     self._let_in(seq, wants)
                     continue
                 refused.add(wants)
-                wanted |= wants  # and what those do that wait before it
+                wanted |= wants | Variant()  # and what those do that wait before it
                 if wanted not in errors:
                     self._programs.prepare(wanted)
             if wanted in errors:
@@ -79,8 +83,8 @@ class Gate:
 
     def _may_enter(self, wants: Variant) -> bool:
         if not (self._programs.ahead or self._programs.compiling or self._scheduler.active):
-            self._programs.permit(wants)
-            self._programs.permit(self.inside | wants)
+            self._programs.permit(wants | Variant())
+            self._programs.permit(self.inside | wants | Variant())
         return self._programs.serves(self.inside | wants)
 
     def _let_in(self, seq: Sequence, wants: Variant) -> None:
@@ -88,4 +92,4 @@ class Gate:
         self._scheduler.add(seq)
 
     def _wants(self, seq: Sequence) -> Variant:
-        return variant_for([seq.params])
+        return variant_for([seq.params], spread=self._spread)

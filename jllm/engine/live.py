@@ -10,6 +10,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
+from jllm.sampling import Draws
 from jllm.state import Outputs, Variant
 
 
@@ -88,9 +89,10 @@ class Samples:
     unfinished: dict[int, Live] = field(default_factory=dict)  # by sample index
 
 
-def variant_for(samplings: Collection[SamplingParams]) -> Variant:
-    """The step that serves all of these at once, their prompts included."""
+def variant_for(samplings: Collection[SamplingParams], *, spread: bool = False) -> Variant:
+    """The step that serves all of these at once, their prompts included. spread: of a model on a mesh."""
     return Variant(
+        draws=max(p.draws for p in samplings) if spread and samplings else Draws.FILTERED,
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,14 +18,14 @@ from jllm.engine.gate import Gate
 from jllm.engine.guides import Guides
 from jllm.engine.guiding import Proposed, guided_samples
 from jllm.engine.ledger import Ledger
-from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores
+from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, variant_for
 from jllm.engine.options import EngineOptions
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
-from jllm.state import Outputs, Variant
+from jllm.state import Outputs
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
@@ -56,7 +57,8 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        self.gate = Gate(device.programs, self.scheduler)
+        self._spread = config.mesh is not None
+        self.gate = Gate(device.programs, self.scheduler, spread=self._spread)
         self.guides = Guides(model.tokenizer, config.vocab_size, config.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
@@ -113,11 +115,11 @@ class Loop:
             self.in_flight = self._complete(self.in_flight, self.in_flight.half)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        sampled = [*plan.decodes, *(c.seq for c in plan.chunks)]
-        need = Variant(
+        sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
+        need = replace(
+            variant_for(sampled, spread=self._spread),
             penalties=self.gate.inside.penalties,
             guided=self.gate.inside.guided,
-            logprobs=any(s.params.logprobs is not None for s in sampled),
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
         pool = self.scheduler.pool

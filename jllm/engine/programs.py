@@ -184,7 +184,7 @@ class Programs:
 
     def _narrowest(self, need: Variant) -> Variant | None:
         covers = [variant for variant in self._open if variant.covers(need)]
-        return min(covers, key=lambda v: (v.breadth, repr(v)), default=None)
+        return min(covers, key=lambda v: (v.breadth, v.draws, repr(v)), default=None)
 
     def _keys(self, variant: Variant) -> list[Key]:
         """The programs of a variant, the most needed first."""

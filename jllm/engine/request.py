@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jllm.engine.guide import Guide
 from jllm.errors import RequestError, UnknownParameterError
+from jllm.sampling import Draws
 
 
 def _suggests_names[C](cls: type[C]) -> type[C]:
@@ -114,6 +115,12 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """Whether the step must keep token counts or add a bias for this request."""
         return self.counts_tokens or bool(self.logit_bias)
+
+    @property
+    def draws(self) -> Draws:
+        if self.temperature == 0:
+            return Draws.GREEDY
+        return Draws.FILTERED if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else Draws.NOISE
 
 
 def _is_int(x) -> bool:

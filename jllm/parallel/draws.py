@@ -1,10 +1,13 @@
-"""Draws where each device of a mesh has the logits of a part of the vocabulary: devices exchange parts, so that each
-has whole rows of its own, draws there as one device does, and tells the others the tokens.
+"""Draws where each device of a mesh has the logits of a part of the vocabulary.
 
-A row is moved once in place of (ranks - 1) times, and drawn once. But that is two exchanges, and few rows are sooner
-gathered whole on every device."""
+Of rows without filters devices tell each other the best of their parts (pallas_kernels.sample.parts), 8 bytes a row and
+once more where rows have a temperature. Filters ask for whole rows: devices exchange parts, so that each has whole rows
+of its own, draws there as one device does, and tells the others the tokens. A row is moved once in place of (ranks - 1)
+times, and drawn once. But that is two exchanges, and few rows are sooner gathered whole on every device.
 
-from collections.abc import Callable
+Which of these it is, is compiled in (Variant.draws): XLA has the host read a condition before a GPU goes on, and the
+host could never run ahead."""
+
 from typing import Any
 
 import jax
@@ -12,23 +15,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from jllm.config import LlamaConfig
+from jllm.sampling import Draws, Sampling, sample, sample_parts
 
 # Bytes of all logits, from which on it pays: counted for 18 us an exchange by XLA and 350 GB/s (experiments/LOG.md).
 LEAST = 32 << 20
 
 
-def draws_apart(config: LlamaConfig, rows: int) -> bool:
+def draws_apart(config: LlamaConfig, rows: int, draws: Draws) -> bool:
     """Whether rows of logits are left in parts. config: of one device's share."""
-    return config.axis is not None and rows * config.vocab_size * 4 >= LEAST
+    return config.axis is not None and (draws < Draws.FILTERED or rows * config.vocab_size * 4 >= LEAST)
 
 
-def draw_apart(draw: Callable[..., Any], config: LlamaConfig) -> Callable[..., Any]:
-    """`draw` (logits [R, V], Sampling, token indices i32[R] -> i32[R] tokens, bool[R] which rows are finite) of logits
-    [R, V / ranks], of which each device has a part."""
+def draw_apart(config: LlamaConfig, draws: Draws) -> Any:
+    """sampling.sample of logits [R, V / ranks], of which each device has a part."""
     assert config.axis is not None
-    axis = config.axis.name
+    axis, vocabulary = config.axis.name, config.vocab_size
 
-    def drawn(logits: jax.Array, sampling: Any, index: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    def best(logits: jax.Array, sampling: Sampling, index: jax.Array, **_: Any) -> tuple[jax.Array, jax.Array]:
+        return sample_parts(logits, sampling, index, axis=axis, vocabulary=vocabulary, draws=draws)
+
+    def whole(logits: jax.Array, sampling: Sampling, index: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
         ranks, R = lax.axis_size(axis), logits.shape[0]
         each = -(-R // ranks)
 
@@ -37,9 +43,9 @@ def draw_apart(draw: Callable[..., Any], config: LlamaConfig) -> Callable[..., A
             return lax.dynamic_slice_in_dim(padded, lax.axis_index(axis) * each, each)
 
         padded = jnp.pad(logits, ((0, each * ranks - R), (0, 0)))
-        whole = lax.all_to_all(padded, axis, split_axis=0, concat_axis=1, tiled=True)[:, : config.vocab_size]
-        tokens, finite = draw(whole, jax.tree.map(own, sampling), own(index), **options)
+        rows = lax.all_to_all(padded, axis, split_axis=0, concat_axis=1, tiled=True)[:, :vocabulary]
+        tokens, finite = sample(rows, jax.tree.map(own, sampling), own(index), **options)
         told = lax.all_gather(2 * tokens + finite.astype(tokens.dtype), axis, tiled=True)[:R]
         return told // 2, told % 2 == 1
 
-    return drawn
+    return whole if draws == Draws.FILTERED else best

@@ -20,25 +20,24 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 BUMPS = (0x9E3779B9, 0xBB67AE85)  # of the key, from round to round
 
 
-def gumbel(keys: Array, size: int, dtype: DTypeLike, first: int = 0) -> Array:
+def gumbel(keys: Array, size: int, dtype: DTypeLike, first: int | Array = 0) -> Array:
     """The noise of tokens first .. first + size - 1 for rows of keys u32[R, 4] -> [R, size] of a float dtype.
 
     With b a token's 32 bits and v = (b + 1/2) / 2^32, E = -log(1 - v) is exponential and -log(E) is Gumbel noise. The
     smaller of v and 1 - v is made from integers, so that E's relative error is rounding at either end: the winners
-    among many tokens have an E near 0. Raises ValueError for a `first` that is no multiple of 4.
+    among many tokens have an E near 0.
     """
-    if first % WORDS:
-        raise ValueError(f"first is {first}, expected a multiple of {WORDS}, the tokens that share a counter")
-    random = bits(keys, -(-size // WORDS), first // WORDS)[:, :size]
+    counters = -(-(size + WORDS - 1) // WORDS)  # the first of them may be begun
+    random = lax.dynamic_slice_in_dim(bits(keys, counters, first // WORDS), first % WORDS, size, axis=1)
     upper = random >> 31 == 1
     smaller = jnp.where(upper, ~random, random).astype(dtype) * 2.0**-32 + 2.0**-33
     return -jnp.log(jnp.where(upper, -jnp.log(smaller), -jnp.log1p(-smaller)))
 
 
-def bits(keys: Array, counters: int, first: int = 0) -> Array:
+def bits(keys: Array, counters: int, first: int | Array = 0) -> Array:
     """The words of `counters` successive counters for rows of keys u32[R, 4] -> u32[R, 4 * counters], by token."""
     seed, sample, index, purpose = (keys[:, i, None] for i in range(KEYS))
-    quad = jnp.uint32(first) + lax.broadcasted_iota(jnp.uint32, (1, counters), 1)
+    quad = jnp.asarray(first, jnp.uint32) + lax.broadcasted_iota(jnp.uint32, (1, counters), 1)
     words = philox((quad, index, purpose, jnp.zeros_like(index)), (seed, sample))
     return jnp.stack(words, axis=2).reshape(keys.shape[0], WORDS * counters)
 

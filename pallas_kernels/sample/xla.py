@@ -39,7 +39,7 @@ def sample(
     """logits [R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py. What no row asks for is
     skipped at run time, for which a GPU's host has to know it."""
     filters = Filters(temperature, top_k, top_p, min_p)
-    clean = _clean(logits)
+    clean = clean_logits(logits)
     top = clean.max(axis=1)
     greedy = _first(clean, top)
     sampled = temperature > 0
@@ -52,7 +52,7 @@ def perturbed(logits: Array, temperature: Array, top_k: Array, top_p: Array, min
     """The scores [R, V] whose argmax is the token of sample, which takes the same arguments: with noise for rows with a
     temperature, logits for others. NaN counts as -inf, and +inf as the largest number."""
     filters = Filters(temperature, top_k, top_p, min_p)
-    clean = _clean(logits)
+    clean = clean_logits(logits)
     sampled = temperature > 0
     scores = lax.cond(jnp.any(sampled), lambda: _scores(logits, clean.max(axis=1), filters, keys), lambda: clean)
     return jnp.where(sampled[:, None], scores, clean)
@@ -63,7 +63,7 @@ def scores(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p:
     """perturbed without its noise [R, V]: what sample draws a token from is the softmax of its row. A row without a
     temperature has 0 at its argmax and -inf elsewhere."""
     filters = Filters(temperature, top_k, top_p, min_p)
-    clean = _clean(logits)
+    clean = clean_logits(logits)
     top = clean.max(axis=1)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     greedy = jnp.where(ids == _first(clean, top)[:, None], 0, -jnp.inf).astype(clean.dtype)
@@ -73,11 +73,11 @@ def scores(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p:
 def threshold(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """The lowest logit of each row [R, V] that the filters leave to be drawn -> [R]; -inf when all are off."""
     filters = Filters(temperature, top_k, top_p, min_p)
-    blocks, top = _blocks(_clean(logits)), _clean(logits).max(axis=1)
+    blocks, top = _blocks(clean_logits(logits)), clean_logits(logits).max(axis=1)
     return _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
 
 
-def _clean(logits: Array) -> Array:
+def clean_logits(logits: Array) -> Array:
     """NaN becomes -inf and +inf the largest number, so that comparisons and differences are well defined."""
     logits = logits.astype(compute_dtype(logits.dtype))
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
@@ -86,11 +86,12 @@ def _clean(logits: Array) -> Array:
 def _weights(logits: Array, top: Array, filters: Filters) -> Array:
     """Probabilities [R, V/B, B] in units of the row's largest, so that no temperature overflows."""
     top = jnp.where(top == -jnp.inf, 0, top)  # a row of bans: all weights 0 rather than NaN
-    return jnp.exp((logits - top[:, None, None]) / _temperature(filters, logits.dtype)[:, None, None])
+    return jnp.exp((logits - top[:, None, None]) / clip_temperature(filters.temperature, logits.dtype)[:, None, None])
 
 
-def _temperature(filters: Filters, dtype: jnp.dtype) -> Array:
-    return jnp.clip(filters.temperature.astype(dtype), jnp.finfo(dtype).tiny, HOTTEST)
+def clip_temperature(temperature: Array, dtype: jnp.dtype) -> Array:
+    """A temperature that logits are divided by."""
+    return jnp.clip(temperature.astype(dtype), jnp.finfo(dtype).tiny, HOTTEST)
 
 
 def _first(scores: Array, largest: Array) -> Array:
@@ -114,11 +115,13 @@ def _scores(logits: Array, top: Array, filters: Filters, keys: Array) -> Array:
 def _kept(logits: Array, top: Array, filters: Filters) -> Array:
     """(logit - largest) / temperature [R, V] of tokens that are kept, -inf of others, given the rows' largest logits
     [R]."""
-    clean = _clean(logits)
+    clean = clean_logits(logits)
     blocks = _blocks(clean)
     lowest = _threshold(blocks, _weights(blocks, top, filters), top, filters, logits.shape[1])
     top = jnp.where(top == -jnp.inf, 0, top)[:, None]
-    return jnp.where(clean >= lowest[:, None], (clean - top) / _temperature(filters, clean.dtype)[:, None], -jnp.inf)
+    return jnp.where(
+        clean >= lowest[:, None], (clean - top) / clip_temperature(filters.temperature, clean.dtype)[:, None], -jnp.inf
+    )
 
 
 def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, vocabulary: int) -> Array:
@@ -141,7 +144,9 @@ def _threshold(logits: Array, weights: Array, top: Array, filters: Filters, voca
 
     lowest = jnp.maximum(lowest, lax.cond(jnp.any(nucleus), by_mass, lambda: off))
     ratio = jnp.minimum(filters.min_p.astype(top.dtype), 1)  # p >= ratio * p_max, in logarithms
-    return jnp.maximum(lowest, jnp.where(ratio > 0, top + _temperature(filters, top.dtype) * jnp.log(ratio), off))
+    return jnp.maximum(
+        lowest, jnp.where(ratio > 0, top + clip_temperature(filters.temperature, top.dtype) * jnp.log(ratio), off)
+    )
 
 
 def _largest_reaching(logits: Array, weights: Array, target: Array, top: Array) -> Array:

@@ -104,8 +104,9 @@ def test_a_token_s_bits_follow_from_its_keys_and_id_alone():
     changed = [keys.at[:, i].add(1) for i in range(4)] + [keys[:, [1, 0, 2, 3]], keys[:, [0, 1, 3, 2]]]
     for other in changed:
         assert np.mean(np.asarray(noise.bits(other, 30)) == bits) < 0.01
-    with pytest.raises(ValueError, match="first is 3, expected a multiple of 4"):
-        noise.gumbel(keys, 8, jnp.float32, first=3)
+    whole = np.asarray(noise.gumbel(keys, 60, jnp.float32))
+    for first in (0, 3, 40):
+        np.testing.assert_array_equal(noise.gumbel(keys, 17, jnp.float32, first), whole[:, first : first + 17])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
