@@ -100,7 +100,7 @@ class Engine:
         and hits of the persistent cache.
         """
         self._check_open()
-        variant = variant_for(list(samplings), spread=self._config.mesh is not None)
+        variant = variant_for(list(samplings), spread=self._loop.spread)
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)

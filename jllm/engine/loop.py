@@ -25,6 +25,7 @@ from jllm.engine.plan import StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
+from jllm.parallel.mesh import has_processes
 from jllm.state import Outputs
 
 if TYPE_CHECKING:
@@ -57,8 +58,9 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        self._spread = config.mesh is not None
-        self.gate = Gate(device.programs, self.scheduler, spread=self._spread)
+        # Each of several processes knows of its own compiler alone when a program is there: one kind of draws for all.
+        self.spread = config.mesh is not None and not has_processes(config)
+        self.gate = Gate(device.programs, self.scheduler, spread=self.spread)
         self.guides = Guides(model.tokenizer, config.vocab_size, config.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
@@ -117,7 +119,7 @@ class Loop:
     def dispatch(self, plan: StepPlan) -> InFlight:
         sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
         need = replace(
-            variant_for(sampled, spread=self._spread),
+            variant_for(sampled, spread=self.spread),
             penalties=self.gate.inside.penalties,
             guided=self.gate.inside.guided,
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
