@@ -108,9 +108,9 @@ UNTRIED = (
     experiment("groups_profile", "step_profile --scheme w8a8-groups --backend mosaic --batch 1 16 64 --context 136"
                " --label groups", 60),
     bench("weight_only_tune", "--rows 1 2 4 8 16 32 64 --formats w4a16-g128 nf4:2,16 w4a16-g32-zp:2,16"
-          " --tune w4a16-g128 nf4 w4a16-g32-zp --label tune", 240, of="weight_only_matmul"),
-    bench("zero_points", "--parts --cells 64x1024 128x2048 --heads 32/32 --label zero-points"
-          " --formats int4-g128 int4-g128-zp int4-g32 int4-g32-zp int4-g32-h", 90, of="decode_attention"),
+          " --tune w4a16-g128 nf4 w4a16-g32-zp --peers mosaic --label warp", 240, of="weight_only_matmul"),
+    bench("zero_points", "--parts formats --heads 32/32 --formats int4-g32 int4-g128 int4-g128-zp int4-g32-h"
+          " --label zp", 90, of="decode_attention"),
     bench("warpgroups", "--parts formats --heads 32/32 --by-warpgroups --label by-warpgroups", 60,
           of="decode_attention"),
 )  # fmt: skip
