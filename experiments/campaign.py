@@ -1,7 +1,6 @@
 """What there is to measure on a GPU: a line each, with the seconds that it may take, the most wanted first.
 
-`measure_all` runs them. `{results}` in a line becomes the results' directory. Kernels of UNTRIED run by name alone
-until they were timed; LOG.md has what is expected of them.
+`measure_all` runs them. `{results}` in a line becomes the results' directory.
 """
 
 import shlex
@@ -102,7 +101,7 @@ CAMPAIGN = (
     experiment("continuations", "continuations --dtype bf16 --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", "continuations --dtype bf16 --backend xla --label xla", 250),
 )  # fmt: skip
-UNTRIED = (
+FORMATS = (
     experiment("groups", "quant_steps --label groups --backend mosaic --schemes bf16 w8a8-talk w8a8-all w8a8-groups"
                " --stages decode:bf16:1,16,64,128 decode:int8-g8:1,16,64 prefill:bf16:64 --seconds 240", 280),
     experiment("groups_profile", "step_profile --scheme w8a8-groups --backend mosaic --batch 1 16 64 --context 136"
@@ -124,7 +123,8 @@ TRITON = (
     experiment("throughput_triton", "throughput --scheme bf16 --kv-cache bf16 --backend triton --repeats 2"
                " --rows 1x8x256 32x8x256 128x8x256 512x8x256 16x1024x256 --label triton", 200),
     bench("decode_triton", "--parts formats --triton --label triton", 150, of="decode_attention"),
-    bench("prefill_triton", "--mosaic-only --triton --kv bf16 int8-g8 --label triton", 120, of="prefill_attention"),
+    bench("prefill_triton", "--mosaic-only --triton --triton-stages 3 5 --kv bf16 int8-g8 --label triton", 240,
+          of="prefill_attention"),
     bench("int8_triton", "--triton --rows 1 16 64 512 4096 --seconds 45 --label triton", 70, of="int8_matmul"),
     bench("weight_only_triton", "--rows 1 16 --formats w4a16-g128 nf4 w8a16 --peers mosaic triton --label triton", 90,
           of="weight_only_matmul"),
@@ -139,4 +139,4 @@ TWO_GPUS = (
     experiment("replicas", "qps --replicas 2 --repeats 2", 400, gpus=2),
     experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 560, gpus=2),
 )  # fmt: skip
-TOPICS = {"campaign": CAMPAIGN, "untried": UNTRIED, "triton": TRITON, "two-gpus": TWO_GPUS}
+TOPICS = {"campaign": CAMPAIGN, "formats": FORMATS, "triton": TRITON, "two-gpus": TWO_GPUS}

@@ -9,8 +9,7 @@ that registry. The `backend` of an operation is one of
   lacks the arguments, it raises NotImplementedError;
 - a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
   machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
-  slower with them than the next. Kernels that no device has run yet refuse their arguments here, and run by the
-  backend's name alone;
+  slower with them than the next;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
   choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).

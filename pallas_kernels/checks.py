@@ -100,14 +100,6 @@ def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ..
     )
 
 
-def check_run(pages: KVPages) -> None:
-    """Raises NotImplementedError for formats over which Hopper's kernels were interpreted and lowered and have not yet
-    run on a GPU: they run there by name, not by default."""
-    for part in (pages.k, pages.v):
-        if part.format.zero_point or part.format.hadamard:
-            raise NotImplementedError(f"the mosaic kernel was not yet run over {part.format.name}: name it to do so")
-
-
 def check_whole_rows(letter: str, dtype: str, rows: int, width: int, largest: int) -> None:
     """Raises NotImplementedError for what Hopper's kernels over whole rows [T, `letter`] lack, naming what they do."""
     supported = "bfloat16", "float16"

@@ -196,11 +196,29 @@ def cost_of_one_order() -> tuple[float, float]:
     return more.pop(1), max(more.values())
 
 
-def attention_beside_mosaic(narrow: bool) -> tuple[float, float]:
-    found = rows("decode_attention-triton", kernel="decode_attention")
-    some = [row for row in found if narrow == (row["kv"] != "bf16")]
-    us = {(row["peer"], row["kv"], row["K"], row["R"]): row["us"] for row in some}
+def attention_beside_mosaic() -> tuple[float, float]:
+    found = rows("decode_attention-triton", kernel="decode_attention", kv="bf16")
+    us = {(row["peer"], row["K"], row["R"]): row["us"] for row in found}
     return spread([us["triton", *cell] / took for (peer, *cell), took in us.items() if peer == "mosaic"])
+
+
+def codes_beside_mosaic() -> tuple[float, float]:
+    """With the configuration that runs."""
+    found = rows("decode_attention-triton-tuned", "h100-80gb-hbm3", kernel="decode_attention")
+    us = {(row["peer"], row["kv"]): row["us"] for row in found}
+    chosen = "triton split=512 warps=2 stages=5"
+    return spread([us[chosen, kv] / took for (peer, kv), took in us.items() if peer == "mosaic"])
+
+
+def steps_over(*formats: str) -> list[float]:
+    found = [only(f"decode_step-{kv}", "h100-80gb-hbm3", batch=64) for kv in formats]
+    return [row["decode_ms"] for row in found]
+
+
+def over_64_rows(*formats: str) -> list[float]:
+    """Microseconds of decode attention."""
+    cell = {"kernel": "decode_attention", "R": 64}
+    return [only("decode_attention-zp", "h100-80gb-hbm3", **cell, kv=kv)["us"] for kv in formats]
 
 
 def estimates_off_by(*wanted: tuple[str, str]) -> list[float]:
@@ -307,12 +325,17 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "and a step holds the lock for {:.2f} to {:.2f} s": lambda: tracing(lambda row: row["taken_in_s"]),
     "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
     "takes {:.2f}, {:.2f} and {:.2f} times that of Mosaic's kernels at batch 16, 64 and 128": beside_mosaic,
-    "at batch 64 over `int8-g8-zp` K and V takes {:.1f} ms with them and {:.1f} with XLA's": lambda: [
+    "at batch 64 over `int8-g8-zp` K and V takes {:.1f} ms with Triton's and {:.1f} with XLA's": lambda: [
         only("decode_step-triton-zp", "h100-80gb-hbm3", backend=backend)["decode_ms"] for backend in ("triton", "xla")
     ],
     "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
-    "in bf16 takes {:.2f} to {:.2f} times as long,": lambda: attention_beside_mosaic(narrow=False),
-    "over pages of 8 and 4 bits {:.2f} to {:.2f} times (": lambda: attention_beside_mosaic(narrow=True),
+    "in bf16 takes {:.2f} to {:.2f} times as long;": attention_beside_mosaic,
+    "and 32 KV heads {:.2f} to {:.2f} times (": codes_beside_mosaic,
+    "attention over `int4-g128` takes {:.0f} us a layer, over `int4-g128-zp` {:.0f}, over `int4-g32` {:.0f} and over "
+    "`int4-g32-h` {:.0f} (": lambda: over_64_rows("int4-g128", "int4-g128-zp", "int4-g32", "int4-g32-h"),
+    "at batch 64 and a context of 256 tokens {:.2f} ms over `int4-g32` and {:.2f} over `int4-g32-h`": lambda: (
+        steps_over("int4-g32", "int4-g32-h")
+    ),
     "with steps of at most {:.0f} ms": lambda: [rows("meshes", "cpu", part="gpus")[0]["step_ms"]],
     "a step of the 70B should take {:.1f}, {:.1f} and {:.1f} ms": lambda: estimated("llama-2-70b", "peer", 2, 4, 8),
     "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (

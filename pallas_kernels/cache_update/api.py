@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.cache_update import xla
-from pallas_kernels.cache_update.config import check_proven, check_supported, check_triton
+from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
 
@@ -125,12 +125,12 @@ def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPage
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, check_proven),
+    "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.cache_update),
 }
 FUSED = {
-    "mosaic": Backend(partial(_in_place, _mosaic), check_supported, check_proven),
+    "mosaic": Backend(partial(_in_place, _mosaic), check_supported),
     "triton": Backend(partial(_in_place, _triton), check_triton),
     "xla": Backend(_xla_fused),
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.checks import check_paged, check_run
+from pallas_kernels.checks import check_paged
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
 
@@ -15,12 +15,6 @@ TRITON_VALUES = 1024  # of a program's heads; sensible for compute capability 8.
 def check_supported(dtype: str, head_dim: int, pages: KVPages) -> None:
     """Raises NotImplementedError for what the Mosaic kernel does not do, naming what it does."""
     check_paged(dtype, head_dim, pages, FORMATS)
-
-
-def check_proven(dtype: str, head_dim: int, pages: KVPages) -> None:
-    """The same for what it does without being named."""
-    check_supported(dtype, head_dim, pages)
-    check_run(pages)
 
 
 def check_triton(dtype: str, head_dim: int, pages: KVPages) -> None:

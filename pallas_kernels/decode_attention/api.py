@@ -16,7 +16,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import xla
-from pallas_kernels.decode_attention.config import check_proven, check_supported, check_triton
+from pallas_kernels.decode_attention.config import check_supported, check_triton
 from pallas_kernels.decode_attention.work import Work, make_work
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.segments import MOST_ROWS, Segments, words_of
@@ -145,7 +145,7 @@ def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments,
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, check_proven, plan=_mosaic_plan),
+    "mosaic": Backend(_mosaic, check_supported, plan=_mosaic_plan),
     "triton": Backend(_triton, check_triton),
     "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
 }

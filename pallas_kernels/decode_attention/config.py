@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.checks import check_paged, check_run
+from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
@@ -82,18 +82,6 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: i
         )
 
 
-def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:
-    """Raises NotImplementedError where the kernel, though it supports the arguments, has not yet run on a GPU: such
-    arguments get it when it is named, not by default."""
-    check_supported(q, pages, rows)
-    check_run(pages)
-    group = q.shape[1] // pages.k.values.shape[1]
-    if group > 16 and q.shape[-1] <= 128:
-        raise NotImplementedError(
-            f"the mosaic kernel was not yet run with {group} query heads a KV head, only up to 16"
-        )
-
-
 TRITON_FORMATS = STORED
 MOST_SPLITS = 16  # of a sequence; changes bits
 
@@ -113,12 +101,14 @@ def triton_config(head_dim: int, queries: int, pages: KVPages) -> TritonConfig:
     """The configuration for `queries` queries of a KV head: one for compute capability 8.0 to 9.0, small enough for the
     shared memory of 8.6."""
     block = 16 if queries <= 16 else 32 if queries <= 32 or head_dim > 128 else 64
-    # Codes leave so little to load that loads have to run ahead: by two steps, of which 5 stages are the least that
-    # Triton makes, as a load of K waits for one of the page table.
     codes = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     keys = 32 if head_dim > 128 or (codes and block > 16) else 64
-    stages = 5 if codes and head_dim <= 128 else 2  # registers have no room for more with 256
-    return TritonConfig(block, keys=keys, warps=4 if block == 16 else 8, stages=stages)
+    warps = 4 if block == 16 else 8
+    if not codes or head_dim > 128:  # registers have no room for more stages with 256
+        return TritonConfig(block, keys=keys, warps=warps)
+    # Codes leave so little to load that loads have to run ahead: by two steps, of which 5 stages are the least that
+    # Triton makes, as a load of K waits for one of the page table. An H100 was fastest with two warps and 512 tokens.
+    return TritonConfig(block, keys=keys, split=512, warps=2 if block == 16 else warps, stages=5)
 
 
 def check_triton(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, rows: int = 1) -> None:

@@ -14,7 +14,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.prefill_attention.config import check_proven, check_supported, check_triton
+from pallas_kernels.prefill_attention.config import check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
 from pallas_kernels.tiled_attention import check_page_size
 
@@ -119,7 +119,7 @@ def _placed(attend, q, *args) -> jax.Array:
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, check_proven, plan=make_work),
+    "mosaic": Backend(_mosaic, check_supported, plan=make_work),
     "triton": Backend(_triton, check_triton, plan=_triton_plan),
     "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.checks import check_paged, check_run
+from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
 from pallas_kernels.kv_pages import FP8, KVPages
 from pallas_kernels.triton_call import check_installed
@@ -81,12 +81,6 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: 
     check_paged(str(q.dtype), q.shape[-1], pages, FORMATS)
 
 
-def check_proven(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:
-    """The same for what it does without being named."""
-    check_supported(q, pages, scale)
-    check_run(pages)
-
-
 @dataclass(frozen=True)
 class TritonConfig:
     """Sizes and resources of the Triton kernel; `block_kv` decides the order of sums."""
@@ -101,11 +95,10 @@ def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
     """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
     registers."""
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
-    stages = 5 if hopper else 2
     if head_dim > 128:
-        return TritonConfig(32 if converts and not hopper else 64, 32, stages=stages)
+        return TritonConfig(32 if converts and not hopper else 64, 32)
     if hopper:
-        return TritonConfig(128, 64 if converts else 128, stages=stages)
+        return TritonConfig(128, 64 if converts else 128)
     return TritonConfig(64, 32) if converts else TritonConfig(64, 32, warps=4)
 
 

@@ -14,7 +14,6 @@ from pallas_kernels.scaled_matmul import xla
 from pallas_kernels.scaled_matmul.config import (
     Config,
     check_grouped,
-    check_grouped_unasked,
     check_supported,
     check_triton,
     check_triton_fp8,
@@ -103,7 +102,7 @@ BACKENDS = {
     DETERMINISTIC: Backend(_one_order, _check_one_order),
 }
 GROUPED = {
-    "mosaic": Backend(_mosaic, check_grouped, check_grouped_unasked),
+    "mosaic": Backend(_mosaic, check_grouped),
     "xla": Backend(xla.grouped_matmul),
     DETERMINISTIC: Backend(partial(_in_tiles, xla.grouped_matmul), lambda *_: check_device()),
 }

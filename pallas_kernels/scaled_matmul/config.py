@@ -65,17 +65,6 @@ def check_group(group: int) -> None:
         raise NotImplementedError(f"a scale for {group} columns is not supported by backend mosaic, which does {names}")
 
 
-def check_grouped_unasked(*arguments) -> None:
-    """check_grouped, where no backend is named."""
-    check_grouped(*arguments)
-    check_not_run()
-
-
-def check_not_run() -> None:
-    """Raises NotImplementedError: the kernels of scales for groups are chosen by name, and not by default."""
-    raise NotImplementedError("the mosaic kernels of scales for groups of columns were not yet run on a GPU")
-
-
 def grouped_config(m: int, n: int, k: int) -> skinny_config.Config:
     """The configuration for x [M, K] with scales of groups and w [N, K]: of tiles whose sums registers hold twice, the
     one that a count of microseconds likes best."""

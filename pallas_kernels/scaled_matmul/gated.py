@@ -7,7 +7,7 @@ from pallas_kernels.backends import Backend, choose, where_faster
 from pallas_kernels.checks import bind_shapes
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
-from pallas_kernels.scaled_matmul.config import FEW_ROWS, check_group, check_not_run, check_supported, gated_config
+from pallas_kernels.scaled_matmul.config import FEW_ROWS, check_group, check_supported, gated_config
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
 
@@ -45,11 +45,6 @@ def _check_supported(n: int, k: int, scale_dtype: jnp.dtype, dtype: jnp.dtype, g
         raise NotImplementedError(f"{dtype} is not supported by backend mosaic, which does bfloat16 and float16")
 
 
-def _check_unasked(*arguments) -> None:
-    _check_supported(*arguments)
-    check_not_run()
-
-
 def _mosaic(
     rows: QuantizedRows, w: jax.Array, w_scale: jax.Array, group: int, dtype: jnp.dtype, backend: str | None
 ) -> QuantizedRows:
@@ -82,6 +77,6 @@ def _operations(
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, _check_supported, _check_unasked),
+    "mosaic": Backend(_mosaic, _check_supported),
     "xla": Backend(_xla),
 }

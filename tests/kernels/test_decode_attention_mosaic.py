@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.decode_attention import decode_attention, make_work, mosaic_sm90, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.decode_attention.config import ROWS, Config, check_proven, check_supported, choose_config
+from pallas_kernels.decode_attention.config import ROWS, Config, check_supported, choose_config
 from pallas_kernels.decode_attention.lanes_sm90 import CHUNK, swizzle_of, swizzled_place
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks, reach, row_splits
@@ -418,12 +418,6 @@ def test_unsupported_arguments_name_what_is_supported():
     ):
         with pytest.raises(NotImplementedError, match=message):
             lower(small(**change))
-
-
-def test_what_has_not_run_on_a_device_is_no_default():
-    check_proven(*shapes(small(heads=(16, 1)))[:2])
-    with pytest.raises(NotImplementedError, match="not yet run with 17"):
-        check_proven(*shapes(small(heads=(17, 1)))[:2])
 
 
 def test_configurations_say_what_is_wrong():

@@ -21,7 +21,7 @@ from pallas_kernels.decode_attention import (
     reference,
 )
 from pallas_kernels.decode_attention.cases import SEGMENT_CASES, Case
-from pallas_kernels.decode_attention.config import check_proven, check_supported, choose_config, most_queries
+from pallas_kernels.decode_attention.config import check_supported, choose_config, most_queries
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks
 from pallas_kernels.hopper import SHARED_MEMORY
@@ -262,7 +262,6 @@ def test_what_is_not_supported_says_so():
     check_supported(q, pages, 16)
     with pytest.raises(NotImplementedError, match="segments of 17 rows of head dim 256 .* only of up to 16"):
         check_supported(q, pages, 17)
-    check_proven(q, pages, 2)
     q, pages, *_ = shapes(small(head_dim=128, heads=(4, 1), dtype="float16"))
     check_supported(q, pages, 2)
     with pytest.raises(NotImplementedError, match="with 12 queries a KV head .heads times rows.; supported: up to 8"):

@@ -159,13 +159,14 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
 
 
-def test_hopper_runs_it_unasked_where_mosaic_would_have_to_be_named():
+def test_hopper_runs_it_unasked_where_mosaic_has_no_room():
     q, pages, *_ = SMALL_DECODE.inputs()
-    many = jax.ShapeDtypeStruct((4, 40, 64), q.dtype)  # query heads a KV head
+    many = jax.ShapeDtypeStruct((4, 20, 128), "float16")  # 10 query heads a KV head
+    wide = jax.eval_shape(lambda: allocate(4, 2, 16, 128, *[parse_format("bf16", 128)] * 2))
     zeros = jax.eval_shape(lambda: allocate(4, 2, 16, 64, *[parse_format("int8-g8-zp", 64)] * 2))
     for kind, queries, stored, expected in (
-        ("hopper", q, pages, "mosaic"), ("hopper", q, zeros, "triton"), ("mosaic", q, zeros, "mosaic"),
-        ("hopper", many, pages, "triton"), ("ampere", q, zeros, "triton"),
+        ("hopper", q, pages, "mosaic"), ("hopper", q, zeros, "mosaic"), ("hopper", many, wide, "triton"),
+        ("ampere", q, zeros, "triton"),
     ):  # fmt: skip
         assert choose(decode_api.BACKENDS, kind, queries, stored, 1) is decode_api.BACKENDS[expected]
 

@@ -27,7 +27,7 @@ FLOATS_OF_EIGHT = {"k_format": "fp8", "v_format": "int8-g256"}
 # Each with the rows that its segments use (None: one each), and whether these are trees.
 DECODE = [
     (small(window=100), None, False),
-    (small(lengths=(300,), heads=(2, 2), page_size=128, head_dim=128, **EIGHT_AND_FOUR), None, False),
+    (small(lengths=(600,), heads=(2, 2), page_size=128, head_dim=128, **EIGHT_AND_FOUR), None, False),
     (small(lengths=(9, 140), heads=(9, 1), page_size=8, v_format="f16", dtype="float16"), None, False),
     (small(lengths=(40, 5), heads=(1, 1), page_size=32, head_dim=256, **FLOATS_OF_EIGHT), None, False),
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), None, False),
