@@ -27,7 +27,7 @@ from pallas_kernels.triton_call import typed_call
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
-from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -47,7 +47,7 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles(capability, tmp_path, monkeypatch):
     """For compute capability 8.0, 8.6, 8.9 and 9.0: within the shared memory of a block, and nothing spilled."""
     from pallas_kernels.norm_quant import triton as norm

@@ -27,7 +27,7 @@ from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
-from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, compile_for, run_ptx
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for, run_ptx
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
@@ -98,7 +98,7 @@ COMPILED_DECODE = [  # head dim, heads, rows, window, trees
 ]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.decode_attention import triton
 
@@ -114,7 +114,7 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
         check_compiled(merge, (*split.out, lengths, lengths), capability, tmp_path)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_cache_update_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.cache_update import triton
 
@@ -143,7 +143,7 @@ COMPILED_PREFILL = [  # head dim, format, window
 ]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.prefill_attention import triton
 

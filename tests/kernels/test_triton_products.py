@@ -18,7 +18,7 @@ from pallas_kernels.scaled_matmul.cases import make_cases
 from pallas_kernels.scaled_matmul.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_gemm_tall import FP8_TOLERANCE
-from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -33,7 +33,7 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_compiles(capability, tmp_path, monkeypatch):
     """Within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.scaled_matmul import triton

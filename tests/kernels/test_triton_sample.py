@@ -14,7 +14,7 @@ from pallas_kernels.sample import sample
 from pallas_kernels.sample.cases import arguments
 from tests.kernels.helpers import same_bits
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
-from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -29,7 +29,7 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_compiles(capability, tmp_path, monkeypatch):
     """Within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.sample import triton

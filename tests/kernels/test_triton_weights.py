@@ -17,7 +17,7 @@ from pallas_kernels.weight_only_matmul import api
 from pallas_kernels.weight_only_matmul.cases import CASES, Case
 from pallas_kernels.weight_only_matmul.config import triton_config
 from tests.kernels.helpers import same_bits
-from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
 from tests.kernels.triton_weights_cases import run, within
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
@@ -38,7 +38,7 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_compiles(capability, tmp_path, monkeypatch):
     """Within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.weight_only_matmul import triton
