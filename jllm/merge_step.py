@@ -24,7 +24,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
-from jllm.parallel.draws import draw_apart, draws_apart
+from jllm.parallel.draws import draw_apart, leaves_parts
 from jllm.parallel.ranks import WHOLE, per_rank
 from jllm.params import Params
 from jllm.rows import Rows, lay_out
@@ -115,7 +115,7 @@ def forward(
     assert cache is not None
     cache, tails = without_tails(cache)
     picked = pick(hidden)
-    whole = not (parts and draws_apart(config, picked.shape[0], variant.draws))
+    whole = not (parts and leaves_parts(config, picked.shape[0], variant.draws))
     values = head(params, config, picked, **options, edits=of_head, whole=whole)
     scores: Scores = (None, None, None, None)
     if variant.prompt_logprobs and C:
@@ -321,8 +321,10 @@ def eager_step(
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
         return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
-    sees_rows = variant.penalties or variant.logprobs or variant.guided or hooks is not None
-    parts = draw is draw_tokens and not sees_rows and (state.drafts is None or state.drafts.logits is None)
+    takes_rows = (
+        variant.takes_rows or hooks is not None or (state.drafts is not None and state.drafts.logits is not None)
+    )
+    parts = draw is draw_tokens and not takes_rows
     state, logits = forward(params, state, batch, **options, hooks=hooks, parts=parts)
     if logits.values.shape[1] != config.vocab_size:
         draw = draw_apart(config, variant.draws)

@@ -28,11 +28,16 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class Model:
-    """What load returns. A plain value: pass params to jllm.step, or the whole to generate and Engine."""
+    """What load returns. A plain value: pass params to jllm.step, or the whole to generate and Engine. Raises
+    QuantizationError for weights whose groups the config's activation_parts would cut."""
 
     config: LlamaConfig
     params: Params
     tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.activation_parts > 1:
+            share_params(self.params, self.config)  # which checks them
 
     def memory_footprint(self) -> dict[str, int]:
         """Bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
@@ -99,10 +104,7 @@ def load(
             raise
         tokenizer = None
     model = Model(config, params, tokenizer)
-    if scheme is not None and rotated:
-        model = quantize_model(model, scheme, donate=True)
-        return replace(model, params=share_params(model.params, config))  # which checks activation_parts
-    return model
+    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:

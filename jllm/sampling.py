@@ -192,7 +192,9 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
 def sample_parts(
     logits: Array, params: Sampling, position: Array, *, axis: str, vocabulary: int, draws: Draws
 ) -> tuple[Array, Array]:
-    """sample of rows [R, W] that devices of a mesh axis have in parts, and that are drawn without filters."""
+    """sample of logits [R, V], of which device i of a mesh axis has W columns from i W on, f[R, W], and of which no row
+    has filters: draws is GREEDY or NOISE. vocabulary is V; columns past it may hold anything. All devices get tokens
+    i32[R] and flags bool[R] of whole rows, to the bit those of sample by xla."""
     options: dict[str, Any] = {"axis": axis, "vocabulary": vocabulary, "noise": draws > Draws.GREEDY}
     return kernels.sample_parts(logits, _asked(logits, params)[0], _keys(params, position), **options)
 

@@ -101,6 +101,11 @@ class Variant:
         return self == self | other and other | self == self
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether it takes whole rows of logits, which devices of a mesh then have: `draws` changes nothing."""
+        return self.penalties or self.logprobs or self.guided
+
+    @property
     def breadth(self) -> int:
         """How many things it does that requests ask for."""
         return sum(getattr(self, name) for name in WANTS)

@@ -36,7 +36,9 @@ def without_matplotlib_said(file: Path) -> Iterator[None]:
     """Says that there is no picture of a result's file where matplotlib is missing."""
     try:
         yield
-    except ImportError:
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
         print(f"no picture: matplotlib is missing (the extra `notebooks`); later: --draw {file.name}", file=sys.stderr)
 
 

@@ -94,13 +94,13 @@ class Engine:
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """Compiles every bucket in threads, with progress on stderr; returns how many there are.
 
-        Each bucket for requests like `samplings` (all of them together). A request that asks for more waits, while
-        others run, until the programs for it are compiled in the background. Without wait it returns once the largest
-        bucket is there, and steps do with the buckets that there are until the rest is. metrics() has seconds, programs
-        and hits of the persistent cache.
+        Each bucket for requests like `samplings` (all of them together). A request that asks for more (on a mesh also a
+        temperature or filters) waits, while others run, until the programs for it are compiled in the background.
+        Without wait it returns once the largest bucket is there, and steps do with the buckets that there are until the
+        rest is. metrics() has seconds, programs and hits of the persistent cache.
         """
         self._check_open()
-        variant = variant_for(list(samplings), spread=self._loop.spread)
+        variant = variant_for(list(samplings), by_draws=self._loop.by_draws)
         if wait:
             return self._device.compile_ahead(variant)
         self._device.start_compiling(variant)

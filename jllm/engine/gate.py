@@ -25,15 +25,15 @@ PATIENCE = 0.05  # seconds that a step waits for the compiler where there is not
 class Gate:
     """Stands before one scheduler."""
 
-    def __init__(self, programs: Programs, scheduler: Scheduler, *, spread: bool = False):
-        self._programs, self._scheduler, self._spread = programs, scheduler, spread
+    def __init__(self, programs: Programs, scheduler: Scheduler, *, by_draws: bool = False):
+        self._programs, self._scheduler, self._by_draws = programs, scheduler, by_draws
         self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
         self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
 
     @property
     def inside(self) -> Variant:
         """What steps of the sequences inside may have to do."""
-        return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._spread else Draws.FILTERED))
+        return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._by_draws else Draws.FILTERED))
 
     def add(self, seq: Sequence) -> None:
         """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
@@ -92,4 +92,4 @@ class Gate:
         self._scheduler.add(seq)
 
     def _wants(self, seq: Sequence) -> Variant:
-        return variant_for([seq.params], spread=self._spread)
+        return variant_for([seq.params], by_draws=self._by_draws)

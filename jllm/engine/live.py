@@ -1,7 +1,7 @@
 """What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jllm.batch import Bucket
 from jllm.engine.device import Halfway
@@ -10,7 +10,6 @@ from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.sampling import Draws
 from jllm.state import Outputs, Variant
 
 
@@ -89,15 +88,18 @@ class Samples:
     unfinished: dict[int, Live] = field(default_factory=dict)  # by sample index
 
 
-def variant_for(samplings: Collection[SamplingParams], *, spread: bool = False) -> Variant:
-    """The step that serves all of these at once, their prompts included. spread: of a model on a mesh."""
-    return Variant(
-        draws=max(p.draws for p in samplings) if spread and samplings else Draws.FILTERED,
+def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False) -> Variant:
+    """The step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer ways are
+    programs of their own (Loop.by_draws)."""
+    variant = Variant(
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),
         guided=any(p.guide is not None for p in samplings),
     )
+    if not by_draws or variant.takes_rows or not samplings:
+        return variant
+    return replace(variant, draws=max(p.draws for p in samplings))
 
 
 def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:

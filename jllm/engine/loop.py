@@ -40,7 +40,7 @@ class Loop:
     """The steps of one engine: what it runs, and what it has to tell of them. One caller at a time.
 
     `device` runs the steps and `scheduler` makes what plans them; `ledger` has the samples, `gate` lets them in, and
-    `guides` say what they may draw.
+    `guides` say what they may draw. `by_draws`: steps that draw in fewer ways (Draws) are programs of their own.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        # Each of several processes knows of its own compiler alone when a program is there: one kind of draws for all.
-        self.spread = config.mesh is not None and not has_processes(config)
-        self.gate = Gate(device.programs, self.scheduler, spread=self.spread)
+        # Rejection sampling takes whole rows. And each of several processes knows of its own compiler alone when a
+        # program is there: they could choose differently.
+        self.by_draws = config.mesh is not None and not has_processes(config) and options.acceptance == "equal"
+        self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
         self.guides = Guides(model.tokenizer, config.vocab_size, config.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
@@ -119,7 +120,7 @@ class Loop:
     def dispatch(self, plan: StepPlan) -> InFlight:
         sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
         need = replace(
-            variant_for(sampled, spread=self.spread),
+            variant_for(sampled, by_draws=self.by_draws),
             penalties=self.gate.inside.penalties,
             guided=self.gate.inside.guided,
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),

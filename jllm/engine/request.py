@@ -118,6 +118,7 @@ class SamplingParams:
 
     @property
     def draws(self) -> Draws:
+        """What it takes to draw this request's tokens."""
         if self.temperature == 0:
             return Draws.GREEDY
         return Draws.FILTERED if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else Draws.NOISE

@@ -21,13 +21,14 @@ from jllm.sampling import Draws, Sampling, sample, sample_parts
 LEAST = 32 << 20
 
 
-def draws_apart(config: LlamaConfig, rows: int, draws: Draws) -> bool:
+def leaves_parts(config: LlamaConfig, rows: int, draws: Draws) -> bool:
     """Whether rows of logits are left in parts. config: of one device's share."""
     return config.axis is not None and (draws < Draws.FILTERED or rows * config.vocab_size * 4 >= LEAST)
 
 
 def draw_apart(config: LlamaConfig, draws: Draws) -> Any:
-    """sampling.sample of logits [R, V / ranks], of which each device has a part."""
+    """A function that each device calls as sampling.sample, with its part f[R, ceil(V / ranks)] of the rows. Rows
+    without filters are drawn in plain jnp, whatever backend is named: no other one knows parts."""
     assert config.axis is not None
     axis, vocabulary = config.axis.name, config.vocab_size
 

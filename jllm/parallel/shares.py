@@ -25,8 +25,9 @@ from pallas_kernels.quantized_weights import MULTIPLE, QuantizedWeight, group_sc
 
 
 def share_params(params: Params, config: LlamaConfig) -> Params:
-    """Params of the config's mesh, of those of one device: each leaf a stack of the ranks' shares [ranks, ...]. Raises
-    QuantizationError for a format that cannot be cut there."""
+    """Params of the config's mesh, of those of one device: each leaf a stack of the ranks' shares [ranks, ...]; without
+    a mesh the params as they are. Raises QuantizationError for a format that cannot be cut there, or by the config's
+    activation_parts."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     return jax.tree.map(lambda spec, leaf: share(leaf, spec.entry, config, spec.weight or ""), specs, params)
 

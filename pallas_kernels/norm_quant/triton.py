@@ -15,12 +15,10 @@ from pallas_kernels.triton_call import Launch
 
 @partial(jax.jit, static_argnames=("eps", "kind"))
 def norm_quant(
-    x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
+    x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
     """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py. Gradients are xla's."""
     check_triton(str(x.dtype), *x.shape)
-    if weight is None:  # no kernel: what XLA makes of it is one pass, too
-        return xla.norm_quant(x, None, eps=eps, residual=residual, kind=kind)
 
     def run(x, weight, residual):
         arrays = (x, weight) if residual is None else (x, weight, residual)

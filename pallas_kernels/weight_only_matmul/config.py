@@ -127,7 +127,7 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ..
     of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any. Above 1024
     rows of x tiles of 256 rows of the weight read x less often.
     """
-    wide, warps = n >= WIDE, by_warp(m, n, k, fmt)
+    wide, warps = n >= WIDE, for_warps(m, n, k, fmt)
     one_row = (ONE_ROW, RowConfig(rows=8)) if m == 1 and takes_one_row(n, fmt) else ()
     if m <= 16 and warps:
         return *one_row, *warps
@@ -151,11 +151,12 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ..
     return half, base, replace(half, width=128)
 
 
-def by_warp(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
-    """That of single warps, where an H100 was fastest with it (experiments/results, weight_only_matmul-warp): for codes
-    of 4 bits and up to 16 rows of x, and up to 32 if int4 codes have groups of 128 (finer ones need too many registers)
-    and the weight is wide or has at most 6144 columns. Tiles of a narrow weight have all of K: with 32 rows of x that
-    takes less time than the ring's parts of K at 4096 columns and more at 11008; lines through both meet near 6900."""
+def for_warps(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
+    """The configuration of single warps, where an H100 was fastest with it (experiments/results,
+    weight_only_matmul-warp): for codes of 4 bits and up to 16 rows of x, and up to 32 if int4 codes have groups of 128
+    (finer ones need too many registers) and the weight is wide or has at most 6144 columns. Tiles of a narrow weight
+    have all of K: with 32 rows of x that takes less time than the ring's parts of K at 4096 columns and more at 11008;
+    lines through both meet near 6900."""
     few = 32 if fmt.codes == "int4" and fmt.group == 128 and (n >= WIDE or k <= 6144) else 16
     if not fmt.packed or m > few or n % WARP_ROWS:
         return ()

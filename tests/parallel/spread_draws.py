@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.engine.engine import Engine
+from jllm.engine.live import variant_for
 from jllm.engine.request import SamplingParams
 from jllm.merge_step import eager_step
 from jllm.parallel import draws
 from jllm.parallel.mesh import make_mesh, rank_config, spread
 from jllm.sampling import Draws, Sampling, neutral_sampling, sample
+from jllm.speculative.ngram import NGram
 from jllm.state import Variant, init_state
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import greedy, one_size
@@ -86,6 +88,19 @@ def test_bytes_that_are_exchanged(monkeypatch):
     assert exchanged(Draws.FILTERED) == {"f64": 3 * 1002 * 8}
     monkeypatch.setattr(draws, "LEAST", 0)
     assert exchanged(Draws.FILTERED) == {"f64": 2 * 1002 * 8, "s32": 4 * 4}
+
+
+def test_steps_that_take_whole_rows_are_one_program_however_they_draw():
+    first = greedy(6)
+    assert variant_for([first], by_draws=True) != variant_for([first])
+    for asks in ({"presence_penalty": 1.0}, {"logprobs": 0}):
+        assert variant_for([first, replace(first, **asks)], by_draws=True) == variant_for([replace(first, **asks)])
+    drafts = {"speculate": NGram(drafts=2), "acceptance": "rejection"}
+    for options, found in (({}, Draws.GREEDY), (drafts, Draws.FILTERED)):
+        engine = Engine(on_mesh(model_of(), 2), **one_size(3), **options)
+        engine.compile_ahead([first], wait=False)
+        assert {variant.draws for _, variant, _ in engine._device.programs._made} == {found}
+        engine.close()
 
 
 def test_only_what_was_compiled_ahead_draws_in_parts():

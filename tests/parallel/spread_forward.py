@@ -90,11 +90,13 @@ def test_loading_cuts_each_weight_as_it_is_read(tmp_path):
     coded = load(tmp_path, mesh=2, quantize="w8a16")
     wanted = on_mesh(replace(model, params=quantize(model.params, "w8a16")), 2)
     jax.tree.map(np.testing.assert_array_equal, coded.params, wanted.params)
+    said = r"0.self_attn.o_proj: w8a8-act-g128 .*each of 4 .*_parts 32 inputs;.*32"
     for scheme in ("w8a8-groups", "w8a8-groups+rotate-kv"):
-        with pytest.raises(
-            QuantizationError, match=r"0.self_attn.o_proj: w8a8-act-g128 .*each of 4 .*_parts 32 inputs;.*32"
-        ):
+        with pytest.raises(QuantizationError, match=said):
             load(tmp_path, quantize=scheme, activation_parts=4)
+    grouped = replace(model, params=quantize(model.params, "w8a8-groups"))
+    with pytest.raises(QuantizationError, match=said):
+        replace(grouped, config=replace(model.config, activation_parts=4))
     with pytest.raises(CheckpointError, match="load the model without mesh to save it"):
         save(tmp_path, found.params, found.config)
 
