@@ -3,6 +3,9 @@
 K and V are multiplied in float16, but bfloat16 by queries of bfloat16: that would round all else as much as results
 are, and float16 holds what float16 scales are for (past 65504 it overflows). GPUs before compute capability 8.9, which
 convert nothing from float8, read it with integers.
+
+How far loads run ahead of products is up to `stages`: Triton shares these between the load of the page table and those
+of K and V, which wait for it. With 2 to 4 none of K or V runs ahead; 5 are the least for two steps.
 """
 
 import jax
@@ -37,9 +40,15 @@ def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
 
 
 @triton.constexpr_function
+def _stored(values):
+    """The dtype of what lies at a pointer."""
+    return (values.type if hasattr(values, "type") else values.dtype).element_ty
+
+
+@triton.constexpr_function
 def planes(values, GROUP):
     """How many columns next to one another share 16 bits of what lies at a pointer."""
-    stored = values.type.element_ty if hasattr(values, "type") else values.dtype.element_ty
+    stored = _stored(values)
     return 1 if stored.primitive_bitwidth == 16 else 4 if GROUP > 0 and stored == tl.uint8 else 2
 
 
@@ -68,8 +77,7 @@ def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr):
 @triton.constexpr_function
 def product_dtype(values, queries):
     """The dtype in which what lies at a pointer is multiplied."""
-    stored = values.type.element_ty if hasattr(values, "type") else values.dtype.element_ty
-    return tl.bfloat16 if stored == queries == tl.bfloat16 else tl.float16
+    return tl.bfloat16 if _stored(values) == queries == tl.bfloat16 else tl.float16
 
 
 @triton.jit

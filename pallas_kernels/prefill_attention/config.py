@@ -88,7 +88,7 @@ class TritonConfig:
     tile_rows: int  # query rows of a program
     block_kv: int  # keys a step, aligned to absolute positions
     warps: int = 8
-    stages: int = 2  # of 5 on, loads run two steps ahead: a load of K waits for one of the page table
+    stages: int = 2  # too few to load K and V ahead: see pages_triton.py
 
 
 def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:

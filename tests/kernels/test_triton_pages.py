@@ -90,7 +90,8 @@ def shapes_of(D: int, kv: str, heads: tuple[int, int]) -> KVPages:
 COMPILED_DECODE = [  # head dim, heads, rows, window, trees
     (128, "bf16", (32, 8), 1, None, False),
     (128, "int8-g8", (32, 32), 1, None, False),
-    (128, "int4-g32", (32, 8), 1, None, False),
+    (128, "int4-g128-zp", (32, 8), 1, None, False),
+    (128, "int8-g128", (24, 1), 1, None, False),
     (128, "fp8", (32, 8), 8, 4096, True),
     (128, "bf16", (64, 1), 1, None, False),
     (256, "f16", (16, 1), 4, 4096, False),

@@ -31,7 +31,7 @@ DECODE = [
     (small(lengths=(9, 140), heads=(9, 1), page_size=8, v_format="f16", dtype="float16"), None, False),
     (small(lengths=(40, 5), heads=(1, 1), page_size=32, head_dim=256, **FLOATS_OF_EIGHT), None, False),
     (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), None, False),
-    (small(lengths=(40, 0, 20), k_format="int4-g8-zp", v_format="int8-g16-zp", dtype="float16"), None, False),
+    (small(lengths=(40, 0, 20), k_format="int4-g8-zp", v_format="int8-g64-zp", dtype="float16"), None, False),
     (small(lengths=(300, 66), heads=(2, 2), width=4), (4, 2), False),
     (small(lengths=(140, 9), heads=(6, 2), window=3, k_format="fp8", v_format="fp8", width=5), (5, 3), True),
     (small(lengths=(129,), heads=(1, 1), window=30, dtype="float16", k_format="f16", width=40), (34,), True),
