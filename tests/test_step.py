@@ -91,8 +91,6 @@ def products(scheme: str) -> int:
         return 0
     if scheme == "llm-int8":  # two of each weight
         return 8
-    if scheme == "w8a8-groups":  # whose own kernels run where they are named
-        return 2
     silu = scheme in ("w8a8-talk", "w8a8-all", "w8a8-head", "fp8")  # else it is of 16 bits, and XLA's
     codes = silu and scheme != "w8a8-talk"  # of attention's output
     return (3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4) + silu + codes + (scheme == "w8a8-head")

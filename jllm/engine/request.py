@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllm.engine.guide import Guide
 from jllm.errors import RequestError, UnknownParameterError
-from jllm.sampling import Draws
+
+if TYPE_CHECKING:
+    from jllm.sampling import Draws
 
 
 def _suggests_names[C](cls: type[C]) -> type[C]:
@@ -117,8 +119,10 @@ class SamplingParams:
         return self.counts_tokens or bool(self.logit_bias)
 
     @property
-    def draws(self) -> Draws:
+    def draws(self) -> "Draws":
         """What it takes to draw this request's tokens."""
+        from jllm.sampling import Draws  # imports jax, which --help does without
+
         if self.temperature == 0:
             return Draws.GREEDY
         return Draws.FILTERED if self.top_k > 0 or self.top_p < 1 or self.min_p > 0 else Draws.NOISE
