@@ -335,7 +335,7 @@ def rounded_inputs(
 ) -> jax.Array:
     """x [..., K] as a weight of that format takes it, in numbers of x's dtype; rounding passes gradients. scale [1] is
     of all inputs, found ahead. rows: the mesh axis whose devices have a part of each row and quantize it with the whole
-    row's scale. parts: a row of blocks has so many parts, of which each is rounded by itself."""
+    row's scale. parts: into which a row of blocks is cut; each is rounded by itself."""
     fixed = jax.lax.stop_gradient(x)
     if fmt.activations in KINDS:
         return x + (rotate_groups(_blocks(fixed, fmt, scale, rows, parts), fmt) - fixed)

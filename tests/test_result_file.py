@@ -55,7 +55,7 @@ def test_what_a_row_quotes_holds_no_folders_of_a_machine(said, kept, tmp_path):
 
 
 def test_commits_of_results_are_in_the_history():
-    """But for those that the pages call rebased. A commit that a rebase replaces is nobody's to look at: results are
+    """But for those that the pages call rebased. A commit that a rebase replaces cannot be looked at: results are
     measured at commits that are merged."""
     git = ["git", "-C", str(RESULTS)]
     shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)

@@ -204,7 +204,7 @@ STEPS = (
     ),
     Section(
         "other_devices",
-        "Decode steps on devices that nobody measured, estimated",
+        "Decode steps on devices that were not measured, estimated",
         "From data sheets, with the shares of their limits that an H200's steps have.",
     ),
     Section(

@@ -82,7 +82,7 @@ class Ledger:
         self.counts.prompt_tokens += prompt_tokens
 
     def step_dispatched(self, prompt_tokens: int, decoded: int, rows: int, pages: int) -> None:
-        """A step of so many prompt tokens and rows that decode, which computes `rows`, with so many pages in use."""
+        """Counts a step: its prompt tokens and rows that decode, the `rows` that it computes, and the pages in use."""
         self.counts.steps += 1
         self.counts.tokens += prompt_tokens + decoded
         self.counts.rows += rows
