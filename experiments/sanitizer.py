@@ -193,7 +193,11 @@ KERNELS = {
     "norm_quant and int8_matmul": Kernel(quantize_and_multiply, ("1", "9"), ("mosaic",)),
     "gate and up and int8_matmul by groups": Kernel(multiply_groups, ("1", "9", "64", "70"), ("mosaic",)),
     "weight_only_matmul": Kernel(
-        multiply_codes, ("w4a16-g128:1", "w4a16-g128:9", "w8a16:1", "w8a16:5", "w8a16:70", "nf4:1", "nf4:33")
+        multiply_codes,
+        (
+            *("w4a16-g128:1", "w4a16-g128:9", "nf4:1", "nf4:33"),
+            *("w8a16:1", "w8a16:5", "w8a16:70", "w8a16-g32-zp:3", "fp8-weight:8"),
+        ),
     ),
     "weight_only_matmul by warp": Kernel(
         multiply_codes_by_warp, ("w4a16-g128:9", "w4a16-g32-zp:5", "nf4:16"), ("mosaic",)
