@@ -8,11 +8,12 @@ import pytest
 from experiments import results_page
 from experiments.campaign import TOPICS
 from experiments.claims import c23
-from experiments.report import details, figures, overview, pictures
+from experiments.report import details, overview, pictures
 from experiments.report.commands import name_of, parses
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
 from experiments.report.figures import Results
 from experiments.report.markdown import slug
+from experiments.report.strips import strips
 from experiments.report.wanted import WANTED
 from experiments.results_page import PAGE, texts
 from jllm.errors import InputFileError
@@ -338,11 +339,11 @@ def test_a_peer_of_the_same_file_stands_in_place_of_pasted_figures(tmp_path):
     ours = {"kernel": "decode_attention", "peer": "mosaic", "R": 16, "length": 1024, "H": 32, "K": 8, "kv": "bf16"}
     rows = [ours | {"us": 20.0}, ours | {"us": 25.0, "Q": 4}]
     write(tmp_path, "decode_attention-20261120-h200", rows=rows)
-    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    (strip,) = strips(Results(read_all(tmp_path)))
     assert (strip.kernel, strip.cells, strip.elsewhere) == ("decode attention, 32/8", {"16 x 1024": [22.6 / 20]}, True)
     theirs = [ours | {"peer": "FlashInfer", "variant": v, "us": us, "Q": 1} for v, us in (("tc", 24.0), ("cuda", 30.0))]
     write(tmp_path, "decode_attention-20261120-h200", rows=[*rows, *theirs])
-    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    (strip,) = strips(Results(read_all(tmp_path)))
     assert (strip.cells, strip.elsewhere) == ({"16 x 1024": [1.2]}, False)
     assert "FlashInfer, tc | FlashInfer, cuda |" in page(tmp_path, "kernels")
 
@@ -353,7 +354,7 @@ def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):
 
     rows = [row("mosaic", 1, 10.0), row("xla", 1, 12.0), row("mosaic", 2, 10.0), row("xla", 2, 9.0)]
     write(tmp_path, "matmul-many-20261120-h200", experiment="matmul", rows=[*rows, row("xla", 3, 5.0)])
-    (strip,) = figures.strips(Results(read_all(tmp_path)))
+    (strip,) = strips(Results(read_all(tmp_path)))
     assert (strip.kernel, strip.peer, strip.cells) == ("bf16 product, by rows", "XLA", {"128": [1.2, 0.9]})
     red, white, green = (pictures.cell_color(times) for times in (0.5, 1.0, 2.0))
     assert (red[0] > red[1], white, green[1] > green[0]) == (True, (1, 1, 1), True)

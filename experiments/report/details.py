@@ -2,7 +2,7 @@
 
 Of each experiment, as its command calls it, and device a page shows the newest file. Pictures that lie beside a file
 under its name are shown with it. What is said about an experiment, and which columns of its rows are shown, is in
-sections.py.
+the folder sections.
 """
 
 import re
@@ -12,7 +12,8 @@ from pathlib import Path
 from experiments.claims.registry import TITLES
 from experiments.report.documents import Document, Entry, Row, short
 from experiments.report.markdown import escape, folded, markdown, show, shown_bar, slug
-from experiments.report.sections import PAGES, Section, Table
+from experiments.report.sections import PAGES
+from experiments.report.sections.section import Section, Table
 
 INCOMPLETE = "not all that it asks for was measured; bars are of what was"
 REBASED = frozenset(  # commits of results of branches that were rebased before they were merged

@@ -15,17 +15,16 @@ from experiments.report.figures import (
     PeerSteps,
     Results,
     Series,
-    claim_rows,
     decode_series,
     floor_shares,
     requests_rows,
-    stale,
-    strips,
-    worst,
 )
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar
-from experiments.report.sections import FLOOR, PAGES
+from experiments.report.sections import PAGES
+from experiments.report.sections.section import FLOOR
+from experiments.report.standing import claim_rows, stale, worst
+from experiments.report.strips import strips
 from experiments.report.wanted import without_figure
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.report.figures import Results, Series, Strip, decode_series, requests_rows, strips
+from experiments.report.figures import Results, Series, decode_series, requests_rows
+from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}

@@ -1,0 +1,117 @@
+"""Kernels against peers, case by case, from the newest benchmarks."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.report.documents import Row
+from experiments.report.figures import Results, pasted
+
+Cells = dict[str, list[float]]  # case -> how many times as fast as the peer, shape by shape
+Name = str | Callable[[Row], str]  # of a row's case: what its values are put into, or what makes it
+WHO = ("peer", "variant", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")  # says nothing of the case
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One kernel against one peer, case by case."""
+
+    kernel: str
+    peer: str
+    cells: Cells
+    elsewhere: bool = False  # whether the peer's times are of another run, of which there is no file
+
+
+def strips(results: Results) -> list[Strip]:
+    """Every kernel's newest benchmark."""
+    found = [
+        *(
+            _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
+            for k in (32, 8)
+        ),
+        Strip("decode attention", "cuDNN, contiguous", _cudnn(results)),
+        _beside(results, "prefill attention", "FlashInfer", "prefill_attention", _prefill_case, kv="bf16"),
+        Strip("prefill attention", "cuDNN", _pairs(results, "prefill_attention", "cudnn", _prefill_case, kv="bf16")),
+        Strip("bf16 product, by rows", "XLA", _by_rows(results, ("matmul-other", "matmul-many"), "xla")),
+        Strip("bf16 SwiGLU, by rows", "two kernels", _by_rows(results, ("swiglu", "swiglu-other"), "default")),
+        _beside(results, "int8 product, by rows", "torch fp8", "int8_matmul", "{M}", ours="int8_matmul"),
+        _beside(results, "fp8 product, by rows", "torch fp8", "fp8_matmul", "{M}", ours="fp8_matmul"),
+        Strip("w4a16-g128 product, by rows", "XLA's bf16", _weights(results)),
+        Strip("norm to int8, by rows", "XLA", _pairs(results, "norm_quant", "xla", "{T}", kind="int8")),
+        Strip("SiLU, product to int8, by rows", "XLA", _pairs(results, "silu_mul_quant", "xla", "{T}", kind="int8")),
+        Strip("rotary, cache write, by rows", "XLA", _pairs(results, "cache_update", "xla", "{T}", "fused", kv="bf16")),
+        Strip("sampling of 128,256, by rows", "XLA", _pairs(results, "sample", "xla", "{R}, {asked}", V=128256)),
+    ]
+    return [strip for strip in found if strip.cells]
+
+
+def _beside(
+    results: Results, kernel: str, peer: str, label: str, case: Name, ours: str = "mosaic", **wanted: Any
+) -> Strip:
+    """Ours against the fastest variant of a peer, by the rows of one file; while that has none of the peer's, pasted
+    ones, whose keys are fewer."""
+    own = [row for row in results.rows(label, peer=ours, **wanted) if row.get("Q", 1) == 1]
+    theirs = results.rows(label, peer=peer)
+    elsewhere = not any("us" in row for row in theirs)
+    if elsewhere:
+        theirs = pasted(peer=peer)
+    cells: Cells = {}
+    for row in [row for row in own if "us" in row]:
+        alike = [
+            other
+            for other in theirs
+            if all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
+        ]
+        if times := [other["us"] for other in alike if "us" in other]:
+            cells.setdefault(_named(case, row), []).append(min(times) / row["us"])
+    return Strip(kernel, peer, cells, elsewhere)
+
+
+def _named(case: Name, row: Row) -> str:
+    return case(row) if callable(case) else case.format(**row)
+
+
+def _pairs(results: Results, label: str, peer: str, case: Name, ours: str = "mosaic", **wanted: Any) -> Cells:
+    """Cells of rows that differ in nothing but who computed them."""
+    times: dict[str, dict[str, Row]] = {}
+    for row in results.rows(label, **wanted):
+        if "us" in row and row.get("peer") in (ours, peer):
+            key = json.dumps({k: v for k, v in row.items() if k not in WHO})
+            times.setdefault(key, {})[row["peer"]] = row
+    cells: Cells = {}
+    for pair in times.values():
+        if len(pair) == 2:
+            cells.setdefault(_named(case, pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
+    return cells
+
+
+def _by_rows(results: Results, labels: Sequence[str], peer: str) -> Cells:
+    """Products of several files, by their rows."""
+    cells: Cells = {}
+    for label in labels:
+        for rows, times in _pairs(results, label, peer, "{M}").items():
+            cells.setdefault(rows, []).extend(times)
+    return {rows: cells[rows] for rows in sorted(cells, key=int)}
+
+
+def _prefill_case(row: Row) -> str:
+    queries, keys = row["q_lens"], row["kv_lens"]
+    if len(set(queries)) > 1:
+        return f"{len(queries)} mixed"
+    return f"{len(queries)}x{queries[0]}" + ("" if keys[0] == queries[0] else f" after {keys[0] - queries[0]}")
+
+
+def _cudnn(results: Results) -> Cells:
+    """Claim C5's, which times cuDNN beside ours."""
+    rows = results.rows("claims-C5")
+    return {f"{r['R']} x {r['length']}, {r['H']}/{r['K']}": [r["over_cudnn"]] for r in rows if "over_cudnn" in r}
+
+
+def _weights(results: Results) -> Cells:
+    cells: Cells = {}
+    for label in ("weight_only_matmul", "weight_only_matmul-middle", "weight_only_matmul-large"):
+        for row in results.rows(label, peer="mosaic", scheme="w4a16-g128"):
+            if "over_bf16" in row:
+                cells.setdefault(str(row["M"]), []).append(row["over_bf16"])
+    return {case: cells[case] for case in sorted(cells, key=int)}
