@@ -25,7 +25,6 @@ PRODUCTS = {
     "w8a8-talk": 3, "w8a8-all": 4, "w8a8-tensor": 3, "fp8": 4, "w8a16": 4, "uint8-zp": 4, "fp8-weight": 4,
     "w4a16-g128": 4, "w4a16-g32-zp": 4, "nf4-dq": 4, "llm-int8": 8, "w8a8-groups": 4,
 }  # fmt: skip
-NAMED = {"w8a8-groups": "mosaic"}  # kernels that run where they are named
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -49,7 +48,7 @@ def test_kernels_agree_with_xla(name):
             assert made == model.config.num_layers * products
         return np.concatenate([each.prompt_logprobs for each in found])
 
-    ours, plain, wide = scored(model, NAMED.get(name), PRODUCTS[name]), scored(model, "xla", 0), scored(exact, "xla", 0)
+    ours, plain, wide = scored(model, None, PRODUCTS[name]), scored(model, "xla", 0), scored(exact, "xla", 0)
     assert np.std(plain) > 0.5
     assert np.sqrt(np.mean((ours - plain) ** 2)) < max(np.sqrt(np.mean((plain - wide) ** 2)), 0.1 * np.std(plain))
 
