@@ -6,18 +6,19 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jllm.batch import Bucket
 from jllm.engine.request import SamplingParams
 from tests.tiny import one_size, serve, tiny_model
 
 ROOT = Path(__file__).parent.parent
-SIZES = one_size(2, tokens=14) | {"num_pages": 20}
-PROMPTS = [(5, 6, 7, 8), (3, 1, 4, 1, 5, 9), (40,)]
-PARAMS = [
-    SamplingParams(temperature=t, seed=i, max_new_tokens=8, ignore_eos=True) for i, t in enumerate((0.0, 0.8, 1.2))
-]
+SIZES = one_size(2, tokens=14) | {"num_pages": 20, "buckets": (Bucket(2, 12, 2), Bucket(2, 0, 0))}
+PROMPTS = [(5, 6, 7, 8), (3, 1, 4, 1, 5, 9), (40,), (7, 7)]
+ASKS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"logprobs": 2}, {"presence_penalty": 0.5}]
+PARAMS = [SamplingParams(seed=i, max_new_tokens=8, ignore_eos=True, **asks) for i, asks in enumerate(ASKS)]
 PROCESS = """
     import json, os, sys
     import jax
@@ -28,14 +29,20 @@ PROCESS = """
     jax.distributed.initialize(address, num_processes=2, process_id=rank, heartbeat_timeout_seconds=10)
     assert (len(jax.devices()), len(jax.local_devices())) == (2, 1)
 
+    import time
     import jllm
+    from jllm.engine.compiling import Compiler
     from tests.parallel.meshes import on_mesh
     from tests.test_processes import PARAMS, PROMPTS, SIZES
     from tests.tiny import tiny_model
 
+    if rank == 1:  # has a slow compiler behind its steps
+        behind = Compiler._behind
+        Compiler._behind = lambda *of: time.sleep(2) or behind(*of)
     model = on_mesh(tiny_model("float64"), 2)
     engine = jllm.Engine(model, **SIZES)
     for what in (
+        lambda: jllm.Engine(model, **SIZES, speculate="ngram"),
         lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.5)),
         lambda: engine.submit((5,), jllm.SamplingParams(temperature=0.0), deadline=1.0),
         lambda: jllm.Engine(model, **SIZES | {"num_pages": None}),
@@ -46,11 +53,12 @@ PROCESS = """
             os._exit(3)
         except (jllm.RequestError, jllm.ConfigError) as error:
             assert "processes share this model, and each " in str(error), error
-    for prompt, params in zip(PROMPTS, PARAMS):
-        engine.submit(prompt, params)
-    ends, steps = {}, 0
+    engine.compile_ahead(PARAMS[:1], wait=False)
+    coming, ends, steps = [*zip(PROMPTS, PARAMS)], {}, 0
     try:
-        while engine.has_work:
+        while engine.has_work or coming:
+            if coming and steps % 3 == 0:
+                engine.submit(*coming.pop(0))
             if rank == 1 and steps == dies:
                 os._exit(9)
             ends |= {event.id: event.completion.token_ids for event in engine.step() if event.completion}

@@ -73,8 +73,8 @@ class Device:
             raise ConfigError(
                 "compile_processes trace steps of one device, and this model is spread over several: leave them out"
             )
-        if options.num_pages is None and has_processes(config):
-            raise ConfigError("processes share this model, and each would see other free memory: give num_pages")
+        if has_processes(config):
+            check_alike(options)
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -88,7 +88,7 @@ class Device:
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(
             self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks,
-            options.compile_processes,
+            options.compile_processes, has_processes(config),
         )  # fmt: skip
         self._state: State | None = None
         self.renew()
@@ -364,6 +364,14 @@ def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array
     many are valid."""
     slot, start, count = where
     return drafter.remember(memory, slot, tokens, start, count)
+
+
+def check_alike(options: EngineOptions) -> None:
+    """ConfigError for what each of several processes that share a model would decide by what it alone sees."""
+    if options.num_pages is None:
+        raise ConfigError("processes share this model, and each would see other free memory: give num_pages")
+    if options.speculate is not None and options.drafts is None:
+        raise ConfigError("processes share this model, and each would time drafts by its own clock: give drafts")
 
 
 def check_one_order(params: Params, config: LlamaConfig) -> None:

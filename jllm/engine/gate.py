@@ -6,6 +6,9 @@ Where nothing was compiled ahead and nothing runs, it goes in at once, and its f
 
 On a mesh steps that draw in fewer ways are programs of their own (Draws). Only those that were compiled ahead are used:
 what is compiled for requests as they come draws in all ways.
+
+Several processes that share a model each have a compiler, and must take the same programs: there all requests go in at
+once, and their first steps wait (Programs.in_step).
 """
 
 from collections import Counter
@@ -49,20 +52,22 @@ class Gate:
         steps cannot be, and why."""
         if not self.waiting:
             return []
-        failed, wanted, errors = [], self.inside, self._programs.take_failures()
-        refused: set[Variant] = set()  # refused for all of this pass: many requests may ask for the same variant
+        failed, errors = [], self._programs.take_failures()
+        refused: dict[Variant, Variant] = {}  # of this pass: what was asked for, perhaps by many, and what is compiled
         for seq, wants in list(self.waiting.items()):
             if wants not in refused:
                 if self._may_enter(wants):
                     del self.waiting[seq]
                     self._let_in(seq, wants)
                     continue
-                refused.add(wants)
-                wanted |= wants | Variant()  # and what those do that wait before it
-                if wanted not in errors:
-                    self._programs.prepare(wanted)
-            if wanted in errors:
-                failed.append((seq, errors[wanted]))
+                before = (asked for asked, wanted in refused.items() if wanted not in errors)
+                refused[wants] = reduce(
+                    or_, before, self.inside | wants | Variant()
+                )  # beside those that wait before it
+                if refused[wants] not in errors:
+                    self._programs.prepare(refused[wants])
+            if refused[wants] in errors:
+                failed.append((seq, errors[refused[wants]]))
         return failed
 
     def wait(self) -> None:
@@ -82,6 +87,10 @@ class Gate:
         self._scheduler.finish(seq, reason)
 
     def _may_enter(self, wants: Variant) -> bool:
+        if self._programs.in_step:
+            if not self._programs.serves(self.inside | wants):
+                self._programs.permit(self.inside | wants | Variant())
+            return True
         if not (self._programs.ahead or self._programs.compiling or self._scheduler.active):
             self._programs.permit(wants | Variant())
             self._programs.permit(self.inside | wants | Variant())

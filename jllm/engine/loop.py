@@ -25,7 +25,6 @@ from jllm.engine.plan import StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
-from jllm.parallel.mesh import has_processes
 from jllm.state import Outputs
 
 if TYPE_CHECKING:
@@ -58,9 +57,7 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        # Rejection sampling takes whole rows. And each of several processes knows of its own compiler alone when a
-        # program is there: they could choose differently.
-        self.by_draws = config.mesh is not None and not has_processes(config) and options.acceptance == "equal"
+        self.by_draws = config.mesh is not None and options.acceptance == "equal"  # rejection sampling takes whole rows
         self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
         self.guides = Guides(model.tokenizer, config.vocab_size, config.eos_ids)
         self.trace: Recorder | None = None

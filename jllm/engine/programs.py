@@ -31,7 +31,8 @@ class Programs:
 
     arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
     static(bucket, variant, part) its static ones. between(variant) has what runs between steps of a variant. check
-    raises where a program that holds every step takes more memory than there is.
+    raises where a program that holds every step takes more memory than there is. in_step: steps take what is asked of
+    them alone, and wait for it, whatever is there by now, so that several processes take the same.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Programs:
         progress: bool | None = None,
         between: Callable[[Variant], list[Recipe]] = lambda variant: [],
         processes: int = 0,
+        in_step: bool = False,
     ):
+        self.in_step = in_step
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
         self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
@@ -76,14 +79,14 @@ class Programs:
 
     def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Step:
         """What a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind, and the
-        step takes a larger one, or one of fewer rows a decode."""
+        step takes a larger one, or one of fewer rows a decode; but not `in_step`."""
         self._collect()
         variant = self._narrowest(need)
         if variant is None:
             self.permit(need)
             variant = need
         bucket = choose_bucket(self._buckets, decodes, tokens, chunks, rows)
-        if not self._is_there(bucket, variant):
+        if not self.in_step and not self._is_there(bucket, variant):
             self._begin(bucket, variant)
             now = [bucket for bucket in self._buckets if self._is_there(bucket, variant)]
             rows = min(rows, max(bucket.rows for bucket in now if bucket.decodes >= decodes))
@@ -93,6 +96,9 @@ class Programs:
     def run(self, key: Key, *arguments: Any) -> Any:
         """Runs a program, which is made first where it has to be."""
         self.used.add(key)
+        if key in self._jobs:
+            wait_for([self._jobs[key]])
+            self._collect()
         program = self._kept.get(key)
         if key not in self._made or (self._keeps and program is None):
             program = self._make(key)
@@ -114,6 +120,8 @@ class Programs:
     def start(self, variant: Variant, *others: Recipe) -> list[Future]:
         """The same in the background: returns once the others, and the program that holds every step, are there, with
         all that was begun."""
+        if self.in_step:
+            self.permit(variant)
         try:
             jobs = [self._compiling().add(other) for other in (*others, *self._between(variant))]
             for bucket in self._buckets:

@@ -44,7 +44,7 @@ class FakePrograms:
 
     def __init__(self, *there: Variant, ahead: bool = True):
         self.there, self.asked, self.failures = set(there), [], {}
-        self.ahead, self.compiling = ahead, False
+        self.ahead, self.compiling, self.in_step = ahead, False, False
 
     def serves(self, variant: Variant) -> bool:
         return any(v.covers(variant) for v in self.there)
@@ -90,6 +90,7 @@ def test_who_waits_is_overtaken_and_then_takes_its_place():
     gate._programs.there.add(PENALTIES)
     gate.open()
     assert [seq.request_id for seq in gate.waiting] == [3]  # beside 1 its steps would have to do both
+    assert set(gate._programs.asked) == {LOGPROBS, BOTH}, "and nothing that it could not run with"
     gate._programs.there.add(BOTH)
     gate.open()
     assert inside(gate) == [0, 1, 2, 3, 4]
@@ -141,6 +142,17 @@ def test_a_failure_is_told_to_those_who_asked():
     assert str(error) == "no"
     gate.finish(one, "error")
     assert list(gate.waiting) == [two]
+    assert gate._programs.asked == [Variant(prompt_logprobs=True)], "not with what goes"
+
+
+def test_a_failure_of_two_together_is_not_told_to_one_that_was_asked_for_alone():
+    gate = make_gate(PLAIN)
+    newcomer(gate, 0, logprobs=1)
+    two = newcomer(gate, 1, presence_penalty=1.0)
+    newcomer(gate, 2, logprobs=3)
+    gate._programs.failures = {BOTH: ValueError("no")}
+    assert [seq for seq, _ in gate.open()] == [two]
+    assert gate._programs.asked == [LOGPROBS]
 
 
 @pytest.mark.parametrize("busy", ["a sequence runs", "programs are compiled", "all was compiled ahead", None])
@@ -201,6 +213,17 @@ def test_a_step_waits_for_what_it_may_wait_for(programs):
     assert programs.choose(Variant(prompt_logprobs=True), 1, 0, 0) == (SMALL, PLAIN)  # it scores no prompt
     programs.permit(LOGPROBS)
     assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, LOGPROBS)
+    assert not programs.asked
+
+
+def test_in_step_programs_nothing_depends_on_what_is_there(programs):
+    """As several processes must, of which each has a compiler of its own."""
+    programs.in_step = True
+    programs.permit(LOGPROBS)
+    for there in (set(), {(TOP, BOTH, WHOLE)}, {(b, v, WHOLE) for b in (SMALL, TOP) for v in (LOGPROBS, BOTH)}):
+        programs._made = there
+        assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, LOGPROBS)
+        assert programs.choose(Variant(prompt_logprobs=True), 1, 5, 1) == (TOP, Variant(prompt_logprobs=True))
     assert not programs.asked
 
 
@@ -334,3 +357,29 @@ def test_where_nothing_was_compiled_ahead_only_a_lone_step_waits_for_the_compile
     assert (third, 0) in run(engine, lambda done: done)
     m = engine.metrics()
     assert (m["compile_programs"], m["compile_first_use"]) == (3, 2)
+
+
+def test_processes_take_the_same_programs_however_slow_the_compiler_of_one_is(model, monkeypatch):
+    """Two engines in place of two processes: threads of the one compile nothing until all has run."""
+    monkeypatch.setattr("jllm.engine.device.has_processes", lambda config: True)
+    sizes = OPTIONS | {"num_pages": 20, "buckets": (Bucket(2, 6, 2), Bucket(2, 0, 0), Bucket(1, 0, 0))}
+    taken = []
+    for held in (False, True):
+        engine, keys, done = Engine(model, **sizes), [], {}
+        engine.compile_ahead(wait=held)
+        threads = Threads(monkeypatch)
+        if not held:
+            threads.opened.set()
+        programs, take = engine._device.programs, engine._device.programs.run
+        noted = lambda key, *rest, keys=keys, take=take: keys.append(key) or take(key, *rest)  # noqa: E731
+        monkeypatch.setattr(programs, "run", noted)
+        for asks in ({}, {"logprobs": 1}, {"presence_penalty": 0.5}, {}):
+            engine.submit([5, 6, 7], greedy(9, **asks))
+            for _ in range(4 if len(done) < 1 else 40):
+                done |= {event.id: event.completion.token_ids for event in engine.step() if event.completion}
+        taken.append((keys, done))
+        threads.opened.set()
+        engine.close()
+    assert taken[0] == taken[1]
+    assert {variant for _, variant, _ in taken[0][0]} == {PLAIN, LOGPROBS, BOTH}
+    assert len(taken[0][1]) == 4
