@@ -7,24 +7,26 @@ models apart; it is no protection against an author who wants two to have the sa
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jllm.checkpoint_files import stored_tensors
 from jllm.config import LlamaConfig
-from jllm.errors import ConfigError
-from jllm.parallel.shares import places
+from jllm.parallel.mesh import ranks_of
+from jllm.parallel.shares import Places, places
 from jllm.param_specs import param_specs
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.quantized_weights import QuantizedWeight, group_scales, unpack4
 
 PIECE = 16 << 10  # bytes read at a place
 PIECES = 4  # places of a tensor that are read, the first and the last bytes among them; smaller tensors are read whole
+
+Sum = tuple[str, tuple[int, ...], jax.Array]  # a leaf's name, shape and checksum
 
 
 def of_files(folder: str | Path) -> str:
@@ -51,40 +53,58 @@ def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
 def of_params(params: Params) -> str:
     """The fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of each,
     made where they are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32
-    changes nothing."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
-    found = [(_name(path), leaf.shape, int(s)) for (path, leaf), s in zip(leaves, sums, strict=True)]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
-
-
-def of_shares(params: Params, config: LlamaConfig) -> str | None:
-    """of_params of the whole weights, of those of the config's mesh, each value where it is. None for quantized ones:
-    their codes are packed otherwise where a device has a part of a row."""
-    specs = param_specs(replace(config, tie_embeddings=params.head is None))
-    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))[0]
-    if any(isinstance(leaf, QuantizedWeight) for _, leaf in leaves):
-        return None
+    changes nothing. Quantized weights are known by their codes, scales and zeros, however codes are packed."""
     found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]:
+        coded = _is_quantized(leaf)
+        shapes, sums = (jax.eval_shape(_unpacked, leaf), _code_sums(leaf)) if coded else (leaf, _checksum(leaf))
+        own = jax.tree_util.tree_flatten_with_path(shapes)[0]
+        found += [(_name((*path, *ends)), x.shape, s) for (ends, x), s in zip(own, jax.tree.leaves(sums), strict=True)]
+    return _digest(found)
+
+
+def of_shares(params: Params, config: LlamaConfig) -> str:
+    """of_params of the whole weights, of those of the config's mesh, each value where it is."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
+    found: list[Sum] = []
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
         at = places(spec.entry, config)
+        if isinstance(leaf, QuantizedWeight):
+            found += [(_name(path) + name, size, s) for name, size, s in _of_codes(leaf, at, spec.shape)]
+            continue
         width = spec.shape[1] if len(spec.shape) == 2 else 1
-        parts = leaf.reshape(*at.rows.shape, -1)
-        found.append((_name(path), spec.shape, _share_sums(parts, at.rows, at.first, at.column, np.uint32(width))))
-    sums = jax.device_get([s for *_, s in found])
-    named = [(name, shape, int(s)) for (name, shape, _), s in zip(found, sums)]
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
+        found.append((_name(path), spec.shape, _share_sums(leaf, at, at.column, (width, 1))))
+    return _digest(found)
+
+
+def _of_codes(w: QuantizedWeight, at: Places, shape: tuple[int, ...]) -> list[Sum]:
+    """Names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
+    (N, K), own = shape, jax.vmap(_unpacked)(w)
+    once = replace(at, first=at.first & (at.column == 0)[:, None])  # what parts of a row have alike
+    found: list[Sum] = [(".values", (N, K), _share_sums(own.values, at, at.column, (K, 1)))]
+    for name in ("scales", "zeros", "scale_steps"):  # [ranks, n], or by groups [ranks, G, n]
+        leaf = getattr(own, name)
+        if leaf is not None and leaf.ndim == 2:
+            found.append((f".{name}", (N,), _share_sums(leaf, once, at.column, (1, N))))
+        elif leaf is not None:
+            group = w.format.group
+            assert group is not None, "one scale a row otherwise"
+            sums = _share_sums(leaf.swapaxes(1, 2), at, at.column // group, (1, N))
+            found.append((f".{name}", (K // group, N), sums))
+    alike = {".columns": own.columns, ".input_scale": own.input_scale}
+    return found + [(name, leaf.shape[1:], _checksum(leaf[0])) for name, leaf in alike.items() if leaf is not None]
 
 
 def of_model(params: Params, config: LlamaConfig) -> str:
     """The fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their dtype and
-    formats, and the config. ConfigError for quantized weights on a mesh, which have none."""
+    formats, and the config."""
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
-    if weights is None:
-        raise ConfigError("quantized weights on a mesh have no fingerprint to compare: load the model without a mesh")
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    formats = [leaf.format if isinstance(leaf, QuantizedWeight) else None for leaf in leaves]
-    found = f"{weights} {params.dtype} {formats} {config} {config.activation_parts}"
+    leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
+    formats = [replace(leaf.format, double_quant=False) if _is_quantized(leaf) else None for leaf in leaves]
+    rounds = any(fmt is not None and fmt.activations is not None for fmt in formats)
+    parts = ranks_of(config) if config.mesh is not None and rounds else config.activation_parts
+    found = f"{weights} {params.dtype} {formats} {config} {parts}"
     return hashlib.sha256(found.encode()).hexdigest()[:32]
 
 
@@ -102,25 +122,54 @@ def _name(path: tuple[Any, ...]) -> str:
     return name.replace(".attention.", ".").replace(".mlp.", ".")
 
 
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
+def _digest(found: list[Sum]) -> str:
+    sums = jax.device_get([s for *_, s in found])
+    named = [(name, shape, int(s)) for (name, shape, _), s in zip(found, sums)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
+
+
+def _unpacked(w: QuantizedWeight) -> QuantizedWeight:
+    """A weight without packing and padding, scales as kernels take them where they are int8 themselves: what it has
+    alike wherever it is cut."""
+    (N, K), fmt = w.shape, w.format
+    codes = unpack4(w.values, signed=False) if fmt.packed else w.values
+    scales = group_scales(w) if fmt.double_quant else w.scales
+    zeros = None if w.zeros is None else w.zeros[..., :N]
+    steps = None if w.scale_steps is None or fmt.double_quant else w.scale_steps[:N]
+    return replace(w, values=codes[:N, :K], scales=scales[..., :N], zeros=zeros, scale_steps=steps)
+
+
 @jax.jit
-def _share_sums(parts: jax.Array, rows: jax.Array, first: jax.Array, column: jax.Array, width: jax.Array) -> jax.Array:
-    """_checksum of a whole leaf [N, width], of its shares [ranks, n, k], whose rows i32[ranks, n] count where they are
-    the `first`, and whose columns begin at i32[ranks]."""
-    bits = jax.lax.bitcast_convert_type(parts.astype(jnp.float32), jnp.uint32)
-    inside = jax.lax.broadcasted_iota(jnp.uint32, parts.shape, 2) + column.astype(jnp.uint32)[:, None, None]
-    place = rows.astype(jnp.uint32)[..., None] * width + inside
-    return jnp.sum(jnp.where(first[..., None], bits * (2 * place + 1), 0), dtype=jnp.uint32)
+def _code_sums(w: QuantizedWeight) -> QuantizedWeight:
+    return jax.tree.map(_checksum, _unpacked(w))
+
+
+@partial(jax.jit, static_argnames="strides")
+def _share_sums(parts: jax.Array, at: Places, column: jax.Array, strides: tuple[int, int]) -> jax.Array:
+    """_checksum of a whole leaf, of its shares [ranks, n] or [ranks, n, k], whose columns begin at i32[ranks]; strides:
+    the places from a row of the whole one to the next, and from a column."""
+    bits = _bits(parts.reshape(*at.rows.shape, -1))
+    inside = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2) + column.astype(jnp.uint32)[:, None, None]
+    down, right = (jnp.uint32(stride) for stride in strides)
+    place = at.rows.astype(jnp.uint32)[..., None] * down + inside * right
+    return jnp.sum(jnp.where(at.first[..., None], bits * (2 * place + 1), 0), dtype=jnp.uint32)
 
 
 @jax.jit  # leaves of one shape share a program
 def _checksum(x: jax.Array) -> jax.Array:
     """The sum mod 2^32 of all values' bits, each times an odd number of its own: any single change alters it, and the
     order of the additions does not."""
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        bits = x.astype(jnp.uint32)
-    else:
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     place = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    return jnp.sum(_bits(x) * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)

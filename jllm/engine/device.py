@@ -228,8 +228,8 @@ class Device:
         self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, padded, rows))
 
     @cached_property
-    def weights(self) -> str | None:
-        """The fingerprint of the weights; None of quantized ones on a mesh."""
+    def weights(self) -> str:
+        """The fingerprint of the weights."""
         if self._config.mesh is not None:
             return fingerprint.of_shares(self._params, self._config)
         return fingerprint.of_params(self._params)

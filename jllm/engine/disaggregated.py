@@ -69,13 +69,8 @@ class Disaggregated(Replicas):
     @classmethod
     def over(cls, prefill: RemotePrefill, decode: DecodeEngine) -> Self:
         """With prompts that another process computes. It is to have the same model and KV formats (else RemoteError),
-        and pages of any size; when it goes, all is computed here, and when the engine here fails, step() raises.
-        ConfigError for a model that cannot be compared, as identity has it."""
-        try:
-            ours = identity(decode)
-        except ConfigError:
-            prefill.close()
-            raise
+        and pages of any size; when it goes, all is computed here, and when the engine here fails, step() raises."""
+        ours = identity(decode)
         for name, theirs in prefill.identity.items():
             if theirs != ours[name]:
                 prefill.close()

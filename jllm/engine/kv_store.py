@@ -173,7 +173,6 @@ class StoringEngine(Engine):
     penalties) don't look."""
 
     def __init__(self, model: "Model", store: KVStore, **options: Unpack[EngineKeywords]):
-        """ConfigError for quantized weights on a mesh, whose blocks cannot be told from those of others."""
         about = fingerprint.of_model(model.params, model.config)
         super().__init__(model, **options)
         self._store, self._to_keep = store, dict[int, tuple[int, ...]]()

@@ -38,7 +38,7 @@ PATIENCE = 30.0  # seconds for the other process to answer when they meet
 
 def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
     """Computes prompts for whoever connects, one after another, until the listener is closed. `engine` has no device to
-    send pages to. ConfigError as identity has it."""
+    send pages to."""
     about = identity(engine)
     while True:
         try:
@@ -100,10 +100,9 @@ def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known
 
 
 def identity(engine: Any) -> dict[str, Any]:
-    """What two engines must have alike for the one to go on with what the other began. ConfigError as
-    fingerprint.of_model has it: for quantized weights on a mesh."""
+    """What two engines must have alike for the one to go on with what the other began."""
     layer = engine._device._state.cache[0]
-    shape = [len(engine._device._state.cache), layer.k.values.shape[1], layer.k.head_dim]
+    shape = [len(engine._device._state.cache), engine._config.num_kv_heads, layer.k.head_dim]
     model = fingerprint.of_model(engine._device._params, engine._config)
     return {"model": model, "formats": [layer.k.format.name, layer.v.format.name], "shape": shape}
 

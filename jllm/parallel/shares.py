@@ -44,6 +44,7 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
     return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Places:
     """Where the shares of a leaf lie in the whole one."""
@@ -54,7 +55,7 @@ class Places:
 
 
 def places(entry: WeightEntry, config: LlamaConfig) -> Places:
-    """Of a leaf that is not quantized."""
+    """Of a leaf."""
     assert config.mesh is not None
     ranks = range(config.mesh.size)
     rows = np.stack([_rows(entry, config, r) for r in ranks]).astype(np.int32)

@@ -19,10 +19,10 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.channel import Channel
 from jllm.engine.disaggregated import Disaggregated
-from jllm.engine.handover import DecodeEngine, DevicePages, Joining, PrefillEngine
+from jllm.engine.handover import DecodeEngine, DevicePages, Joining
 from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
-from jllm.engine.remote import RemotePrefill, serve_prefills
+from jllm.engine.remote import RemotePrefill
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
@@ -422,14 +422,15 @@ def test_closing_wakes_who_sends_and_a_host_that_vanishes_is_noticed(other_end):
     assert not sender.is_alive()
 
 
-def test_quantized_weights_on_a_mesh_cannot_be_compared(model, tmp_path, other_end):
-    quantized = on_mesh(replace(model, params=quantize(model.params, "w8a16")), 2)
-    why = "have no fingerprint to compare: load the model without a mesh"
-    with pytest.raises(ConfigError, match=why):
-        StoringEngine(quantized, KVStore(tmp_path), **SIZES)
-    with socket.socket() as nowhere, pytest.raises(ConfigError, match=why):
-        serve_prefills(PrefillEngine(quantized, **SIZES), nowhere)
-    prefill, _ = other_end
-    with pytest.raises(ConfigError, match=why):
-        Disaggregated.over(prefill, DecodeEngine(quantized, **SIZES))
-    assert prefill.closed
+def test_a_mesh_and_one_device_share_a_store_of_the_same_quantized_weights(model, tmp_path):
+    coded = replace(model, params=quantize(model.params, "w8a16"))
+    prompt, params = [5] * 60, SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    found, tokens = [], []
+    for one in (coded, on_mesh(coded, 2), on_mesh(model, 2)):
+        engine = StoringEngine(one, KVStore(tmp_path, block=16), **SIZES)
+        engine.submit(prompt, params)
+        tokens += [event.completion.token_ids for event in engine.run() if event.completion]
+        found.append(engine.stored_tokens)
+        engine.close()
+    assert found == [0, 48, 0]
+    assert tokens[0] == tokens[1]

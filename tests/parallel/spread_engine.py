@@ -137,9 +137,10 @@ def test_each_device_draws_rows_of_its_own_where_there_are_many(monkeypatch):
     assert said.count("all_to_all") == 1
 
 
-@pytest.mark.parametrize(("devices", "kv_cache"), [(2, None), (8, KIVI)])
-def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices, kv_cache):
+@pytest.mark.parametrize(("devices", "kv_cache", "scheme"), [(2, None, "w4a16-g32"), (8, KIVI, "bf16")])
+def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices, kv_cache, scheme):
     model, greedy, options = model_of(), ASKED[0], SIZES | {"kv_cache": kv_cache}
+    model = replace(model, params=quantize(model.params, scheme))
     (wanted,) = (c.token_ids for c in serve(model, PROMPTS[:1], [greedy], **options))
     spread_out = on_mesh(model, devices)
     for first, second in ((model, spread_out), (spread_out, model)):
