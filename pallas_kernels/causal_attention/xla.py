@@ -9,19 +9,25 @@ from pallas_kernels.numerics import compute_dtype
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))
+@partial(jax.checkpoint, static_argnums=(4, 5))
 def causal_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, window: int | None
 ) -> jax.Array:
-    """q [T, H, D], k, v [T, K, D], segments i32[T] -> [T, H, D]; see api.py."""
+    """q [T, H, D], k, v [T, K, D], segments i32[T] -> [T, H, D]; see api.py.
+
+    For gradients the weights are computed again: [T, T] of each head and layer would be most of training's memory.
+    """
     num_tokens, num_heads, head_dim = q.shape
     compute = compute_dtype(q.dtype)
+    # Beside inputs of 16 bits a GPU may take TF32, whose 11 bits of a weight are more than the output keeps.
+    precision = "highest" if q.dtype == compute else None
     row = jnp.arange(num_tokens, dtype=jnp.int32)
     distance = row[:, None] - row[None, :]
     mask = (distance >= 0) & (segments[:, None] == segments[None, :])
     if window is not None:
         mask &= distance < window
     q = q.reshape(num_tokens, k.shape[1], -1, head_dim)
-    logits = scale * jnp.einsum("ikgd,jkd->kgij", q, k, precision="highest", preferred_element_type=compute)
+    logits = scale * jnp.einsum("ikgd,jkd->kgij", q, k, precision=precision, preferred_element_type=compute)
     weights = jax.nn.softmax(jnp.where(mask[None, None], logits, -jnp.inf), axis=-1)  # every row sees itself
-    out = jnp.einsum("kgij,jkd->ikgd", weights, v.astype(compute), precision="highest")
+    out = jnp.einsum("kgij,jkd->ikgd", weights, v.astype(compute), precision=precision)
     return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
