@@ -1,7 +1,7 @@
 """One command a question: `python -m experiments.NAME`, --help says how; each leaves a dated file in results/.
 
     how long a step takes       decode_step, throughput (PPL.LLM's table), quant_steps (by weight scheme),
-                                step_profile (by kernel)
+                                step_profile (by kernel), ceilings (what floors count with)
     requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
     other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
     what quantization costs     quant_accuracy, outliers, ptq_methods, long_context

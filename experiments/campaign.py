@@ -45,6 +45,7 @@ TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu 
 CAMPAIGN = (
     Command("tests", TESTS, 480, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
+    experiment("ceilings", "ceilings", 60),
     experiment("C13", "claims C13", 130),
     experiment("C19", "claims C19", 90),
     experiment("qps_kv", "qps --kv-cache int8-g8 --repeats 2", 200),

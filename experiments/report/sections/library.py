@@ -4,6 +4,12 @@ from experiments.report.answers import starts
 from experiments.report.sections.section import Section, Table
 
 LIBRARY = (
+    Section(
+        "ceilings",
+        "A device's ceilings, which floors count with",
+        "The best of each quantity is a limit of that device: bytes or operations a second of one kernel.",
+        (Table(("quantity", "what", "us", "rate", "unit", "error"), "all"),),
+    ),
     Section("train_length_predictor", "Training of the output length predictor"),
     Section("first_command", "The first command, from start to the last of 64 tokens"),
     Section(

@@ -1,0 +1,156 @@
+"""A device's ceilings: the best rates of memory, products and causal attention that anything here reaches on it.
+
+    python -m experiments.ceilings
+
+Each row is one kernel, or the few that XLA makes of one function, on operands that no cache holds, by the profiler's
+record of the device. The best of each quantity is what configs/devices/*.json calls measured, and what a floor counts
+with (experiments/steps/floors.py).
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.arguments import claim_memory, positive
+from experiments.result_file import Row, command_line, record
+from experiments.steps.timer import compile_ahead
+from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.measure import device_us
+from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.matmul import matmul
+
+Function = Callable[..., jax.Array]
+SCALED: dict[str, tuple[Function, str]] = {  # operations of 8-bit operands
+    "int8": (int8_matmul, "int8"),
+    "fp8": (fp8_matmul, "float8_e4m3fn"),
+}
+UNITS = {"bandwidth": "bytes/s"}  # of the other quantities: operations/s
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed."""
+
+    rows: int = 1 << 15  # that are summed, of 16-bit numbers: 4 GiB
+    columns: int = 1 << 16
+    sequences: int = 128  # that decode
+    keys: int = 2048  # of each
+    tokens: int = 16_384  # of one causal prompt
+    heads: int = 32
+    head_dim: int = 128
+    products: tuple[tuple[int, int, int], ...] = (  # M, N, K
+        (4096, 12288, 4096),
+        (8192, 22016, 4096),
+        (8192, 4096, 11008),
+        (8192, 8192, 8192),
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One function on operands of these shapes, and the bytes or operations that count for its quantity."""
+
+    quantity: str  # bandwidth, attention, or a product's kind
+    what: str
+    amount: int
+    run: Function
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
+    """All that is timed, with this implementation of jax.nn.dot_product_attention."""
+    table = jax.ShapeDtypeStruct((sizes.rows, sizes.columns), jnp.bfloat16)
+    yield Subject("bandwidth", "row sums by XLA", _nbytes(table), _row_sums, (table,))
+    attend = partial(jax.nn.dot_product_attention, implementation=attention)
+
+    def heads(count: int, length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, length, sizes.heads, sizes.head_dim), jnp.bfloat16)
+
+    one, many = heads(sizes.sequences, 1), heads(sizes.sequences, sizes.keys)
+    yield Subject("bandwidth", f"decode attention by {attention}", 2 * _nbytes(many), attend, (one, many, many))
+    prompt, pairs = heads(1, sizes.tokens), sizes.tokens * (sizes.tokens + 1) // 2
+    operations = 4 * sizes.heads * sizes.head_dim * pairs
+    causal = partial(attend, is_causal=True)
+    yield Subject("attention", f"causal attention by {attention}", operations, causal, (prompt,) * 3)
+    for m, n, k in sizes.products:
+        where = f"M={m} N={n} K={k}"
+        plain = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (n, k)))
+        for name, backend in (("XLA", "xla"), ("matmul", None)):
+            yield Subject("bf16", f"{where} by {name}", 2 * m * n * k, partial(matmul, backend=backend), plain)
+        for kind, (product, dtype) in SCALED.items():
+            codes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (n, k)))
+            scales = tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (m, n))
+            for name, backend in (("XLA", "xla"), (f"{kind}_matmul", None)):
+                run = partial(product, backend=backend)
+                yield Subject(kind, f"{where} by {name}", 2 * m * n * k, run, codes + scales)
+
+
+def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:
+    """A row each, with what is reached a second; one that fails says why. All are compiled before the first is timed,
+    as XLA tries candidates of its own on the device."""
+    lower = {subject: partial(jax.jit(subject.run).lower, *subject.operands) for subject in subjects}
+    for subject, compiled in compile_ahead(lower, threads).items():
+        row: Row = {"quantity": subject.quantity, "what": subject.what}
+        try:
+            us = _microseconds(subject, compiled)
+        except Exception as error:  # it costs its own row
+            yield row | {"error": (str(error) or repr(error)).splitlines()[0][:200]}
+        else:
+            rate = float(f"{1e6 * subject.amount / us:.4g}")
+            yield row | {"us": round(us, 1), "rate": rate, "unit": UNITS.get(subject.quantity, "operations/s")}
+
+
+def best(rows: list[Row]) -> dict[str, float]:
+    """The best rate of each quantity."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if "rate" in row:
+            found[row["quantity"]] = max(found.get(row["quantity"], 0.0), row["rate"])
+    return found
+
+
+def _row_sums(table: jax.Array) -> jax.Array:
+    return table.sum(1, dtype=jnp.float32)
+
+
+def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
+    return math.prod(shape.shape) * shape.dtype.itemsize
+
+
+def _microseconds(subject: Subject, compiled: Future[Any]) -> float:
+    keys = jax.random.split(jax.random.key(0), len(subject.operands))
+    operands = [_random(key, shape.shape, shape.dtype) for key, shape in zip(keys, subject.operands)]
+    return device_us(partial(compiled.result(), *operands), repeats=10)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Operands with all their bits in use: what they hold decides what power they take."""
+    if dtype == jnp.int8:
+        return jax.random.randint(key, shape, -127, 128, jnp.int8)
+    if dtype == jnp.float8_e4m3fn:  # of magnitudes below 2, so that none is NaN
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8) & 0xBF, dtype)
+    return jax.random.normal(key, shape, dtype)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=positive, default=16, help="that compile")
+    add_result_options(parser)
+    args = parser.parse_args(argv)
+    claim_memory()
+    rows = measure(list(subjects(Sizes())), args.threads)
+    return record(args, "ceilings", command_line("ceilings", argv), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A device's ceilings, at tiny sizes and by a made-up clock: a CPU has neither cuDNN nor a profiler's record."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import ceilings
+from experiments.ceilings import Sizes, best, measure, subjects
+
+TINY = Sizes(8, 16, 2, 4, 6, 2, 8, products=((4, 8, 16),))
+
+
+def tiny_rows(monkeypatch: pytest.MonkeyPatch, us: float = 2.0) -> list[dict]:
+    def clock(run, repeats):
+        assert all(bool(jnp.isfinite(leaf.astype("float32")).all()) for leaf in jax.tree.leaves(run()))
+        return us
+
+    monkeypatch.setattr(ceilings, "device_us", clock)
+    with jax.numpy_dtype_promotion("standard"):  # as XLA's attention needs
+        return list(measure(list(subjects(TINY, "xla")), 2))
+
+
+def test_every_quantity_is_measured_and_counted(monkeypatch):
+    found = {(row["quantity"], row["what"]): row for row in tiny_rows(monkeypatch)}
+    assert not [row for row in found.values() if "error" in row]
+    assert {quantity for quantity, _ in found} == {"bandwidth", "attention", "bf16", "int8", "fp8"}
+    rates = {key: row["rate"] for key, row in found.items()}
+    assert rates["bandwidth", "row sums by XLA"] == pytest.approx(8 * 16 * 2 / 2e-6)
+    assert rates["bandwidth", "decode attention by xla"] == pytest.approx(2 * 2 * 4 * 2 * 8 * 2 / 2e-6)
+    assert rates["attention", "causal attention by xla"] == pytest.approx(4 * 2 * 8 * (6 * 7 / 2) / 2e-6)
+    assert rates["int8", "M=4 N=8 K=16 by int8_matmul"] == pytest.approx(2 * 4 * 8 * 16 / 2e-6)
+    assert found["bf16", "M=4 N=8 K=16 by XLA"]["unit"] == "operations/s"
+
+
+def test_the_best_of_each_quantity_counts():
+    rows = [
+        {"quantity": "bf16", "what": "a", "rate": 3.0},
+        {"quantity": "bf16", "what": "b", "rate": 4.0},
+        {"quantity": "int8", "what": "c", "rate": 1.0},
+        {"quantity": "fp8", "what": "d", "error": "none"},
+    ]
+    assert best(rows) == {"bf16": 4.0, "int8": 1.0}
+
+
+def test_what_fails_costs_its_own_row(monkeypatch):
+    monkeypatch.setattr(ceilings, "device_us", lambda run, repeats: 1.0)
+    rows = list(measure([s for s in subjects(TINY, "cudnn") if s.quantity != "fp8"], 2))
+    assert {row["what"] for row in rows if "error" in row} == {
+        "decode attention by cudnn",
+        "causal attention by cudnn",
+    }
+    assert all("rate" in row for row in rows if "error" not in row)
+
+
+def test_the_sizes_are_those_that_limits_are_quoted_at():
+    """4 GiB of numbers and of K and V, 16,384 tokens: by shapes alone."""
+    found = {subject.what: subject for subject in subjects(Sizes())}
+    assert found["row sums by XLA"].amount == 4 << 30
+    assert found["decode attention by cudnn"].amount == 128 * 2048 * 32 * 128 * 2 * 2
+    assert found["causal attention by cudnn"].amount / 652e12 == pytest.approx(3372e-6, rel=0.001)
