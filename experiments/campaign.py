@@ -111,6 +111,10 @@ FORMATS = (
           " --tune w4a16-g128 nf4 w4a16-g32-zp --peers mosaic --label warp", 240, of="weight_only_matmul"),
     bench("zero_points", "--parts formats --heads 32/32 --formats int4-g32 int4-g128 int4-g128-zp int4-g32-h"
           " --label zp", 90, of="decode_attention"),
+    *(
+        experiment(name, f"decode_step --kv-cache {kv} --batch 1 64 --backend mosaic --repeats 5 --label {kv}", 60)
+        for name, kv in (("unrotated", "int4-g32"), ("rotated", "int4-g32-h"))
+    ),
     bench("warpgroups", "--parts formats --heads 32/32 --by-warpgroups --label by-warpgroups", 60,
           of="decode_attention"),
 )  # fmt: skip

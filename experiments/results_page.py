@@ -2,11 +2,11 @@
 
     python -m experiments.results_page           # --check writes nothing, and says whether they are what it would write
 
-experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims, bars missed
-and what is stale. Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md, have each experiment's
-newest file: what was asked, bars, rows, versions and command. Of a run that was cut off bars are those of its rows, and
-shares of floors and verdicts of claims are what rows say by the limits and rules of today (report/judged.py). Pictures
-need matplotlib (the extra `notebooks`).
+experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims, how bars
+stand (report/asked.py) and what is stale. Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md,
+have each experiment's newest file: what was asked, bars, rows, versions and command. Bars, shares of floors and
+verdicts of claims are what rows say by the limits and rules of today (report/judged.py). Pictures need matplotlib (the
+extra `notebooks`).
 """
 
 import argparse

@@ -115,7 +115,7 @@ def test_a_run_may_be_cut_off_at_any_row():
 
 
 def test_what_has_no_rule_has_no_bars():
-    document = {"experiment": "x", "complete": False, "bars": [], "rows": [{"M": 1}]}
+    document = {"experiment": "x", "device": "cpu", "complete": False, "bars": [], "rows": [{"M": 1}]}
     for command in (
         "a sweep, before the benchmark",
         "python -m os.path",
@@ -123,6 +123,6 @@ def test_what_has_no_rule_has_no_bars():
         "python -m experiments.kv_choices",
     ):
         assert judged(document | {"command": command})["bars"] == []
-    rows = {"rows": FILES["decode_step-20261122-h200.json"]["rows"]}
+    rows = {"device": "NVIDIA H200", "rows": FILES["decode_step-20261122-h200.json"]["rows"]}
     assert len(judged(document | rows | {"command": "python -m experiments.decode_step"})["bars"]) == 5
     assert not judged(document | rows | {"command": "python -m experiments.decode_step --layers 2"})["bars"]

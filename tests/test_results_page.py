@@ -9,12 +9,12 @@ from experiments import results_page
 from experiments.campaign import TOPICS
 from experiments.claims import c23
 from experiments.report import details, overview, pictures
+from experiments.report.asked import ASKED
 from experiments.report.commands import name_of, parses
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
 from experiments.report.figures import Results
 from experiments.report.markdown import slug
 from experiments.report.strips import strips
-from experiments.report.wanted import WANTED
 from experiments.results_page import PAGE, texts
 from jllm.errors import InputFileError
 
@@ -360,30 +360,98 @@ def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):
     assert (red[0] > red[1], white, green[1] > green[0]) == (True, (1, 1, 1), True)
 
 
-def test_missed_bars_show_the_farthest_and_stale_files_say_why(tmp_path):
-    bars = [
-        {"name": "near", "value": 9.0, "unit": "us", "bar": 8.9, "met": False},
-        {"name": "far", "value": 0.4, "unit": "1", "bar": 0.8, "met": False},
-        {"name": "met", "value": 1.0, "unit": "us", "bar": 9.0, "met": True},
-    ]
-    write(tmp_path, "sample-20261122-h200", date="2026-11-22", bars=bars, experiment="sample", command="a sweep")
-    write(tmp_path, "qps_x-20261120-h200", experiment="qps_x", command="python -m experiments.qps --gone 1")
-    write(tmp_path, "gone-20261122-h200", date="2026-11-22", experiment="gone", command="python -m experiments.gone")
+def test_bars_show_the_farthest_behind_of_the_newest_files(tmp_path):
+    def bars(first: float, second: float) -> list[dict]:
+        asked = {"unit": "us", "bar": 60.0}, {"unit": "us", "bar": 450.0}
+        found = zip((1, 512), (first, second), asked)
+        return [
+            {"name": f"R={r} V=128256 top-k, top-p", "value": us, **each, "met": us <= each["bar"]}
+            for r, us, each in found
+        ]
+
+    write(tmp_path, "sample-old-20261120-h200", experiment="sample-old", bars=bars(900.0, 900.0))
+    write(tmp_path, "sample-20261122-h200", date="2026-11-22", experiment="sample", bars=bars(40.0, 500.0))
     text = short(tmp_path)
-    assert "| 2 of 3 | far: 0.4, asked for 0.8 |" in text
-    assert "| no command: a sweep while the kernel was built | [sample](results/kernels.md#" in text
-    assert "| its command is refused today; 2 days older than the newest | [qps_x](results/steps.md#" in text
-    assert "| experiments.gone is gone | [gone]" in text
+    assert re.search(r"\| drawing one of 128,256 tokens \| .* \| 1 of 2 \| 500 us for 450 \| \[sample\]\(", text)
+    assert re.search(r"Bars missed by further results, .*: \[sample-old\]\([^)]*\) 2 of 2\.", text)
+    write(tmp_path, "sample-20261122-h200", date="2026-11-22", experiment="sample", bars=bars(40.0, 400.0))
+    assert "| 2 of 2 | 400 us for 450 |" in short(tmp_path)
+
+
+def test_stale_files_say_why(tmp_path):
+    bench = "python -m pallas_kernels.sample.bench"
+    write(tmp_path, "norm_quant-20261122-h200", experiment="norm_quant", command="a sweep")
+    write(tmp_path, "qps_x-20261120-h200", experiment="qps_x", command="python -m experiments.qps --gone 1")
+    write(tmp_path, "gone-20261122-h200", experiment="gone", command="python -m experiments.gone")
+    write(tmp_path, "sample-20261122-h200", experiment="sample", command=bench)
+    write(tmp_path, "sample-a-20261122-h200", experiment="sample-a", command=f"{bench} --label a", commit="12ab+")
+    write(tmp_path, "sample-b-20261122-h200", experiment="sample-b", command=f"{bench} --label b", commit="12ab")
+    write(
+        tmp_path, "claims-C5-20261122-h200", experiment="claims-C5", command="python -m experiments.claims C5 C6",
+        commit="12ab", complete=False,
+    )  # fmt: skip
+    text = short(tmp_path)
+    for reason, label in (
+        ("no command: a sweep while the kernel was built", "norm_quant"),
+        ("its command is refused today", "qps_x"),
+        ("experiments.gone is gone", "gone"),
+        ("measured before commits were recorded", "sample"),
+        ("measured with changes that its commit does not have", "sample-a"),
+        ("cut off before its end", "claims-C5"),
+    ):
+        assert re.search(rf"^- {reason}: \[{label}\]\(results/\w+.md#[^)]*\)$", text, re.M), reason
+    again = "`measure_all --only C5 sample norm_quant` measures them again, but for gone, qps_x, sample-a:"
+    assert set(re.findall(r"[\w-]+", again)) == set(
+        re.findall(r"[\w-]+", re.search(r"`measure_all --only .*:$", text, re.M)[0])
+    )
+    assert "sample-b" not in text[text.index("## What is stale") :]
 
 
 def test_bars_without_a_figure_are_named_with_the_line_that_measures_them(tmp_path):
-    assert {each.command for each in WANTED} <= {c.name for commands in TOPICS.values() for c in commands}
-    bar = {"name": "2 ranks, 1 x 4096 bfloat16", "value": 9.0, "unit": "us", "bar": 6.0, "met": False}
-    write(tmp_path, "all_reduce-20261124-h100", experiment="all_reduce", bars=[bar], device="NVIDIA H100")
-    assert "; sums over two H200s (`all_reduce`); LLaMA-2-7B on two" in short(tmp_path)
-    write(tmp_path, "all_reduce-20261124-h200", experiment="all_reduce", bars=[bar])
-    assert "sums over two H200s" not in short(tmp_path)
-    assert "; LLaMA-2-7B on two H200s (`two`); LLaMA-2-70B on two H200s (`two_70b`)." in short(tmp_path)
+    lines = {line for asked in ASKED for line in asked.lines.split()}
+    assert lines <= {command.name for commands in TOPICS.values() for command in commands}
+    row = {"model": "llama-2-7b", "batch": 1, "kv": "bfloat16", "backend": "default", "devices": 2, "decode_ms": 9.0}
+    command = "python -m experiments.decode_step --label two"
+    step = {"experiment": "decode_step-two", "command": command, "complete": False, "rows": [row]}
+    write(tmp_path, "decode_step-two-20261124-h100", device="NVIDIA H100", **step)
+    assert "; LLaMA-2-7B on two H200s, bf16 (2.6 ms at batch 1, 3.7 at 64: `two`); LLaMA-2-70B" in short(tmp_path)
+    write(tmp_path, "decode_step-two-20261124-h200", **step)
+    assert "| LLaMA-2-7B on two H200s, bf16 | 2.6 ms at batch 1, 3.7 at 64 | 0 of 1 | 9 ms for 2.6 |" in short(tmp_path)
+
+
+def test_every_bar_that_is_asked_for_has_a_rule():
+    """The committed files have bars of its names, or another test judges rows that would."""
+    entries = read_all()
+    without = {asked.what for asked in ASKED if not asked.found(entries)}
+    assert without <= {
+        "decode attention, bf16", "prefill attention", "8-bit products", "QPS workload in `w8a8`, over vLLM's in fp8",
+        "QPS workload, Triton's kernels over Mosaic's", "LLaMA-2-7B on two H200s, bf16",
+        "LLaMA-2-70B on two H200s, bf16",
+    }  # fmt: skip
+
+
+def test_what_rotating_adds_is_judged_by_two_files_of_one_run(tmp_path):
+    def step(kv: str, ms: float, commit: str = "ab") -> None:
+        row = {"model": "m", "batch": 64, "kv": kv, "backend": "mosaic", "decode_ms": ms}
+        command = f"python -m experiments.decode_step --kv-cache {kv} --label {kv}"
+        write(tmp_path, f"decode_step-{kv}-20261120-h200", experiment=f"decode_step-{kv}", command=command,
+              rows=[row], commit=commit)  # fmt: skip
+
+    step("int4-g32", 5.0), step("int4-g32-h", 5.2)
+    assert "| 0 of 1 | 1.04 times for 1.03 | [decode_step-int4-g32-h]" in short(tmp_path)
+    step("int4-g32-h", 5.1)
+    assert "| 1 of 1 | 1.02 times for 1.03 |" in short(tmp_path)
+    step("int4-g32-h", 5.1, commit="cd")
+    assert "rotating K and V in `int4-g32-h` (1.03 of a decode step without: `unrotated`, `rotated`)" in short(tmp_path)
+
+
+def test_other_gpus_have_no_bars_of_an_h200s_limits(tmp_path):
+    row = {"model": "m", "batch": 64, "kv": "bfloat16", "backend": "default", "floor_fraction": 0.74}
+    run = {"experiment": "decode_step", "command": "python -m experiments.decode_step", "complete": False}
+    for device in ("h200", "h100"):
+        write(tmp_path, f"decode_step-20261120-{device}", rows=[row], device=f"NVIDIA {device.upper()}", **run)
+    found = {entry.device: [bar["name"] for bar in entry.document["bars"]] for entry in read_all(tmp_path)}
+    assert found == {"NVIDIA H200": ["m batch 64 bfloat16, share of the floor"], "NVIDIA H100": []}
 
 
 def test_options_of_peers_count_for_no_refusal():

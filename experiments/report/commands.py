@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import shlex
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +45,7 @@ def _options(command: str) -> tuple[list[str], dict[str, str]]:
     """The options that a name is made of, and those of BESIDE with their values."""
     beside: dict[str, str] = {}
     options: list[str] = []
-    words = iter(command.split()[3:])
+    words = iter(shlex.split(command)[3:])
     for word in words:
         flag, equals, value = word.partition("=")
         if flag in BESIDE:
@@ -73,10 +74,11 @@ def load(module: str) -> ModuleType | None:
 def parses(command: str) -> bool:
     """Whether the module of a command still takes its options; what it is asked of, but for options with a folder of
     peers, which may be gone, and with one for its output, which a result leaves out."""
-    module, options = module_of(command), command.split()[3:]
+    module = module_of(command)
     parse = getattr(load(module), "parse_args", None) if module else None
     if parse is None:
         return True
+    options = shlex.split(command)[3:]
     kept = [word for i, word in enumerate(options) if "--peers" not in (word, options[i - 1] if i else "")]
     for output in ([], ["--out", "out"]):
         with contextlib.suppress(SystemExit, JllmError), contextlib.redirect_stderr(io.StringIO()):

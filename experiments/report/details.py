@@ -56,8 +56,8 @@ def placed(entries: list[Entry]) -> dict[str, Placed]:
 def page(title: str, found: Placed) -> str:
     parts = [
         f"# {title}",
-        "Written by `python -m experiments.results_page` from the files in this folder, never by hand; "
-        "[RESULTS.md](../RESULTS.md) has the whole in short.",
+        "Written by `python -m experiments.results_page` from the files in this folder, never by hand; bars are by the "
+        "rules of today. [RESULTS.md](../RESULTS.md) has the whole in short.",
         index(found) if found else "No results.",
     ]
     parts += [part for section, title, entry in found for part in chapter(section, title, entry)]

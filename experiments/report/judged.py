@@ -1,5 +1,6 @@
 """What a result's rows say by the rules of today: shares of floors, its bars, and a claim's verdict."""
 
+import re
 from typing import Any
 
 from experiments.claims.claim import measured_rows
@@ -9,6 +10,8 @@ from experiments.report.floors_today import with_floors
 from experiments.steps.bars import OWN
 
 Document = dict[str, Any]
+H200 = "NVIDIA H200"
+OF_AN_H200 = r"share of the floor$| on \d+ devices"  # bars whose limits are its bandwidth and arithmetic
 
 
 def bars_of(document: Document) -> list[Document]:
@@ -23,6 +26,16 @@ def bars_of(document: Document) -> list[Document]:
     return [] if rule is None else list(rule([dict(row) for row in document["rows"]]))
 
 
+def bars_today(document: Document) -> list[Document]:
+    """A document's bars by the rules of today, and those that no rule makes of its rows alone; of other GPUs than an
+    H200 none whose limits are an H200's."""
+    made = bars_of(document)
+    names = {each["name"] for each in made}
+    every = made + [each for each in document["bars"] if not (each["name"] in names or "floors_again" in document)]
+    other = document["device"] not in (H200, "cpu")
+    return [each for each in every if not (other and re.search(OF_AN_H200, each["name"]))]
+
+
 def claim_of(document: Document) -> str | None:
     """The claim that a document decides. A toy's rows and those of which some failed decide none."""
     decided = document["rows"] and document["rows"][-1].get("verdict") in ("yes", "partly", "no", "open")
@@ -30,25 +43,23 @@ def claim_of(document: Document) -> str | None:
 
 
 def judged(document: Document) -> Document:
-    """A document as it is to be read: floors, their shares and bars are those of today's limits; the bars of a run that
-    was cut off before it had any are those of its rows; and a claim's verdict is what its rows say by the rule of
-    today."""
+    """A document as it is to be read: floors and shares are those of today's limits; bars, and a claim's verdict, are
+    what its rows say by the rules of today, of a run that was cut off as well."""
     document = with_backend(document)
     if (rows := with_floors(document)) is not document["rows"]:
         document = document | {"rows": rows, "floors_again": True}
-        document |= {"bars": bars_of(document) if document["bars"] else []}
     if claim := claim_of(document):
         verdict = find(claim).judge(measured_rows(document))
         last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}
         changed = {} if last == document["rows"][-1] else {"judged_again": True}
         return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)} | changed
     if document["complete"] or document["bars"]:
-        return document
+        return document | {"bars": bars_today(document) if document["bars"] else []}
     if (claim := claim_named(document["experiment"])) and (rows := measured_rows(document)):  # cut off
         so_far = _so_far(claim, rows) if document.get("size") == "full" else ""
         last = {"stated": find(claim).stated, "measured": f"so far: {so_far}", "verdict": "incomplete"}
         return document | {"rows": [*document["rows"], last] if so_far else document["rows"]}
-    return document | {"bars": bars_of(document)}
+    return document | {"bars": bars_today(document)}
 
 
 def with_backend(document: Document) -> Document:

@@ -8,6 +8,7 @@ from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
+from experiments.report.asked import ASKED
 from experiments.report.details import Places, places_of
 from experiments.report.documents import Entry, short
 from experiments.report.figures import (
@@ -23,15 +24,13 @@ from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar
 from experiments.report.sections import PAGES
 from experiments.report.sections.section import FLOOR
-from experiments.report.standing import claim_rows, stale, worst
+from experiments.report.standing import claim_rows, lines_of, shortfall, stale
 from experiments.report.strips import strips
-from experiments.report.wanted import without_figure
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
 LONGEST = 150  # characters of each answer to a claim
-MOST_MISSED = 9  # results with a row of their own among those that miss bars
 
 
 def overview(results: Results) -> str:
@@ -43,7 +42,7 @@ def overview(results: Results) -> str:
         ("Kernels against peers", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
         ("Claims of the original system", _claims(results, places)),
-        ("Bars missed", _missed(results, places)),
+        ("Bars", _bars(results, places)),
         ("What is stale", _stale(results, places)),
     ]
     links = ", ".join(f"[{title.lower()}](results/{name}.md)" for name, (title, _) in PAGES.items())
@@ -192,32 +191,52 @@ def shortened(text: str) -> str:
     return cut[: max(cut.rfind(", "), cut.rfind("; "))] + " …"
 
 
-def _missed(results: Results, places: Places) -> Iterator[str]:
-    """Results by how many bars they miss; those of the fewest share a row."""
-    missing = sorted((entry for entry in results.entries if entry.missed), key=lambda entry: -len(entry.missed))
-    cells = []
-    for entry in missing[:MOST_MISSED]:
-        name, value, bar = shown_bar(worst(entry))
-        count = f"{len(entry.missed)} of {len(entry.document['bars'])}"
-        cells.append([_link(entry, places), count, f"{name}: {value}, asked for {bar}"])
-    if rest := missing[MOST_MISSED:]:
-        count = str(sum(len(entry.missed) for entry in rest))
-        cells.append([", ".join(_link(entry, places) for entry in rest), count, ""])
+def _bars(results: Results, places: Places) -> Iterator[str]:
+    """What bars ask and how they stand; those without a figure, and results that miss bars of their own."""
+    cells, without, of_these = [], [], set()
+    for asked in ASKED:
+        found = asked.found(results.entries)
+        of_these |= {(entry.path, each["name"]) for entry, each in found}
+        if not found:
+            without.append(f"{asked.what} ({asked.bar}: {', '.join(f'`{line}`' for line in asked.lines.split())})")
+            continue
+        entry, far = max(found, key=lambda each: shortfall(each[1]))
+        met = sum(each["met"] for _, each in found)
+        _, value, limit = shown_bar(far)
+        cells.append([asked.what, asked.bar, f"{met} of {len(found)}", f"{value} for {limit}", _link(entry, places)])
     if cells:
-        yield markdown(["result", "missed", "the farthest"], cells)
-        if left := [f"{each.what} (`{each.command}`)" for each in without_figure(results.entries)]:
-            yield f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(left)}."
+        yield markdown(["what", "bar", "met", "the farthest behind, or nearest to it", "in"], cells)
+    others = []
+    for entry in results.entries:
+        own = [each for each in entry.document["bars"] if (entry.path, each["name"]) not in of_these]
+        if missed := sum(not each["met"] for each in own):
+            others.append(f"{_link(entry, places)} {missed} of {len(own)}")
+    said = [
+        f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(without)}." * bool(without),
+        f"Bars missed by further results, some of which are older runs: {', '.join(others)}." * bool(others),
+    ]
+    if any(said):
+        yield " ".join(filter(None, said))
 
 
 def _stale(results: Results, places: Places) -> Iterator[str]:
-    found: dict[str, list[str]] = {}
-    for entry, reasons in stale(results):
-        found.setdefault("; ".join(reasons), []).append(_link(entry, places))
-    if found:
-        yield (
-            "As far as the files tell. Those of before 2026-11-23 hold no commit: what changed since is in git's log."
-        )
-        yield markdown(["why", "which"], [[why, ", ".join(links)] for why, links in sorted(found.items())])
+    found: dict[str, list[Entry]] = {}
+    for entry, reason in stale(results):
+        found.setdefault(reason, []).append(entry)
+    if not found:
+        yield "Nothing: every figure is of a commit of this history, and the command that its file names works today."
+        return
+    every = [entry for entries in found.values() for entry in entries]
+    again = dict.fromkeys(line for entry in every for line in lines_of(entry))
+    left = [entry.label for entry in every if entry.device != "cpu" and not lines_of(entry)]
+    yield (
+        "Figures that cannot be traced to a commit, or that the command of their file does not give today. On a GPU "
+        f"`measure_all --only {' '.join(again)}` measures them again{', but for ' * bool(left)}{', '.join(left)}:"
+    )
+    yield "\n".join(
+        f"- {reason}: {', '.join(_link(entry, places) for entry in entries)}"
+        for reason, entries in sorted(found.items())
+    )
 
 
 def _link(entry: Entry, places: Places) -> str:

@@ -1,10 +1,10 @@
-"""How results stand: which file answers a claim, which bar is missed by most, and what is stale."""
+"""How results stand: which file answers a claim, how far a figure is behind its bar, and what is stale."""
 
 from collections.abc import Iterator
-from datetime import date
 
+from experiments.campaign import TOPICS, Command
 from experiments.claims.registry import TITLES, claim_named
-from experiments.report.commands import load, module_of, parses
+from experiments.report.commands import load, module_of, name_of, parses
 from experiments.report.documents import Entry, Row
 from experiments.report.figures import Results
 
@@ -19,34 +19,45 @@ def claim_rows(results: Results) -> list[tuple[str, Entry]]:
     return [(name, found[name]) for name in TITLES if name in found]
 
 
-def worst(entry: Entry) -> Row:
-    """The missed bar that is the farthest from what was asked for."""
-
-    def far(bar: Row) -> float:
-        try:
-            ratio = float(bar["value"]) / float(bar["bar"])
-        except (TypeError, ValueError, ZeroDivisionError):
-            return 0.0
-        return max(ratio, 1 / ratio if ratio > 0 else 0.0)
-
-    return max(entry.missed, key=far)
+def shortfall(bar: Row) -> float:
+    """How far a figure is behind its bar: over 1 where it misses, under 1 where it meets it."""
+    try:
+        ratio = float(bar["value"]) / float(bar["bar"])
+    except (TypeError, ValueError, ZeroDivisionError):
+        return 0.0
+    further = max(ratio, 1 / ratio if ratio > 0 else 0.0)
+    return 1 / further if bar["met"] else further
 
 
-def stale(results: Results) -> Iterator[tuple[Entry, list[str]]]:
-    """Entries that say less of today's code than others, and why, as far as the files alone tell."""
-    newest = max((date.fromisoformat(entry.document["date"]) for entry in results.entries), default=date.min)
+def stale(results: Results) -> Iterator[tuple[Entry, str]]:
+    """Entries whose figures cannot be traced to a commit, or made again as they were, and why."""
     for entry in results.entries:
-        reasons = []
-        module = module_of(entry.document["command"])
-        if module is None and not entry.document["command"].startswith("python"):
-            reasons.append("no command: a sweep while the kernel was built")
+        command, commit = entry.document["command"], entry.document.get("commit")
+        module = module_of(command)
+        if module is None and not command.startswith("python"):
+            yield entry, "no command: a sweep while the kernel was built"
         elif module is not None and load(module) is None:
-            reasons.append(f"{module} is gone")
-        elif module is not None and not parses(entry.document["command"]):
-            reasons.append("its command is refused today")
-        if not entry.document["complete"] and not reasons:
-            reasons.append("cut off before its end")
-        if days := (newest - date.fromisoformat(entry.document["date"])).days:
-            reasons.append(f"{days} day{'s' * (days > 1)} older than the newest")
-        if reasons:
-            yield entry, reasons
+            yield entry, f"{module} is gone"
+        elif module is not None and not parses(command):
+            yield entry, "its command is refused today"
+        elif commit is None:
+            yield entry, "measured before commits were recorded"
+        elif commit.endswith("+"):
+            yield entry, "measured with changes that its commit does not have"
+        elif not entry.document["complete"]:
+            yield entry, "cut off before its end"
+
+
+def lines_of(entry: Entry) -> list[str]:
+    """The lines of campaign.py that measure it again."""
+    if entry.device == "cpu":
+        return []
+    return [line.name for lines in TOPICS.values() for line in lines if entry.name in _results_of(line)]
+
+
+def _results_of(line: Command) -> list[str]:
+    """The names of what a line of the campaign measures."""
+    command = f"python {line.line}".replace(" --results {results}", "")
+    if module_of(command) == "experiments.claims":
+        return [f"claims-{claim}" for claim in command.split()[3:]]
+    return [name_of({"command": command, "experiment": line.name})]

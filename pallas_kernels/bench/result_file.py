@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ class ResultFile(contextlib.AbstractContextManager):
             "device": device,
             **gpu_of(device),
             "versions": versions | {name: importlib.metadata.version(name) for name in self.packages},
-            "command": " ".join(portable(command)),
+            "command": shlex.join(portable(command)),
             "complete": False,
             **extra,
             "bars": [],

@@ -28,6 +28,8 @@ BARS = {  # R, V, asked: us
     (512, 32000, "top-k, top-p"): 300.0,
     (1, 128256, "temperature"): 25.0,
     (512, 128256, "temperature"): 250.0,
+    (1, 128256, "top-k, top-p"): 60.0,
+    (512, 128256, "top-k, top-p"): 450.0,
 }
 COPIES = 4  # of the logits, in turn, where they are few: so that a call's are in L2 at most
 CALLS = 20  # for the wall clock
