@@ -101,6 +101,18 @@ def test_the_log_is_newest_first():
     assert days == sorted(days, reverse=True)
 
 
+def test_the_log_begins_with_links_to_its_sections_and_with_the_files_that_are_gone():
+    log = (PAGE.parent / "LOG.md").read_text(encoding="utf-8")
+    before, _, sections = log.partition("\n## ")
+    headings = {slug(title) for title in re.findall(r"^(?:## )?(.*)$", sections, re.MULTILINE)}
+    links = re.findall(r"\]\(#([^)]*)\)", before)
+    assert len(links) > 50
+    assert not set(links) - headings
+    gone = set(re.findall(r"[\w.-]+-\d{8}[\w-]*", before))
+    named = set(re.findall(r"results/([\w.-]*?-\d{8}[\w-]*)", sections))
+    assert {name for name in named if not any(RESULTS.glob(f"{name}*"))} == gone
+
+
 def test_values_are_plain_or_lists_of_plain():
     assert all(map(is_flat, (1, 1.5, "x", None, True, [1, "x"])))
     assert not any(map(is_flat, ({}, [[1]], [{}])))

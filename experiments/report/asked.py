@@ -50,11 +50,11 @@ def rotating(entries: list[Entry]) -> Iterator[Found]:
     steps = {}
     for entry in entries:
         for row in entry.rows if entry.label.startswith("decode_step") else ():
-            run = entry.device, entry.document.get("commit"), row["model"], row["batch"], row["backend"]
-            steps[(*run, row["kv"])] = entry, row["decode_ms"]
-    for (*run, kv), (entry, ms) in steps.items():
-        if kv.endswith("-h") and (plain := steps.get((*run, kv.removesuffix("-h")))):
-            name = f"{run[2]} batch {run[3]}, {kv} over {kv.removesuffix('-h')}"
+            run = entry.device, entry.document.get("commit"), row["backend"], row["model"], row["batch"]
+            steps[run, row["kv"]] = entry, row["decode_ms"]
+    for (run, kv), (entry, ms) in steps.items():
+        if kv.endswith("-h") and (plain := steps.get((run, kv.removesuffix("-h")))):
+            name = f"{run[-2]} batch {run[-1]}, {kv} over {kv.removesuffix('-h')}"
             yield entry, bar(name, round(ms / plain[1], 3), "times", MOST_ROTATING, most=True)
 
 
