@@ -51,10 +51,10 @@ MASSIVE = "massive"  # in place of a strength
 LAYER = 4  # whose inputs part "channel" shows, in the middle of the bundled model
 
 
-def planted(model: Model, strength: float | str) -> Model:
+def planted(model: Model, strength: float | str, seed: int) -> Model:
     if strength == MASSIVE:
-        return plant(model, channels=0, gated=0)
-    return plant(model, strength=float(strength), massive=False)
+        return plant(model, channels=0, gated=0, seed=seed)
+    return plant(model, strength=float(strength), massive=False, seed=seed)
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
@@ -77,7 +77,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
         if len(done) == 2 * len(SCALES) + len(args.groups) + 2:
             yield from done
             continue
-        subject = planted(model, strength)
+        subject = planted(model, strength, args.seed)
         smoothed = ptq.smooth(subject, tokens, alpha=args.alpha)
         for scale, smooth in ((scale, smooth) for scale in SCALES for smooth in (False, True)):
             params = quantize(smoothed if smooth else subject.params, SCALES[scale])
@@ -193,7 +193,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layer", type=int, default=LAYER, help="of part channel (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--seed", type=int, default=0, help="of calibration tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the channels and of calibration tokens")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)

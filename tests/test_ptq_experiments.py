@@ -112,8 +112,8 @@ def test_an_interrupted_run_goes_on(calls, tmp_path, monkeypatch):
 def test_outliers_of_a_strength_are_not_computed_again(calls, monkeypatch):
     seen = []
 
-    def planted(model, strength):
-        seen.append(strength)
+    def planted(model, strength, seed):
+        seen.append((strength, seed))
         return model
 
     monkeypatch.setattr(outliers, "planted", planted)
@@ -121,13 +121,13 @@ def test_outliers_of_a_strength_are_not_computed_again(calls, monkeypatch):
     monkeypatch.setattr(outliers, "quantize", lambda params, scheme: params)
     monkeypatch.setattr(outliers, "channel_maxima", lambda model, tokens, layer: np.arange(3.0))
     monkeypatch.setattr(outliers, "read_tokens", lambda model, args: ([[1, 2]], "document"))
-    args = outliers.parse_args(["--strengths", "1", "4", "--groups", "8"])
+    args = outliers.parse_args(["--strengths", "1", "4", "--groups", "8", "--seed", "2"])
     fresh = list(outliers.rows(tiny_model(), args))
-    assert seen == [1, 4, "massive"]
+    assert seen == [(1, 2), (4, 2), ("massive", 2)]
     seen.clear()
     cut = [row | {"kl": 7.0} if "kl" in row else row for row in fresh[:10]]  # of 7 a strength
     again = list(outliers.rows(tiny_model(), args, cut))
-    assert seen == [4, "massive"]
+    assert seen == [(4, 2), ("massive", 2)]
     assert again == cut[:7] + fresh[7:]
 
 

@@ -81,7 +81,7 @@ def test_pages_with_zero_points_and_rotated_ones(name, monkeypatch):
     monkeypatch.setattr("pallas_kernels.triton_call.importlib.util.find_spec", lambda _: None)  # its import needs a GPU
     for fmt in (KVFormat("int8", 8, hadamard=True), KVFormat("bfloat16", hadamard=True), KVFormat("int8", 64, True)):
         call(name, fmt, "mosaic")
-        call(name, fmt, "hopper")  # which takes XLA: no GPU has run Mosaic's kernels for these yet
+        call(name, fmt, "hopper")
     unknown = KVFormat("float8_e5m2", hadamard=True)
     with pytest.raises(NotImplementedError, match="K stored as float8_e5m2-h is not supported by backend mosaic"):
         call(name, unknown, "mosaic")
