@@ -40,6 +40,11 @@ def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: 
 BATCHES = "1,16,64,128,256,512"
 STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
 FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
+# Rows of throughput that 80 GB hold, each table's largest batches aside; the best, median and longest of three runs.
+FEW = "1x8x256 16x8x256 64x8x256 128x8x256 256x8x256 1x1024x1024 16x1024x1024"
+FEWEST = "1x8x256 16x8x256 128x8x256"
+TIMED = "--seconds 0.3 --repeats 3 --threads 16"
+REQUESTS = "--repeats 2 --peer-seconds 50 --peer-names vllm"
 TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests"
 
 CAMPAIGN = (
@@ -144,4 +149,19 @@ TWO_GPUS = (
     experiment("replicas", "qps --replicas 2 --repeats 2", 400, gpus=2),
     experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 560, gpus=2),
 )  # fmt: skip
-TOPICS = {"campaign": CAMPAIGN, "formats": FORMATS, "triton": TRITON, "two-gpus": TWO_GPUS}
+TABLES = (
+    experiment("table_bf16", f"throughput --scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024 {TIMED}"
+               " --peer-seconds 60", 130, peer_seconds=320),
+    experiment("table_w8a8", f"throughput --scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024 {TIMED}",
+               130),
+    experiment("requests_bf16", f"qps {REQUESTS}", 200, peer_seconds=270),
+    experiment("requests_w8a8", f"qps --quantize w8a8 --kv-cache int8-g8 {REQUESTS}", 170, peer_seconds=270),
+    experiment("table_kv", f"throughput --scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024"
+               f" {TIMED}", 100),
+    experiment("table_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16"
+               f" --rows {FEWEST} 512x8x256 64x1024x1024 {TIMED}", 110),
+    experiment("table_w4a16", f"throughput --scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024"
+               f" {TIMED}", 100),
+    experiment("requests_kv", f"qps --kv-cache int8-g8 {REQUESTS}", 190, peer_seconds=270),
+)  # fmt: skip
+TOPICS = {"campaign": CAMPAIGN, "tables": TABLES, "formats": FORMATS, "triton": TRITON, "two-gpus": TWO_GPUS}

@@ -454,7 +454,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, in place of a model"
     )
     parser.add_argument("--stream", action="store_true", help="with --url: every request streams")
-    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", 110)
+    peers.add_options(parser, peers.SERVERS, 110)
     add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
@@ -478,7 +478,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def serve_peers(requests: list[Request], args: argparse.Namespace) -> list[dict[str, Any]]:
     lengths = [(r.prompt, r.output, r.arrival) for r in requests]
-    return peers.serving(args.peers, lengths, args.quantize is not None, args.repeats, args.peer_seconds)
+    quantized = args.quantize is not None
+    return peers.serving(args.peers, lengths, quantized, args.repeats, args.peer_seconds, args.peer_names)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -6,9 +6,9 @@
 Random weights. Prefill: the prompts of the batch in as many steps as the engine takes, at most --step-tokens each.
 Decode: every slot at input + output / 2 tokens of KV on average, greedy. Both as steps dispatched one after the other,
 each fed by the state that the one before left, and timed together on the host's clock: for --seconds, as the first
-one's dispatch is in it, but decoding no longer than the output is; the best of --repeats. Tokens a second are those of
-the output over the time of prefill and all decode steps. Memory: weights, the KV of all tokens of the batch at their
-end, and what the larger of the two steps needs besides.
+one's dispatch is in it, but decoding no longer than the output is; the best of --repeats, with their median and the
+longest beside it. Tokens a second are those of the output over the time of prefill and all decode steps. Memory:
+weights, the KV of all tokens of the batch at their end, and what the larger of the two steps needs besides.
 
 All rows share one page pool, as large as the largest needs, so that a step is compiled once for all that use it, and
 all are compiled, in threads, before the first is timed. Floors are those of floors.py: prefill's adds up its steps. The
@@ -18,6 +18,7 @@ figures beside, `h800_*`, are workloads/ppl_llm_h800.json's, which names their s
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -87,7 +88,8 @@ class Bench:
 
     def row(self, case: WholeBatch) -> Table:
         size = case.prefill(self.args.step_tokens)
-        prefill_s, decode_s = self.prefill(case), self.decode(case)
+        prefills, decodes = self.prefill(case), self.decode(case)
+        prefill_s, decode_s = min(prefills), min(decodes)
         prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
         decode_floor = self.floor.of(case.decode_work, self.token_bytes)
         steps = (self.steps[size.layout], self.steps[layout_of(case.batch)])
@@ -95,8 +97,8 @@ class Bench:
         memory = tree_bytes(self.params) + kv + max(temporary(step) for step in steps)
         return {
             **vars(case),
-            "prefill_ms": 1e3 * prefill_s,
-            "decode_ms": 1e3 * decode_s,
+            **milliseconds("prefill_ms", prefills),
+            **milliseconds("decode_ms", decodes),
             "tokens_s": case.batch * case.output / (prefill_s + case.output * decode_s),
             "memory_gib": memory / GIB,
             "prefill_floor_ms": 1e3 * prefill_floor,
@@ -106,8 +108,8 @@ class Bench:
             "prefill_steps": len(size.spans(case)),
         }
 
-    def prefill(self, case: WholeBatch) -> float:
-        """Seconds that all prompts of a row take."""
+    def prefill(self, case: WholeBatch) -> list[float]:
+        """Seconds that all prompts of a row take, in each repeat."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
         chunks = [[chunk_of(*span, case.input) for span in step] for step in spans]
@@ -116,10 +118,10 @@ class Bench:
         self._place(case, 0)
         self.timer.seconds(step, buffers, tokens)  # the first time takes longer
         times = self._times(self.timer.seconds(step, buffers, tokens), len(buffers))
-        return self.timer.best(step, buffers * times, tokens, self.args.repeats) / times
+        return [each / times for each in self.timer.runs(step, buffers * times, tokens, self.args.repeats)]
 
-    def decode(self, case: WholeBatch) -> float:
-        """Seconds of one decode step of a row, among those in the middle of its output."""
+    def decode(self, case: WholeBatch) -> list[float]:
+        """Seconds of one decode step of a row, among those in the middle of its output, in each repeat."""
         layout, packed = step_of("decode", case.batch)
         buffer, step = jax.device_put(packed), self.steps[layout]
         self._place(case, case.context)
@@ -127,7 +129,7 @@ class Bench:
         estimate = self.timer.seconds(step, [buffer] * self.args.steps, case.batch) / self.args.steps
         steps = max(self.args.steps, min(self._times(estimate, 1), case.output))
         self._place(case, max(1, case.context - steps // 2))
-        return self.timer.best(step, [buffer] * steps, case.batch, self.args.repeats) / steps
+        return [each / steps for each in self.timer.runs(step, [buffer] * steps, case.batch, self.args.repeats)]
 
     def _times(self, seconds: float, steps: int) -> int:
         """How often what takes these seconds and steps is timed together."""
@@ -135,6 +137,12 @@ class Bench:
 
     def _place(self, case: WholeBatch, context: int) -> None:
         self.timer.place(context, case.batch, pages_each(case, self.args))
+
+
+def milliseconds(name: str, seconds: Sequence[float]) -> Table:
+    """The best of the repeats, and how far they are apart."""
+    times = {name: min(seconds), f"{name}_median": statistics.median(seconds), f"{name}_most": max(seconds)}
+    return {key: 1e3 * value for key, value in times.items()}
 
 
 def pages_each(case: WholeBatch, args: argparse.Namespace) -> int:
@@ -204,9 +212,11 @@ def peers_rows(args: argparse.Namespace) -> list[Table]:
     """Others' steps of the same rows, those that their scripts can run."""
     cases = [(c["batch"], c["input"], c["output"]) for c in (map(vars, args.rows) if args.rows else read_table())]
     quantized = not scheme_name(args.scheme).startswith("bf16")
+    runs = {"torch": peers.compiled_steps, "vllm": peers.vllm_steps}
     return [
         row
-        for run in (peers.compiled_steps, peers.vllm_steps)
+        for name, run in runs.items()
+        if name in args.peer_names
         for row in run(args.peers, cases, quantized, args.peer_seconds)
     ]
 
@@ -240,7 +250,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"
     )
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
-    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", 120)
+    peers.add_options(parser, ("torch", "vllm"), 120)
     add_result_options(parser)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)

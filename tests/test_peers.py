@@ -68,7 +68,7 @@ def test_vllm_decodes_the_cases_that_it_can(tmp_path, quantized, bits):
     assert (step["peer"], step["weights"], step["kv"], step["batch"]) == (peers.VLLM, bits, bits, 32)
     assert (step["decode_ms"], step["input"], step["output"]) == (4.5, 8, 256)
     said = asked(tmp_path, "peer_vllm.py")
-    assert (said["modes"], said["batches"], said["repeats"], said["budget"]) == (bits, "1,32", "0", "60")
+    assert (said["modes"], said["batches"], said["repeats"], said["budget"]) == (bits, "1,32", "0", "155")
 
 
 def test_serving_has_the_workload(tmp_path):
@@ -86,6 +86,9 @@ def test_serving_has_the_workload(tmp_path):
     assert (asked(tmp_path, "peer_hf.py")["passes"], asked(tmp_path, "peer_vllm.py")["repeats"]) == ("3", "3")
     *_, late = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], False, 1, 60)
     assert late == {"peer": peers.VLLM, "error": "its script sends all requests at once"}
+    assert [row["peer"] for row in peers.serving(tmp_path, [(3, 4, 0.0)], False, 1, 60, ["vllm"])] == [peers.VLLM]
+    alone = peers.serving(tmp_path, [(3, 4, 0.0)], False, 1, 60, ["transformers"])
+    assert {row["peer"] for row in alone} == {peers.SERVING}
     (fp8,) = peers.serving(tmp_path, [(3, 4, 0.0)], True, 1, 60)  # transformers has no 8 bits here
     assert (fp8["peer"], fp8["weights"], fp8["requests"]) == (peers.VLLM, "fp8", 1)
 

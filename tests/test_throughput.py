@@ -10,7 +10,7 @@ import pytest
 from experiments.steps.batches import WholeBatch
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import StepTimer, page_bytes
-from experiments.throughput import Bench, bars, main, parse_args, parse_case, read_table
+from experiments.throughput import Bench, bars, main, milliseconds, parse_args, parse_case, read_table
 from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.quant.quantize import quantize
@@ -139,6 +139,8 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
         assert row["prefill_floor_fraction"] == pytest.approx(row["prefill_floor_ms"] / row["prefill_ms"], rel=1e-3)
         ms = row["prefill_ms"] + row["output"] * row["decode_ms"]
         assert row["tokens_s"] == pytest.approx(1e3 * row["batch"] * row["output"] / ms, rel=0.01)
+        for name in ("prefill_ms", "decode_ms"):
+            assert row[name] == row[f"{name}_median"] == row[f"{name}_most"], "of one repeat"
     assert not document["bars"], "toy sizes decide nothing"
     assert json.loads((tmp_path / next(p.name for p in tmp_path.glob("throughput_*"))).read_text()) == document
 
@@ -161,12 +163,17 @@ def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypat
     monkeypatch.setattr(StepTimer, "seconds", time)
     for case, steps in zip(cases, (60, 10, 60)):  # of 100, more than its 8 as --steps says so, of 90
         calls.clear()
-        assert bench.decode(case) == pytest.approx(0.01)
+        assert bench.decode(case) == pytest.approx([0.01] * args.repeats)
         assert [n for n, _ in calls] == [1, 10, *[steps] * args.repeats]
         assert calls[-1][1][: case.batch] == [max(1, case.context - steps // 2)] * case.batch
     calls.clear()
-    assert bench.prefill(cases[1]) == pytest.approx(0.04)  # four chunks
+    assert bench.prefill(cases[1]) == pytest.approx([0.04] * args.repeats)  # four chunks
     assert [n for n, _ in calls] == [4, 4, *[4 * 15] * args.repeats]
+
+
+def test_a_row_says_how_far_its_repeats_are_apart():
+    found = milliseconds("decode_ms", [0.004, 0.002, 0.003, 0.010])
+    assert found == pytest.approx({"decode_ms": 2.0, "decode_ms_median": 3.5, "decode_ms_most": 10.0})
 
 
 def test_bad_arguments_are_named(tiny, tmp_path, capsys):

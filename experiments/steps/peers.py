@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from experiments.result_file import rounded
-from pallas_kernels.bench.peers import add_options as add_options
+from pallas_kernels.bench import peers
 from pallas_kernels.bench.peers import asked, run_script
 
 Row = dict[str, Any]
 COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' continuous batching", "vLLM"
+SERVERS = ("transformers", "vllm")  # that serve the workload
 MODEL = "llama-2-7b"
 SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, as peer_torch calls them
-LEAST_S = 60  # that vLLM's script wants for an engine
+START_S = 150  # that vLLM's engine may take until it runs
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
+    """Options of a command that can show the side of these others."""
+    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", seconds)
+    parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="which (default: all)")
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -75,17 +82,26 @@ def vllm_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: b
 
 
 def serving(
-    folder: Path, lengths: Sequence[tuple[int, int, float]], quantized: bool, repeats: int, seconds: float
+    folder: Path,
+    lengths: Sequence[tuple[int, int, float]],
+    quantized: bool,
+    repeats: int,
+    seconds: float,
+    names: Sequence[str] = SERVERS,
 ) -> list[Row]:
     """Requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by vLLM.
 
     transformers serves them at least twice, as it records its graphs as it goes. vLLM's script sends all at once, so
     requests that arrive later are an error of its row.
     """
-    found = [] if quantized else _transformers(folder, lengths, max(2, repeats), seconds)
-    if any(at > 0 for *_, at in lengths):
-        return [*found, {"peer": VLLM, "error": "its script sends all requests at once"}]
-    return found + _vllm(folder, lengths, [], repeats, quantized, seconds * repeats + 120)
+    found: list[Row] = []
+    if "transformers" in names and not quantized:
+        found = _transformers(folder, lengths, max(2, repeats), seconds)
+    if "vllm" in names and any(at > 0 for *_, at in lengths):
+        found.append({"peer": VLLM, "error": "its script sends all requests at once"})
+    elif "vllm" in names:
+        found += _vllm(folder, lengths, [], repeats, quantized, seconds * repeats)
+    return found
 
 
 def _workload(folder: str, lengths: Sequence[tuple[int, int, float]]) -> str:
@@ -102,12 +118,13 @@ def _vllm(
     quantized: bool,
     seconds: float,
 ) -> list[Row]:
+    """Its rows, with as many seconds for what it does once its engine runs."""
     bits = "fp8" if quantized else "bf16"
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--modes", bits, "--workload", _workload(temporary, lengths), "--repeats", str(repeats)]
         options += ["--batches", ",".join(map(str, batches)), "--seqs", str(max(512, *batches, 0))]
-        options += ["--budget", str(max(LEAST_S, seconds))]
-        found = run_script(folder / "peer_vllm.py", options, max(LEAST_S, seconds) + 30)
+        options += ["--budget", str(START_S + seconds)]
+        found = run_script(folder / "peer_vllm.py", options, START_S + seconds + 30)
     return [rounded({"peer": VLLM, "weights": bits, "kv": bits} | row) for row in _by_vllm(found, len(lengths))]
 
 

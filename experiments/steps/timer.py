@@ -184,15 +184,15 @@ class StepTimer:
             raise RuntimeError(f"a step made {count} tokens instead of {tokens}")
         return seconds
 
-    def best(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int, repeats: int) -> float:
-        """Seconds of the fastest of several such runs."""
-        return min(self.seconds(step, buffers, tokens) for _ in range(repeats))
+    def runs(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int, repeats: int) -> list[float]:
+        """Seconds of each of several such runs."""
+        return [self.seconds(step, buffers, tokens) for _ in range(repeats)]
 
     def one(self, step: Callable[..., Any], buffer: np.ndarray, tokens: int, steps: int, repeats: int) -> float:
         """Seconds of one step: of as many on the same buffer, the best run after a first, which takes longer."""
         buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         self.seconds(step, buffers, tokens)
-        return self.best(step, buffers, tokens, repeats) / steps
+        return min(self.runs(step, buffers, tokens, repeats)) / steps
 
 
 def compile_ahead[K: Hashable](
