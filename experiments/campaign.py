@@ -120,8 +120,6 @@ FORMATS = (
         experiment(name, f"decode_step --kv-cache {kv} --batch 1 64 --backend mosaic --repeats 5 --label {kv}", 60)
         for name, kv in (("unrotated", "int4-g32"), ("rotated", "int4-g32-h"))
     ),
-    bench("warpgroups", "--parts formats --heads 32/32 --by-warpgroups --label by-warpgroups", 60,
-          of="decode_attention"),
 )  # fmt: skip
 TRITON = (
     Command("sanitizer_triton", "-m experiments.sanitizer --backend triton --jobs 14 --label triton"

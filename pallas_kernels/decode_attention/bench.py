@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--triton] [--triton-split 256 512] [--triton-warps 2 4] [--triton-stages 2 5]
-        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32 | int4-g128-zp int4-g32-h ..] [--by-warpgroups] [--consecutive]
+        [--formats bf16 fp8 int8-g8 int8-g128 int4-g32 | int4-g128-zp int4-g32-h ..] [--consecutive]
         [--peers DIR] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 Each figure is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
@@ -319,13 +319,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
     parser.add_argument("--per-sm", type=int, help="workers that share a multiprocessor (these three: as configured)")
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
-    parser.add_argument("--by-warpgroups", action="store_true", help="K and V of 8 and 4 bits as those of 16 are")
     peers.add_options(parser, "FlashInfer's paged attention", 60)
     args = parser.parse_args(argv)
     beside = list(peers.decode_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
-    changes = {
-        "by_warps": not args.by_warpgroups, "stages": args.stages, "consecutive": args.consecutive,
-    }  # fmt: skip
+    changes = {"stages": args.stages, "consecutive": args.consecutive}
     tuned = {name: getattr(args, name) for name in ("computing", "per_sm", "split")}
     changes |= {name: value for name, value in tuned.items() if value is not None}
     triton = triton_changes(args, TritonConfig)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,21 +13,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.decode_attention import warps_sm90
+from pallas_kernels.decode_attention import warp_queries_sm90, warps_sm90
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.masks_sm90 import bounds_of, visible, without_unused
-from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query, kv_head_of, tile_range
+from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, Sum, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.warps_sm90 import BY_ROWS, BY_WARP, Queries
+from pallas_kernels.decode_attention.sums_sm90 import add_sums, empty_sum, scaled, store_partial, store_result
+from pallas_kernels.decode_attention.warp_layouts_sm90 import reduce_warp, spread
+from pallas_kernels.decode_attention.warp_queries_sm90 import Queries
+from pallas_kernels.decode_attention.warp_stores_sm90 import BY_ROWS
 from pallas_kernels.hadamard_sm90 import turn
 
 Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
-_ONE_BY_ONE = plgpu.Layout.TILED(
-    plgpu.Tiling(((8,), (1,))),
-    warp_dims=(plgpu.Replicated(4),),
-    lane_dims=(plgpu.Replicated(4), -2),
-    vector_dim=-1,
-)
 
 
 def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: Any, out_ref: Any, out_s: Any) -> None:
@@ -51,41 +48,9 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
     plgpu.wait_smem_to_gmem(0)
 
 
-def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
-    """The state before any key. `weights`: how many rows of weights are kept apart."""
-    if shape.by_warps:
-        one, wgmma = ((32, shape.columns), BY_WARP), plgpu.Layout.WGMMA
-        total = ((*weights, shape.columns), wgmma) if weights else one
-        kinds = [(one, MASKED), (total, 0.0), (((4 * shape.head_dim, shape.columns), wgmma), 0.0)]
-        if weights and shape.v.by_factor and shape.v.format.zero_point:
-            kinds.append((total, 0.0))
-        return Sum(*(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for (size, layout), x in kinds))
-
-    def full(value: float, rows: tuple[int, ...]) -> jax.Array:
-        layout = plgpu.Layout.WGMMA if rows else plgpu.Layout.WGMMA.reduce(0)
-        return plgpu.layout_cast(jnp.full((*rows, shape.columns), value, jnp.float32), layout)
-
-    return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
-
-
 def no_queries(shape: Shape, dtype: DTypeLike) -> Queries | None:
     """What stands for a head's queries before the first."""
-    return warps_sm90.no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
-
-
-def _add(shape: Shape, a: Sum, b: Sum) -> Sum:
-    """The sum of both, their order kept: each factor is a power of two, so that only the addition rounds."""
-    top = jnp.maximum(a.top, b.top)
-    of_a, of_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
-    acc = _scaled(shape, a.acc, of_a) + _scaled(shape, b.acc, of_b)
-    return Sum(top, a.total * of_a + b.total * of_b, acc)
-
-
-def _scaled(shape: Shape, x: jax.Array, factor: jax.Array) -> jax.Array:
-    """x [.., columns] times factor [columns], or of each warp [32, columns]."""
-    if shape.by_warps:
-        return x * warps_sm90.spread(factor, x.shape[0] // 64)
-    return x * lax.broadcast_in_dim(factor, x.shape, [1])
+    return warp_queries_sm90.no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
 
 
 def compute_item(
@@ -122,7 +87,7 @@ def compute_item(
         plgpu.barrier_wait(q_full.at[q_slot])
         raw = q_raw.at[q_slot, warpgroup]
         if shape.by_warps:
-            loaded = warps_sm90.load_queries(shape.k, raw)
+            loaded = warp_queries_sm90.load_queries(shape.k, raw)
         else:
             loaded = None
             _stage_queries(shape, raw, others["q_s"], others["of_query"].at[0])
@@ -147,88 +112,30 @@ def compute_item(
 
     own = lax.fori_loop(first_tile, end_tile, step, empty_sum(shape, (ROWS,)))
     weights = (
-        warps_sm90.reduce_warp(own.total, "add")
-        if shape.by_warps
-        else reduce_rows(own.total, "add", others["reduced"], shape)
+        reduce_warp(own.total, "add") if shape.by_warps else reduce_rows(own.total, "add", others["reduced"], shape)
     )
     acc = own.acc
     if own.zeros is not None:
-        acc = acc + warps_sm90.spread(warps_sm90.reduce_warp(own.zeros, "add"), acc.shape[0] // 64)
+        acc = acc + spread(reduce_warp(own.zeros, "add"), acc.shape[0] // 64)
     own = without_unused(shape, item, Sum(own.top, weights, acc))
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
-    total = lax.cond(alone, lambda: own, lambda: _add(shape, before, own))
+    total = lax.cond(alone, lambda: own, lambda: add_sums(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
 
-    pl.when(whole)(lambda: _store_result(shape, item, total, out_ref, out_s, part_s))
+    pl.when(whole)(lambda: store_result(shape, item, total, out_ref, out_s, part_s))
     tiles = tiles + end_tile - first_tile
     if not shape.slots:
         return tiles, heads, part, total, queries
     partly = jnp.logical_and(jnp.logical_or(item.end, jnp.logical_not(item.begun)), jnp.logical_not(whole))
-    pl.when(partly)(lambda: _store_partial(shape, warpgroup, part, total, part_ref, part_s, others))
+    pl.when(partly)(lambda: store_partial(shape, warpgroup, part, total, part_ref, part_s, others))
     return tiles, heads, part + partly.astype(jnp.int32), total, queries
-
-
-def _store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any, part_s: Any) -> None:
-    """Writes the result of a head's queries."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for threads that still read the last sums
-    first = first_query(shape, item.row, item.head)
-    if shape.by_warps:
-        result = _turned_back(shape, _of_warps(shape, total, part_s)).astype(out_s.dtype)
-        warps_sm90.store_rows(result, out_ref, first, shape.queries, shape.heads, shape.num_heads)
-        return
-    result = _scaled(shape, total.acc, 1 / total.total)
-    if shape.v.format.hadamard:  # whose dims are spread over warps here, and in each warp there
-        part = part_s.at[:, pl.ds(0, shape.head_dim)]
-        part.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        result = _turned_back(shape, plgpu.load(part, layout=BY_ROWS, optimized=False))
-        out_s[...] = result.astype(out_s.dtype)
-    else:
-        result = result.astype(out_s.dtype)
-        out_s.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-    if shape.width == 1:
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, shape.queries)], out_ref.at[pl.ds(first, shape.queries)])
-        return
-
-    @pl.loop(0, shape.width)
-    def _row(i: jax.Array) -> None:
-        target = out_ref.at[pl.ds(first + i * shape.num_heads, shape.heads)]
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(i * shape.heads, shape.heads)], target)
-
-
-def _turned_back(shape: Shape, x: jax.Array) -> jax.Array:
-    """A result [columns, D] BY_ROWS, rotated back where V lies rotated."""
-    return turn(x, BY_ROWS, shape.head_dim, lanes=16) if shape.v.format.hadamard else x
-
-
-def _store_partial(
-    shape: Shape, warpgroup: jax.Array, part: jax.Array, total: Sum, part_ref: Any, part_s: Any, others: dict[str, Any]
-) -> None:
-    """Writes a split's sums to the slot of a partial result."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if shape.by_warps:
-        warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-        plgpu.commit_smem()
-        for warp in range(4):
-            sums = part_s.at[warp, pl.ds(0, shape.queries)]
-            plgpu.copy_smem_to_gmem(sums, part_ref.at[warpgroup * 4 + warp, part])
-        return
-    transposed = plgpu.layout_cast(total.acc, plgpu.Layout.WGMMA_TRANSPOSED)
-    part_s.at[:, pl.ds(0, shape.head_dim)].transpose((1, 0))[...] = transposed
-    of_query = others["of_query"]
-    for i, number in enumerate((total.top, total.total)):
-        of_query[1 + i] = number
-        part_s[:, shape.head_dim + i] = plgpu.load(of_query.at[1 + i], layout=_ONE_BY_ONE)  # pairs a thread: single
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(part_s.at[pl.ds(0, shape.queries)], part_ref.at[warpgroup, part])
 
 
 def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others: dict[str, Any]) -> Any:
     """What logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
     scale = shape.scale * math.log2(math.e)
     if queries is not None:
-        return scale if queries[1] is None else warps_sm90.spread(queries[1] * scale, 1)
+        return scale if queries[1] is None else spread(queries[1] * scale, 1)
     if others["q_s"].dtype == dtype:
         return scale
     factors = plgpu.load(others["of_query"].at[0], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False) * scale
@@ -267,7 +174,7 @@ def _by_warpgroup(
     summed = pl.run_scoped(values_of, plgpu.ACC((shape.head_dim, shape.columns), jnp.float32))
     shrink = jnp.exp2(carry.top - top)
     weights = p.astype(jnp.float32)  # as they were multiplied: their rounding cancels
-    return Sum(top, _scaled(shape, carry.total, shrink) + weights, _scaled(shape, carry.acc, shrink) + summed)
+    return Sum(top, scaled(shape, carry.total, shrink) + weights, scaled(shape, carry.acc, shrink) + summed)
 
 
 def _by_warps(
@@ -283,36 +190,17 @@ def _by_warps(
     logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0], queries[2]) * log2_scale)
     bounds = item.low - tokens, item.high - tokens
     values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
-    top = lax.round(warps_sm90.reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
+    top = lax.round(reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)
     if shape.v.by_factor:  # weights up to 2^6.5 keep what float16 has of them times small scales
         top = top - 6
     top = jnp.maximum(carry.top, top)
-    p = jnp.exp2(logits - warps_sm90.spread(top, 1)).astype(jnp.float16)
+    p = jnp.exp2(logits - spread(top, 1)).astype(jnp.float16)
     shrink = jnp.exp2(carry.top - top)
     acc = warps_sm90.dot_v(values, warps_sm90.weighted(shape.v, v, bounds, p), carry.acc, shrink)
     zeros = carry.zeros
     if zeros is not None:
-        zeros = _scaled(shape, zeros, shrink) + warps_sm90.zeros_of(shape.v, v, bounds, p)
-    return Sum(top, _scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc, zeros)
-
-
-def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
-    """The result of a head [columns, D]: the sums of all warps together, in their order."""
-    warps_sm90.store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
-    warps_sm90.wait_for_warps()
-    parts = [part_s.at[i] for i in range(4)]
-
-    def number(part: Any, i: int) -> jax.Array:
-        return plgpu.load(part.at[:, shape.head_dim + i], layout=BY_ROWS.reduce(1), optimized=False)
-
-    def wide(x: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (shape.columns, shape.head_dim), [0]), BY_ROWS)
-
-    tops = [number(part, 0) for part in parts]
-    factors = [jnp.exp2(top - reduce(jnp.maximum, tops)) for top in tops]
-    weights = reduce(jnp.add, [number(part, 1) * factor for part, factor in zip(parts, factors)])
-    accs = [plgpu.load(part.at[:, pl.ds(0, shape.head_dim)], layout=BY_ROWS, optimized=False) for part in parts]
-    return reduce(jnp.add, [x * wide(factor) for x, factor in zip(accs, factors)]) * wide(1 / weights)
+        zeros = scaled(shape, zeros, shrink) + warps_sm90.zeros_of(shape.v, v, bounds, p)
+    return Sum(top, scaled(shape, carry.total, shrink) + p.astype(jnp.float32), acc, zeros)
 
 
 def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
@@ -342,8 +230,8 @@ def _stage_queries(shape: Shape, raw: Any, q_s: Any, q_top: Any) -> None:
     if q_s.dtype != raw.dtype:
         top = jnp.maximum(jnp.maximum(exact, -exact).max(axis=1), float(jnp.finfo(jnp.float32).tiny))
         q_top[...] = top
-        spread = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), BY_ROWS)
-        queries = (exact / spread).astype(q_s.dtype)
+        of_rows = plgpu.layout_cast(lax.broadcast_in_dim(top, exact.shape, [0]), BY_ROWS)
+        queries = (exact / of_rows).astype(q_s.dtype)
     q_s[...] = queries
     plgpu.commit_smem()
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum
-from pallas_kernels.decode_attention.warps_sm90 import BY_WARP
+from pallas_kernels.decode_attention.warp_layouts_sm90 import BY_WARP
 from pallas_kernels.segments import WORD
 
 WGMMA = plgpu.Layout.WGMMA

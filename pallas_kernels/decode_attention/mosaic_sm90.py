@@ -25,12 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, empty_sum, no_queries
+from pallas_kernels.decode_attention.compute_sm90 import clear_unused, compute_item, no_queries
 from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
 from pallas_kernels.decode_attention.copy_sm90 import Parts, copy_item, drain_item_rings, parts_by_warp
 from pallas_kernels.decode_attention.merge_sm90 import merge_cuts
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, PAD, REDUCTIONS, Item, Shape
 from pallas_kernels.decode_attention.storage_sm90 import shared_bytes_of_worker, storage
+from pallas_kernels.decode_attention.sums_sm90 import empty_sum
 from pallas_kernels.decode_attention.work import (
     Work,
     items_of_row,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import warps_sm90
+from pallas_kernels.decode_attention import warp_layouts_sm90, warp_queries_sm90, warp_stores_sm90, warps_sm90
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import storage
 from pallas_kernels.hadamard import hadamard
@@ -46,8 +46,8 @@ def rotated(stored, queries) -> np.ndarray:
 def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
     stored, values, scales, exact = stored_tile(name, head_dim)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)).astype(np.float16)
-    with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+    with inlined_now(monkeypatch, warp_queries_sm90, warps_sm90):
+        ordered, factors, sums = warp_queries_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
     assert (factors is None) == (not stored.format.hadamard)
     assert (sums is None) == (not stored.format.zero_point or stored.groups > 1)
@@ -65,8 +65,8 @@ def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)) * sizes[:, None]
     queries[3], queries[4, 1:] = 0, 0
     queries = queries.astype(jnp.bfloat16)
-    with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+    with inlined_now(monkeypatch, warp_queries_sm90, warps_sm90):
+        ordered, factors, sums = warp_queries_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
     assert np.array_equal(factors, np.tile(factors[:1], (32, 1)))
     queries = rotated(stored, queries)
@@ -82,8 +82,8 @@ def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_
     queries[1] *= 3e38 / np.abs(queries[1]).max()
     queries[2, 5], queries[4, 7] = np.inf, np.nan
     queries = queries.astype(jnp.bfloat16)
-    with inlined_now(monkeypatch, warps_sm90):
-        ordered, factors, sums = warps_sm90.load_queries(stored, queries)
+    with inlined_now(monkeypatch, warp_queries_sm90, warps_sm90):
+        ordered, factors, sums = warp_queries_sm90.load_queries(stored, queries)
         logits = warps_sm90.dot_k(stored, (values, scales), np.int32(0), ordered, sums)
     right = [0, 1, 3, 5, 6, 7]
     found = logits.astype(np.float64) * factors[0]
@@ -98,8 +98,8 @@ def test_a_query_of_the_largest_numbers_is_right_and_one_that_has_none_harms_no_
 def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries, head_dim, dtype):
     x = np.random.default_rng(5).normal(size=(columns, head_dim)).astype(dtype)
     target = np.full((40, head_dim), np.nan, dtype)
-    with inlined_now(monkeypatch, warps_sm90):
-        warps_sm90.store_rows(x, target, np.int32(7), queries, queries, 100)
+    with inlined_now(monkeypatch, warp_stores_sm90):
+        warp_stores_sm90.store_rows(x, target, np.int32(7), queries, queries, 100)
     assert np.array_equal(target[7 : 7 + queries], x[:queries])
     assert np.isnan(np.delete(target, np.s_[7 : 7 + queries], axis=0).astype(np.float32)).all()
 
@@ -107,8 +107,8 @@ def test_rows_of_a_result_and_no_others_are_stored(monkeypatch, columns, queries
 def test_rows_of_a_segment_are_stored_apart(monkeypatch):
     x = np.random.default_rng(5).normal(size=(16, 64)).astype(jnp.bfloat16)
     target = np.full((60, 64), np.nan, jnp.bfloat16)
-    with inlined_now(monkeypatch, warps_sm90):
-        warps_sm90.store_rows(x, target, np.int32(5), 12, 3, 13)
+    with inlined_now(monkeypatch, warp_stores_sm90):
+        warp_stores_sm90.store_rows(x, target, np.int32(5), 12, 3, 13)
     places = [5 + 13 * i + head for i in range(4) for head in range(3)]
     assert np.array_equal(target[places], x[:12])
     assert np.isnan(np.delete(target, places, axis=0).astype(np.float32)).all()
@@ -136,17 +136,17 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
     def by_warp(x):
         return np.repeat(x, 8, axis=0)
 
-    with inlined_now(monkeypatch, warps_sm90):
+    with inlined_now(monkeypatch, warps_sm90, warp_stores_sm90):
         zeros = np.zeros((4 * head_dim, columns), np.float32)
         bounds = np.int32(low), np.int32(high)
         one = np.ones((32, columns), np.float32)
         # Where each element of the sums is, by storing its own number.
         numbers = np.arange(zeros.size, dtype=np.float32).reshape(zeros.shape)
         places = np.full((4, columns, head_dim + 4), np.nan, np.float32)
-        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), columns, places)
+        warp_stores_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), columns, places)
         assert np.array_equal(np.sort(places[..., :head_dim].reshape(-1)), numbers.reshape(-1))
         some = np.full_like(places, np.nan)
-        warps_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), 3, some)
+        warp_stores_sm90.store_sums(stored, numbers, by_warp(top), by_warp(total), 3, some)
         assert np.array_equal(some[:, :3, : head_dim + 2], places[:, :3, : head_dim + 2])
         assert np.isnan(some[:, 8:]).all()  # what no lane has beside those
         acc = zeros.copy()
@@ -159,7 +159,7 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
             assert not zeros_of[hidden].any()
             acc += np.tile(zeros_of.reshape(4, 16, columns).sum(axis=1).repeat(16, axis=0), (head_dim // 16, 1))
         sums = np.full((4, columns, head_dim + 4), np.nan, np.float32)
-        warps_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), columns, sums)
+        warp_stores_sm90.store_sums(stored, acc, by_warp(top), by_warp(total), columns, sums)
         assert np.array_equal(warps_sm90.dot_v(*operands, zeros, one), warps_sm90.dot_v(*operands, zeros, one))
     exact[hidden] = 0
     expected = np.einsum("wtc,wtd->wcd", weights.reshape(4, 16, columns).astype(np.float64), exact.reshape(4, 16, -1))
@@ -170,9 +170,9 @@ def test_sums_of_each_warp_without_hidden_tokens(monkeypatch, name, head_dim, co
 
 def test_reductions_within_warps(monkeypatch):
     x = np.random.default_rng(3).normal(size=(64, 16)).astype(np.float32)
-    with inlined_now(monkeypatch, warps_sm90):
-        largest = warps_sm90.reduce_warp(x, "max")
-        spread = warps_sm90.spread(largest, 2)
+    with inlined_now(monkeypatch, warp_layouts_sm90):
+        largest = warp_layouts_sm90.reduce_warp(x, "max")
+        spread = warp_layouts_sm90.spread(largest, 2)
     expected = x.reshape(4, 16, 16).max(axis=1)
     assert np.array_equal(largest.reshape(4, 8, 16), np.repeat(expected[:, None], 8, axis=1))
     assert np.array_equal(spread, np.tile(np.repeat(expected, 16, axis=0), (2, 1)))
