@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from experiments.arguments import claim_memory, positive
 from experiments.result_file import Row, command_line, record
 from experiments.steps.timer import compile_ahead
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
@@ -142,6 +142,7 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, dtype)
 
 
+@interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=positive, default=16, help="that compile")
