@@ -27,6 +27,7 @@ def pretended(rows) -> Claim:
     return Claim(
         id="C5",
         stated="2x",
+        rule="2 or more",
         measure=lambda toy: iter(rows),
         judge=lambda rows: Verdict(
             "yes", (f"{len(rows)} rows",), bars=({"name": "n", "value": 1, "unit": "1", "bar": 1, "met": True},)

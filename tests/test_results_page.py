@@ -264,6 +264,15 @@ def test_every_partly_says_what_is_yes_and_what_is_no():
         assert re.search(r"(?:^|\. )(?:Yes|No|Open): ", said), said
 
 
+def test_every_claims_page_has_its_method_and_rule():
+    chapters = (RESULTS / "claims.md").read_text().split("\n## ")[1:]
+    assert len(chapters) > 25
+    for chapter in chapters:
+        method, _, rest = chapter.partition("\n\nRule: ")
+        assert len(method.splitlines()) > 2, chapter[:20]
+        assert rest.partition("\n")[0].endswith("."), chapter[:20]
+
+
 def test_a_claim_that_was_cut_off_says_what_it_has_so_far(tmp_path):
     served = {"claim": "C1", "requests": 8, "ttft_ms_p50": 9.0}
     rows = [served | {"policy": policy, "qps": qps} for policy, qps in (("dynamic", 12.0), ("static", 10.0))]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.claims.claim import Claim, Row, Verdict, verdict_of
-from experiments.claims.contest import contest, draw_qps, gain_parts
+from experiments.claims.contest import RULE, contest, draw_qps, gain_parts
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -26,6 +26,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C1",
+    rule=RULE,
     stated="QPS +100 % (elsewhere +100 to +200 %)",
     measure=measure,
     judge=judge,

@@ -149,6 +149,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C10",
+    rule=(
+        "By weights and by K and V, in 8 and in 4 bits: groups of 8 err less than one scale a tensor; error "
+        "and divergence fall with the group; and groups of 4 err no less than those of 8."
+    ),
     stated="groups most accurate, 8 the ceiling",
     measure=measure,
     judge=judge,

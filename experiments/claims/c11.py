@@ -98,4 +98,13 @@ def draw(figure: Any, rows: list[Row]) -> None:
     draw_qps(right, rows)
 
 
-CLAIM = Claim(id="C11", stated=">= 50 %", measure=measure, judge=judge, draw=draw, serves=True, alternates=True)
+CLAIM = Claim(
+    id="C11",
+    rule=f"{STATED:.0%} or more of the rows, and of the time, with all of its interval where there is one, is saved.",
+    stated=">= 50 %",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
+    alternates=True,
+)

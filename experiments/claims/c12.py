@@ -109,6 +109,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C12",
+    rule=f"In each case no gain is at most {HELPS:.0%} more requests a second.",
     stated="no gain past batch 512 or with GQA",
     measure=measure,
     judge=judge,

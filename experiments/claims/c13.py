@@ -117,4 +117,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes.set_ylabel("% of a step that is products")
 
 
-CLAIM = Claim(id="C13", stated="70 to 90 %", measure=measure, judge=judge, draw=draw)
+CLAIM = Claim(
+    id="C13",
+    rule=f"In each case the share of the products is {STATED[0]:.0%} to {STATED[1]:.0%} of the step.",
+    stated="70 to 90 %",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)

@@ -63,4 +63,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes.legend()
 
 
-CLAIM = Claim(id="C14", stated="prefill <= 10 %, decode >= 90 %", measure=measure, judge=judge, draw=draw)
+CLAIM = Claim(
+    id="C14",
+    rule=f"In each case prefill takes at most {STATED:.0%} of the time.",
+    stated="prefill <= 10 %, decode >= 90 %",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+)

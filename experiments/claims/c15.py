@@ -66,5 +66,12 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C15", stated="NF4 fits weights better", measure=measure, judge=judge, draw=draw, computed=True, chosen=True
+    id="C15",
+    rule="By group: NF4's figure is less than that of linear INT4 with the same group.",
+    stated="NF4 fits weights better",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+    chosen=True,
 )

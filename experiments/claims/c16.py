@@ -169,6 +169,11 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C16",
+    rule=(
+        "By device, model, format and length: 1 GB takes a step or longer; streaming is worth nothing where "
+        f"it adds at most {PAYS:.0%} more sequences; swapping is worth nothing where it takes as long as "
+        "computing again, or longer."
+    ),
     stated="1 GB over PCIe 4.0 takes some 20 ms, a whole decode step",
     measure=measure,
     judge=judge,

@@ -133,6 +133,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C17",
+    rule=(
+        f"A policy needs one where it serves less than {1 - NEEDED:.0%} of the oracle's requests a second in "
+        "some case; a trained one is worth having where it serves more than a quantile in all."
+    ),
     stated="a trained predictor of output length is recommended; no system has one",
     measure=measure,
     judge=judge,

@@ -182,6 +182,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C19",
+    rule=f"As stated is within {NEAR:.0%} of the share.",
     stated="prefill 10 / 80 / 10 / 2 to 5 %, decode - / 80 / 10 / 5 %",
     measure=measure,
     judge=judge,

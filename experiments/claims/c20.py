@@ -99,6 +99,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C20",
+    rule=(
+        f"As stated is at most {100 * ABOUT:.0f} points less, on as few devices of 80 GB as hold the weights "
+        "and a tenth of them."
+    ),
     stated="84 % for 7B, over 50 % for 176B",
     measure=measure,
     judge=judge,

@@ -75,6 +75,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C21",
+    rule=f"Hidden is at most {HIDDEN:g} times the time of the bytes at the rate of a copy.",
     stated=f"hidden at {STATED}x",
     measure=measure,
     judge=judge,

@@ -177,6 +177,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C22",
+    rule="In each case less time, and for flash attention no more memory.",
     stated="less time by length; memory as the price, or saved",
     measure=measure,
     judge=judge,

@@ -86,6 +86,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C23",
+    rule=(
+        f"{GOOD:.0%} of the requests that arrive are in time, as qps counts goodput, and those completed a "
+        f"second are at least {ENOUGH:.0%} of what is served all at once."
+    ),
     stated="first token within 2 to 3 s, at most 50 ms a token",
     measure=measure,
     judge=judge,

@@ -124,6 +124,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C25",
+    rule=f"About as fast is within {ABOUT:.0%} in every case; faster is faster in every case.",
     stated="FP8 about INT8, both above INT4",
     measure=measure,
     judge=judge,

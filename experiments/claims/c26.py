@@ -185,5 +185,12 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C26", stated="about +50 % throughput", measure=measure, judge=judge, draw=draw, serves=True, computed=True
+    id="C26",
+    rule=f"More is more in every case; about {STATED:+.0%} is {LEAST:+.0%} or more.",
+    stated="about +50 % throughput",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
+    computed=True,
 )

@@ -84,6 +84,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C27",
+    rule=f"{STATED:.0%} or more of the computed tokens, the mean of {SHUFFLES} orders of the requests.",
     stated="half of the computed tokens are not wanted",
     measure=measure,
     judge=judge,

@@ -64,5 +64,13 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 CLAIM = Claim(
-    id="C28", stated="latency is lower", measure=measure, judge=judge, draw=draw, serves=True, computed=True, lasts=True
+    id="C28",
+    rule="Lower is lower at every rate, for each of the latencies.",
+    stated="latency is lower",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    serves=True,
+    computed=True,
+    lasts=True,
 )

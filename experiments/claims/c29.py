@@ -103,6 +103,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C29",
+    rule=(
+        f"At most {HARDLY:g} nats a token lost with a quarter of the heads: the mean, and all of its interval "
+        "over seeds."
+    ),
     stated="grouped queries hardly cost quality",
     measure=measure,
     judge=judge,

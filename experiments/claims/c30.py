@@ -72,4 +72,12 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes.legend(fontsize=7)
 
 
-CLAIM = Claim(id="C30", stated="CUDA cores suffice for decode", measure=measure, judge=judge, draw=draw, computed=True)
+CLAIM = Claim(
+    id="C30",
+    rule=f"In each case CUDA cores reach {ENOUGH:.0%} of the tensor cores' speed.",
+    stated="CUDA cores suffice for decode",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)

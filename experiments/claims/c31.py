@@ -132,6 +132,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C31",
+    rule=(
+        "In each case the pass and the library take longer than the fused kernel, and as long as the library "
+        "on K and V that were never quantized, or longer."
+    ),
     stated="a separate dequantization pass is pointless",
     measure=measure,
     judge=judge,

@@ -169,6 +169,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C32",
+    rule=f"In each case under {STATED_MS:g} ms, with the most that a measured step took over its estimate added.",
     stated="below about 100 billion parameters a decode step stays under 50 ms",
     measure=measure,
     judge=judge,

@@ -94,6 +94,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C6",
+    rule=(
+        f"Accuracy is kept where perplexity rises by at most {KEPT:.1%}; requests are the sequences of "
+        f"{TOKENS:,} tokens that {MEMORY >> 30} GiB hold."
+    ),
     stated="requests +100 %, accuracy kept",
     measure=measure,
     judge=judge,

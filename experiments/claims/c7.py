@@ -28,7 +28,6 @@ ROWS = (1, 16, 64, 128, 256, 512, 4096)
 SCHEMES = ("w8a8-talk", "w8a8-all")
 OURS, WIDE = "int8_matmul", "xla bf16"
 STATED, KEPT = 2.0, 0.015  # times as fast; perplexity that may be added
-NEAR = 1.5  # what counts as partly
 MANY = 1024  # rows from which a product's are told together
 
 
@@ -109,7 +108,10 @@ def judge(rows: list[Row]) -> Verdict:
         said = f"{len(steps)} decode steps of {model} {STATED:g} times as fast: {between(steps)}, median {middle:.2f}"
         parts.append(Part(said, middle >= STATED))
     parts += [
-        Part(f"products {where}: {between(times)}", min(times) >= STATED) for where, times in by_rows(of["product"])
+        Part(f"{counted(some, times)}products {where}: {between(some)}", holds)
+        for where, times in by_rows(of["product"])
+        for holds in (True, False)
+        if (some := [each for each in times if (each >= STATED) is holds])
     ]
     if not (steps or of["product"]):
         return Verdict("not measured: speed", tuple(part.said for part in parts), bars=tuple(bars))
@@ -124,6 +126,11 @@ def by_rows(products: list[Row]) -> list[tuple[str, list[float]]]:
         groups.setdefault(min(row["M"], MANY), []).append(row["times"])
     said = {1: "of 1 row", MANY: f"from {MANY:,} rows on"}
     return [(said.get(m, f"of {m}"), groups[m]) for m in sorted(groups)]
+
+
+def counted(some: list[float], times: list[float]) -> str:
+    """How many of all, where it is not all."""
+    return "" if len(some) == len(times) else f"{len(some)} of {len(times)} "
 
 
 def between(times: list[float]) -> str:
@@ -153,4 +160,15 @@ def draw(figure: Any, rows: list[Row]) -> None:
             axes.legend(fontsize=8)
 
 
-CLAIM = Claim(id="C7", stated="+100 %, accuracy kept", measure=measure, judge=judge, draw=draw, computed=True)
+CLAIM = Claim(
+    id="C7",
+    rule=(
+        f"{STATED:g} times as fast: the median of the decode steps, and each product, by its rows. Accuracy "
+        f"is kept where perplexity rises by at most {KEPT:.1%}."
+    ),
+    stated="+100 %, accuracy kept",
+    measure=measure,
+    judge=judge,
+    draw=draw,
+    computed=True,
+)

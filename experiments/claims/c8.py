@@ -113,6 +113,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C8",
+    rule=f"Batch by batch; where the claim names no figure, at batch 1, large is {LARGE:g} times as fast or more.",
     stated="large at batch 1, +30 % at 64, at most 20 % at 128",
     measure=measure,
     judge=judge,

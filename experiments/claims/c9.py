@@ -106,7 +106,7 @@ def judge(rows: list[Row]) -> Verdict:
     larger |= {f"KL of {row['of']} {row['fp8_over_int8']:.1f} times": row["fp8_over_int8"] for row in models}
     growth = {kind: spread(rows, kind) for kind in ("int8", "fp8")}
     parts = by_case(f"FP8's error {STATED:g} times INT8's", {text: ratio >= STATED for text, ratio in larger.items()})
-    sides = ("insensitive to a scale up to 4 times too large", "to one down to a quarter")
+    sides = ("insensitive to a scale up to 4 times too large", "insensitive to a scale down to a quarter of what it is")
     for said, int8, fp8 in zip(sides, *growth.values()):
         holds = fp8 < SENSITIVE <= int8
         parts.append(Part(f"FP8 {said}, which INT8 is not: errors x{fp8:.2f} and x{int8:.2f}", holds))
@@ -147,6 +147,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C9",
+    rule=(
+        f"{STATED:g} times as large or more, in each measure. Insensitive is what errs less than "
+        f"{SENSITIVE:g} times as much, sensitive what errs more."
+    ),
     stated="FP8's error some 10x INT8's; FP8 insensitive to its scale, INT8 sensitive",
     measure=measure,
     judge=judge,

@@ -80,6 +80,7 @@ class Claim:
 
     id: str
     stated: str  # by how much, as its authors put it
+    rule: str  # from which figures on what it says holds
     measure: Callable[..., Iterable[Row]]
     judge: Callable[[list[Row]], Verdict]
     draw: Callable[[Any, list[Row]], None]

@@ -28,7 +28,12 @@ POLICIES: dict[str, dict[str, str]] = {
     "usual": {}, "static": {"batching": "static"}, "waiting": {"host": "wait"}, "padded": {"prefill": "padded"},
     "sorting": {"sampling": "sort"},
 }  # fmt: skip
-NOISE = 0.02  # gains of single runs below are none
+NOISE = 0.04  # of requests a second: by so much two runs of one policy in one job have differed
+RULE = (
+    "A gain holds where all of its 95 % interval over the rounds reaches it (more requests a second: 0), fails where "
+    f"none of the interval does, and is open between. Of single runs it holds or fails by {100 * NOISE:.0f} % or more: "
+    "by so much two runs of one policy in one job have differed."
+)
 
 
 @dataclass
@@ -105,10 +110,10 @@ class Gain:
     rounds: int
 
     def reaches(self, least: float) -> bool | None:
-        """Whether all of the interval does; None where it has room for either."""
-        if self.half is None:
-            return self.mean >= least
-        return True if self.mean - self.half >= least else False if self.mean + self.half < least else None
+        """Whether all of the interval does, of a single run what noise leaves of it; None where it has room for
+        either."""
+        half = NOISE if self.half is None else self.half
+        return True if self.mean - half >= least else False if self.mean + half < least else None
 
     def __str__(self) -> str:
         if self.half is None:
@@ -136,8 +141,7 @@ def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]
     qps, first = (
         [statistics.fmean(row[key] for row in some) for some in found.values()] for key in ("qps", "ttft_ms_p50")
     )
-    more = gain.reaches(NOISE if gain.half is None else 0.0)
-    parts = [Part(f"more requests a second, {gain} ({qps[0]:.4g} for {qps[1]:.4g})", more)]
+    parts = [Part(f"more requests a second, {gain} ({qps[0]:.4g} for {qps[1]:.4g})", gain.reaches(0.0))]
     parts += [Part(f"{least:+.0%}", gain.reaches(least)) for least in stated]
     one = found[ours][0]
     where = f" in {one['slots']} slots" if "slots" in one else ""

@@ -5,11 +5,13 @@ under its name are shown with it. What is said about an experiment, and which co
 the folder sections.
 """
 
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.claims.registry import TITLES
+from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import Document, Entry, Row, short
 from experiments.report.markdown import escape, folded, markdown, show, shown_bar, slug
 from experiments.report.sections import PAGES
@@ -110,13 +112,20 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     ]
     if (tables := path.with_suffix(".md")).exists():
         about.append(f"[tables and pictures]({tables.name})")
-    parts = [f"## {title}", section.intro, "\n".join(f"- {line}" for line in about)]
+    parts = [f"## {title}", section.intro, *method(entry), "\n".join(f"- {line}" for line in about)]
     for picture in sorted([*path.parent.glob(f"{path.stem}*.svg"), *path.parent.glob(f"{path.stem}*.png")]):
         parts.append(f"![{title}]({picture.name})")
     if document["bars"]:
         parts.append(bars_table(document["bars"]))
     parts += rows_tables(section, document["rows"])
     return [part for part in parts if part]
+
+
+def method(entry: Entry) -> Iterator[str]:
+    """How a claim is tested, and from which figures on what it says holds."""
+    if claim := claim_named(entry.document["experiment"]):
+        yield inspect.cleandoc(sys.modules[find(claim).measure.__module__].__doc__ or "").partition("\n\n")[2]
+        yield f"Rule: {find(claim).rule}"
 
 
 def made_with(document: Document) -> Iterator[str]:

@@ -179,8 +179,12 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
     if cells:
         yield markdown(["claim", "stated", "measured, in short", "answer"], cells)
         answered = {name for name, _ in claim_rows(results)}
-        if left := [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]:
-            yield f"Not measured yet: {', '.join(left)}."
+        left = [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]
+        yield (
+            "Yes: every part of the claim holds; no: none; partly: some, by the rule on its page; open: the interval "
+            "has room for either. Where nothing else is said figures are an H200's, those of accuracy the bundled "
+            "model's." + f" Not measured yet: {', '.join(left)}." * bool(left)
+        )
 
 
 def shortened(text: str) -> str:
