@@ -18,9 +18,6 @@ from experiments.report.sections import PAGES
 from experiments.report.sections.section import Section, Table
 
 INCOMPLETE = "not all that it asks for was measured; bars are of what was"
-REBASED = frozenset(  # commits of results of branches that were rebased before they were merged
-    ("e756bbe5e7f3",)
-)
 Placed = list[tuple[Section, str, Entry]]  # an entry under its section, with its heading
 Places = dict[Path, str]  # file -> its chapter
 
@@ -142,11 +139,8 @@ def made_with(document: Document) -> Iterator[str]:
 
 
 def commit_in_words(commit: str | None) -> str | None:
-    """Without what was changed beside it, but says so; and whether it is in the history at all."""
-    if commit is None:
-        return None
-    name = commit.removesuffix("+")
-    return name + " with changes" * (name != commit) + ", rebased since" * (name in REBASED)
+    """Without what was changed beside it, but says so."""
+    return None if commit is None else commit.replace("+", " with changes")
 
 
 def bars_table(bars: list[Document]) -> str:
