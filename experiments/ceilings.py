@@ -84,14 +84,11 @@ def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
     for m, n, k in sizes.products:
         where = f"M={m} N={n} K={k}"
         plain = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (n, k)))
-        for name, backend in (("XLA", "xla"), ("matmul", None)):
-            yield Subject("bf16", f"{where} by {name}", 2 * m * n * k, partial(matmul, backend=backend), plain)
+        yield Subject("bf16", f"{where} by matmul", 2 * m * n * k, matmul, plain)
         for kind, (product, dtype) in SCALED.items():
             codes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (n, k)))
             scales = tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (m, n))
-            for name, backend in (("XLA", "xla"), (f"{kind}_matmul", None)):
-                run = partial(product, backend=backend)
-                yield Subject(kind, f"{where} by {name}", 2 * m * n * k, run, codes + scales)
+            yield Subject(kind, f"{where} by {kind}_matmul", 2 * m * n * k, product, codes + scales)
 
 
 def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:

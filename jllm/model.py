@@ -33,22 +33,28 @@ Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 
 def packed_logits(
-    params: Params, config: LlamaConfig, batch: Packed, edit: Mapping[str, Callable] = MappingProxyType({})
+    params: Params,
+    config: LlamaConfig,
+    batch: Packed,
+    edit: Mapping[str, Callable] = MappingProxyType({}),
+    *,
+    backend: str = DIFFERENTIABLE,
 ) -> jax.Array:
     """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap. `edit` is
-    that of jllm.hooks.Hooks, on one device; the slot of its rows is the segment."""
+    that of jllm.hooks.Hooks, on one device; the slot of its rows is the segment. `backend` is one whose operations have
+    gradients: XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
     if config.mesh is not None:
         if edit:
             raise EvaluationError(
                 "values inside of a model that is spread over devices: load it without mesh for these"
             )
-        own = lambda params, batch, config: packed_logits(params, config, batch)  # noqa: E731
+        own = lambda params, batch, config: packed_logits(params, config, batch, backend=backend)  # noqa: E731
         return per_rank(own, config, (WHOLE,), WHOLE)(params, batch)
     edits = None
     if edit:
         edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
-    hidden, _, _ = tapped_backbone(params, config, batch, None, edits=edits)
-    return head(params, config, hidden, backend=DIFFERENTIABLE, edits=edits)
+    hidden, _, _ = tapped_backbone(params, config, batch, None, backend=backend, edits=edits)
+    return head(params, config, hidden, backend=backend, edits=edits)
 
 
 def backbone(

@@ -10,6 +10,7 @@ that registry. The `backend` of an operation is one of
 - a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
   machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
   slower with them than the next;
+- "training": as XLA, whose gradients JAX knows, but for attention in 16 bits, which cuDNN takes on a GPU;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
   choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).
@@ -33,9 +34,14 @@ import jax
 BACKEND_NAMES = ("xla", "mosaic", "triton")
 DETERMINISTIC = "deterministic"
 OF_MODELS = (*BACKEND_NAMES, DETERMINISTIC)  # that a model may be told
-DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what training and analyses of weights run
-# Backends of a kind of device, the first choice first; of others: xla.
-DEVICES = {"hopper": ("peer", "mosaic", "triton", "xla"), "ampere": ("peer", "triton", "xla")}
+DIFFERENTIABLE = "xla"  # whose gradients and vmap are JAX's own: what analyses of weights run
+TRAINING = "training"
+# Backends of a kind of device or of work, the first choice first; of others: xla.
+DEVICES = {
+    "hopper": ("peer", "mosaic", "triton", "xla"),
+    "ampere": ("peer", "triton", "xla"),
+    TRAINING: ("cudnn", "xla"),
+}
 TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
 WITHOUT_FLOAT8 = ("8.0", "8.6", "8.7")  # compute capabilities that neither convert from float8 nor multiply it
 

@@ -24,6 +24,7 @@ from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig
 from jllm.model import Packed, packed_logits
 from jllm.params import Params, Weight, with_matrices
+from pallas_kernels.backends import TRAINING
 
 BLOCK = 10  # training steps a dispatch
 STORED = jnp.bfloat16
@@ -85,7 +86,7 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
 
 def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
     """Sum of -log p of a row's targets (a row: leaves i32[L])."""
-    logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments))
+    logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments), backend=TRAINING)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
     return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
 

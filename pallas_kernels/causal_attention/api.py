@@ -2,8 +2,8 @@
 
 import jax
 
-from pallas_kernels.backends import Backend, choose
-from pallas_kernels.causal_attention import xla
+from pallas_kernels.backends import TRAINING, Backend, choose
+from pallas_kernels.causal_attention import cudnn, xla
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_window
 
 
@@ -22,13 +22,16 @@ def causal_attention(
     Key j is visible to query i iff segments[i] == segments[j] (i32[T]) and 0 <= i - j < window. Differentiable, and
     works under vmap. Raises ValueError where shapes or dtypes disagree.
     """
-    chosen = choose(BACKENDS, backend)
     sizes = bind_shapes(q=(q, "T H D"), k=(k, "T K D"), v=(v, "T K D"), segments=(segments, "T"))
     check_floats(q=q, k=k, v=v)
     check_int32(segments=segments)
     check_heads(sizes["H"], sizes["K"])
     check_window(window)
+    chosen = choose(BACKENDS, backend, sizes["T"], sizes["D"], q.dtype, window)
     return chosen.run(q, k, v, segments, scale, window)
 
 
-BACKENDS = {"xla": Backend(xla.causal_attention)}
+BACKENDS = {
+    "cudnn": Backend(cudnn.causal_attention, cudnn.check, unasked_on=(TRAINING,)),
+    "xla": Backend(xla.causal_attention),
+}

@@ -80,10 +80,13 @@ def test_names_that_there_are_not():
             choose(only, name)
 
 
+OWN_NAMES = {"all_reduce": ["peer"], "causal_attention": ["cudnn"]}
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_registries_have_known_names_in_order_of_choice(operation):
     found = list(import_module(f"pallas_kernels.{operation}.api").BACKENDS)
-    assert set(found) <= {*OF_MODELS, *(["peer"] if operation == "all_reduce" else [])}
+    assert set(found) <= {*OF_MODELS, *OWN_NAMES.get(operation, ())}
     for order in DEVICES.values():
         assert [name for name in found if name in order] == [name for name in order if name in found]
 

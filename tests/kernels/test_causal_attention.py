@@ -1,11 +1,14 @@
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.causal_attention import causal_attention, reference
-from pallas_kernels.causal_attention.cases import CASES
+from pallas_kernels.backends import TRAINING, choose
+from pallas_kernels.causal_attention import causal_attention, cudnn, reference
+from pallas_kernels.causal_attention.api import BACKENDS
+from pallas_kernels.causal_attention.cases import CASES, Case
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 
 
@@ -93,3 +96,41 @@ def test_bad_arguments_say_what_is_wrong():
     ):
         with pytest.raises(error_type, match=message):
             call(**arguments)
+
+
+def test_training_takes_cudnn_where_it_can(monkeypatch):
+    q, k, v, segments = Case((20, 13), (4, 2), 64, "bfloat16").inputs()
+    chosen = partial(choose, BACKENDS, TRAINING)
+    assert chosen(64, 64, q.dtype, None) is BACKENDS["xla"], "there is no GPU"
+    monkeypatch.setattr(cudnn, "capability", lambda: "9.0")
+    assert chosen(64, 64, q.dtype, None) is BACKENDS["cudnn"]
+    for arguments in ((33, 64, q.dtype, None), (64, 256, q.dtype, None), (64, 64, q.dtype, 5)):
+        assert chosen(*arguments) is BACKENDS["xla"]
+        with pytest.raises(NotImplementedError, match="T=.* is not supported by backend cudnn, which does even T"):
+            choose(BACKENDS, "cudnn", *arguments)
+    assert choose(BACKENDS, None, 64, 64, q.dtype, None) is BACKENDS["xla"], "unless training is said"
+    monkeypatch.undo()
+    with pytest.raises(NotImplementedError, match="backend cudnn is for GPUs"):
+        causal_attention(q, k, v, segments, scale=0.1, backend="cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case((500, 1, 523), (8, 2), 64, "bfloat16"), Case((200, 312), (8, 8), 64, "float16")])
+def test_cudnn_matches_xla_and_its_gradients(case):
+    """Rows under vmap, as training has them."""
+    rows = jax.tree.map(lambda *each: jnp.stack(each), *(case.inputs(seed) for seed in range(3)))
+    cotangents = jnp.stack([case.inputs(seed)[0] for seed in range(3, 6)])
+
+    def loss(q, k, v, segments, backend):
+        attend = lambda *row: causal_attention(*row, scale=case.scale, backend=backend)  # noqa: E731
+        out = jax.vmap(attend)(q, k, v, segments)
+        return jnp.sum((out * cotangents).astype(jnp.float32)), out
+
+    def found(*inputs, backend):
+        return jax.jit(jax.grad(partial(loss, backend=backend), (0, 1, 2), has_aux=True))(*inputs)
+
+    wide = [each.astype(jnp.float32) for each in rows[:3]]
+    gradients, out = found(*rows, backend="cudnn")
+    expected, exact = found(*wide, rows[3], backend="xla")
+    for got, want in zip((out, *gradients), (exact, *expected)):
+        assert error(got, want) < 3 * TOLERANCE[case.dtype]
