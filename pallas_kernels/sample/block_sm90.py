@@ -78,7 +78,7 @@ def scratch(warpgroups: int) -> list[Any]:
 
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # which area is next, low, high
-Probe = Callable[[Sequence[jax.Array], jax.Array], tuple[Sequence[jax.Array], Sequence[jax.Array] | None]]
+Probe = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], Sequence[jax.Array] | None]]
 
 
 def last(probe: Probe, low: jax.Array, high: jax.Array, pivots: int) -> jax.Array:

@@ -19,20 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sample import block_sm90, cut_sm90
-from pallas_kernels.sample.block_sm90 import Area, Block, image, last, number
-from pallas_kernels.sample.config import HOTTEST, PIECE, THREADS, VECTOR, Config, check_supported, choose_config, padded
-from pallas_kernels.sample.noise import KEYS
+from pallas_kernels.sample.block_sm90 import Area, Block
+from pallas_kernels.sample.config import PIECE, THREADS, VECTOR, Config, check_supported, choose_config, padded
 from pallas_kernels.sample.noise_sm90 import log2_exponentials
-from pallas_kernels.sample.row_sm90 import INFINITY, Held, Pieces, Row, Streamed, Weights, clean, full, zeros
+from pallas_kernels.sample.row_sm90 import INFINITY, Pieces, Row, Weights, clean, full, zeros
+from pallas_kernels.sample.thresholds_sm90 import Asked, proven_threshold, threshold
 
-LOG2_E = float(np.log2(np.e))
-TINY = float(np.finfo(np.float32).tiny)
 LARGE = 512.0  # scores beyond are drawn anew from what logits are below their largest, lest float32 lose the noise
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -116,22 +113,6 @@ def _held(vocabulary: int, config: Config) -> int:
     return pieces if pieces <= config.held else 0
 
 
-class Asked:
-    """What row r asks for, read from the arguments' memory."""
-
-    def __init__(self, r: Any, vocabulary: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any):
-        self.temperature, self.top_k, self.top_p = temperature[r], top_k[r], top_p[r]
-        self.min_p = jnp.minimum(min_p[r], 1.0)
-        self.keys = [keys[r, i] for i in range(KEYS)]
-        self.sampled = self.temperature > 0.0
-        self.limited = jnp.logical_and(self.top_k > 0, self.top_k < vocabulary)
-        self.nucleus = self.top_p < 1.0
-        self.cut = jnp.logical_or(self.limited, self.nucleus)
-        self.filtered = jnp.logical_and(self.sampled, jnp.logical_or(self.cut, self.min_p > 0.0))
-        self.bounded = jnp.minimum(jnp.maximum(self.temperature, TINY), HOTTEST)
-        self.scale = LOG2_E / self.bounded
-
-
 def _draw_part(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any,
     scores: Any, shifts: Any, tokens: Any, *rest: Any,
@@ -199,7 +180,7 @@ def _draw_row(
 
         def searched() -> jax.Array:
             if not cuts:
-                return _threshold(block, (row, weights, *held), top, asked)
+                return threshold(block, (row, weights, *held), top, asked)
             masses, drops, kept = of_cut
             tops = [scores[r, part] for part in range(masses.shape[1])]
             mass = sum((masses[r, part] * weights.of(x) for part, x in enumerate(tops)), jnp.float32(0))
@@ -207,8 +188,8 @@ def _draw_row(
             for part in range(1, drops.shape[1]):
                 largest = jnp.maximum(largest, drops[r, part])
             sums = cut_sm90.Kept(kept.at[r], warpgroup, config.warpgroups, weights, *held)
-            lowest, proven = _proven_threshold(block, sums, mass, largest, top, asked)
-            return lax.cond(proven, lambda: lowest, lambda: _threshold(block, (row, weights), top, asked))
+            lowest, proven = proven_threshold(block, sums, mass, largest, top, asked)
+            return lax.cond(proven, lambda: lowest, lambda: threshold(block, (row, weights), top, asked))
 
         lowest = lax.cond(asked.cut, searched, lambda: jnp.float32(-INFINITY))
         likely = jnp.where(asked.min_p > 0.0, top + asked.bounded * jnp.log(asked.min_p), -INFINITY)
@@ -270,74 +251,3 @@ def _best(
     (lowest,) = block.extremes([], [tokens], Area.TOKEN)
     token = lowest.astype(jnp.int32)
     return top, jnp.where(odd == 0.0, token, ~token)
-
-
-def _threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Asked) -> jax.Array:
-    """A number that as many logits reach as reach top-k's and top-p's thresholds."""
-    sums = Streamed(*source) if len(source) == 2 else Held(*source)
-    off, high = jnp.float32(-INFINITY), image(top) + 1
-
-    def by_count() -> jax.Array:
-        k = asked.top_k.astype(jnp.float32)
-
-        def probe(at: Any, area: Any) -> Any:
-            counts = block.sums(sums.counts([number(i) for i in at]), area)
-            return [count >= k for count in counts], [count == k for count in counts]
-
-        return number(last(probe, image(off), high, sums.pivots))
-
-    lowest = lax.cond(asked.limited, by_count, lambda: off)
-
-    def by_mass() -> jax.Array:
-        sums.prepare()
-        (mass,) = block.sums(sums.masses([lowest]), Area.MASS)
-        target = jnp.maximum(asked.top_p * mass, TINY)
-
-        def probe(at: Any, area: Any) -> Any:
-            return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
-
-        return number(last(probe, image(lowest), high, sums.pivots))
-
-    return lax.cond(asked.nucleus, by_mass, lambda: lowest)
-
-
-def _proven_threshold(
-    block: Block, sums: cut_sm90.Kept, mass: jax.Array, dropped: jax.Array, top: jax.Array, asked: Asked
-) -> tuple[jax.Array, jax.Array]:
-    """_threshold among what a row's parts have kept, given the row's mass and the largest logit that was dropped; and
-    whether it is that of the row. A search begins above what was dropped: where the sum there falls short of what is
-    asked, the row's threshold may be lower, and nothing is proven."""
-    off, high = jnp.float32(-INFINITY), image(top) + 1
-    all_kept = dropped == off
-    first = jnp.where(all_kept, image(off), image(dropped) + 1)
-    nothing = off, jnp.bool_(False)
-
-    def by_count() -> tuple[jax.Array, jax.Array]:
-        k = asked.top_k.astype(jnp.float32)
-
-        def probe(at: Any, area: Any) -> Any:
-            counts = block.sums(sums.counts([number(i) for i in at]), area)
-            return [count >= k for count in counts], [count == k for count in counts]
-
-        reaches = jnp.logical_or(all_kept, probe([first], Area.PROOF)[0][0])
-        return lax.cond(
-            reaches, lambda: (number(last(probe, first, high, sums.pivots)), jnp.bool_(True)), lambda: nothing
-        )
-
-    lowest, proven = lax.cond(asked.limited, by_count, lambda: (off, jnp.bool_(True)))
-
-    def by_mass() -> tuple[jax.Array, jax.Array]:
-        sums.prepare()
-        low = jnp.maximum(first, image(lowest))
-        kept_mass = lax.cond(asked.limited, lambda: block.sums(sums.masses([lowest]), Area.MASS)[0], lambda: mass)
-        target = jnp.maximum(asked.top_p * kept_mass, TINY)
-
-        def probe(at: Any, area: Any) -> Any:
-            return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
-
-        reaches = jnp.logical_or(all_kept, probe([low], Area.PROOF)[0][0])
-        return lax.cond(
-            reaches, lambda: (number(last(probe, low, high, sums.pivots)), jnp.bool_(True)), lambda: nothing
-        )
-
-    return lax.cond(jnp.logical_and(proven, asked.nucleus), by_mass, lambda: (lowest, proven))

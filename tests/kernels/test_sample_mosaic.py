@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.sample import block_sm90, cut_sm90, mosaic_sm90, noise_sm90, reference, row_sm90, sample, xla
+from pallas_kernels.sample import (
+    block_sm90,
+    cut_sm90,
+    mosaic_sm90,
+    noise_sm90,
+    reference,
+    row_sm90,
+    sample,
+    thresholds_sm90,
+    xla,
+)
 from pallas_kernels.sample.cases import MIXED, arguments
 from pallas_kernels.sample.config import CONFIGS, Config, choose_config, padded
 from pallas_kernels.smem_sm90 import shared_bytes
@@ -110,8 +120,8 @@ FAULTS = [  # where, what, and what becomes of it
     (noise_sm90, "SMALL", lambda real: 0.9999),
     (row_sm90.Held, "counts", lambda real: lambda self, lowest: [2.0 * x for x in real(self, lowest)]),
     (row_sm90.Streamed, "masses", lambda real: lambda self, lowest: real(self, [low + 0.5 for low in lowest])),
-    (mosaic_sm90, "last", lambda real: lambda *args: real(*args) + 1),
-    (mosaic_sm90, "last", lambda real: lambda *args: real(*args) - 1),
+    (thresholds_sm90, "last", lambda real: lambda *args: real(*args) + 1),
+    (thresholds_sm90, "last", lambda real: lambda *args: real(*args) - 1),
     (block_sm90.Block, "sums", lambda real: lambda self, pieces, area: [2 * x for x in real(self, pieces, area)]),
 ]
 
@@ -182,7 +192,7 @@ CUT_FAULTS = [
     (cut_sm90, "insert", lambda real: lambda kept, x: (real(kept, x)[0], row_sm90.full(-np.inf))),
     (cut_sm90, "insert", lambda real: lambda kept, x: ([x, *kept[:-1]], row_sm90.full(-np.inf))),
     (cut_sm90, "mass", lambda real: lambda *args: 0.5 * real(*args)),
-    (mosaic_sm90, "_proven_threshold", lambda real: lambda *args: (real(*args)[0], jnp.bool_(True))),
+    (mosaic_sm90, "proven_threshold", lambda real: lambda *args: (real(*args)[0], jnp.bool_(True))),
 ]
 
 
@@ -200,14 +210,14 @@ def test_what_is_past_the_last_chunk_does_not_count(monkeypatch):
 
 
 def test_what_parts_keep_is_enough_or_known_not_to_be(monkeypatch):
-    real, proven = mosaic_sm90._proven_threshold, []
+    real, proven = mosaic_sm90.proven_threshold, []
 
     def watched(*args):
         found = real(*args)
         jax.debug.callback(lambda each: proven.append(bool(each)), found[1])
         return found
 
-    monkeypatch.setattr(mosaic_sm90, "_proven_threshold", watched)
+    monkeypatch.setattr(mosaic_sm90, "proven_threshold", watched)
     assert not wrong_cut_rows()
     jax.effects_barrier()
     assert {*proven} == {True, False}

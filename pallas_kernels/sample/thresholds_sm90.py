@@ -1,0 +1,106 @@
+"""What a row asks for in sample's kernels on Hopper, and the threshold that its top-k and top-p set.
+
+It is found by bisection over the float's integer image: of a row that is held or read again, or among what the row's
+parts have kept, where that is proven to be enough.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.sample import cut_sm90
+from pallas_kernels.sample.block_sm90 import Area, Block, Probe, image, last, number
+from pallas_kernels.sample.config import HOTTEST
+from pallas_kernels.sample.noise import KEYS
+from pallas_kernels.sample.row_sm90 import INFINITY, Held, Streamed
+
+LOG2_E = float(np.log2(np.e))
+TINY = float(np.finfo(np.float32).tiny)
+
+
+class Asked:
+    """What row r asks for, read from the arguments' memory."""
+
+    def __init__(self, r: Any, vocabulary: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any):
+        self.temperature, self.top_k, self.top_p = temperature[r], top_k[r], top_p[r]
+        self.min_p = jnp.minimum(min_p[r], 1.0)
+        self.keys = [keys[r, i] for i in range(KEYS)]
+        self.sampled = self.temperature > 0.0
+        self.limited = jnp.logical_and(self.top_k > 0, self.top_k < vocabulary)
+        self.nucleus = self.top_p < 1.0
+        self.cut = jnp.logical_or(self.limited, self.nucleus)
+        self.filtered = jnp.logical_and(self.sampled, jnp.logical_or(self.cut, self.min_p > 0.0))
+        self.bounded = jnp.minimum(jnp.maximum(self.temperature, TINY), HOTTEST)
+        self.scale = LOG2_E / self.bounded
+
+
+def counted(block: Block, sums: Any, asked: Asked) -> Probe:
+    """Whether as many logits as top-k asks for reach a threshold."""
+    k = asked.top_k.astype(jnp.float32)
+
+    def probe(at: Any, area: Any) -> tuple[list[Any], list[Any]]:
+        counts = block.sums(sums.counts([number(i) for i in at]), area)
+        return [count >= k for count in counts], [count == k for count in counts]
+
+    return probe
+
+
+def weighed(block: Block, sums: Any, target: jax.Array) -> Probe:
+    """Whether the mass of what reaches a threshold is that much."""
+
+    def probe(at: Any, area: Any) -> tuple[list[Any], None]:
+        return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
+
+    return probe
+
+
+def threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Asked) -> jax.Array:
+    """A number that as many logits reach as reach top-k's and top-p's thresholds."""
+    sums = Streamed(*source) if len(source) == 2 else Held(*source)
+    off, high = jnp.float32(-INFINITY), image(top) + 1
+
+    def by_count() -> jax.Array:
+        return number(last(counted(block, sums, asked), image(off), high, sums.pivots))
+
+    lowest = lax.cond(asked.limited, by_count, lambda: off)
+
+    def by_mass() -> jax.Array:
+        sums.prepare()
+        (mass,) = block.sums(sums.masses([lowest]), Area.MASS)
+        probe = weighed(block, sums, jnp.maximum(asked.top_p * mass, TINY))
+        return number(last(probe, image(lowest), high, sums.pivots))
+
+    return lax.cond(asked.nucleus, by_mass, lambda: lowest)
+
+
+def proven_threshold(
+    block: Block, sums: cut_sm90.Kept, mass: jax.Array, dropped: jax.Array, top: jax.Array, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
+    """threshold among what a row's parts have kept, given the row's mass and the largest logit that was dropped; and
+    whether it is that of the row. A search begins above what was dropped: where the sum there falls short of what is
+    asked, the row's threshold may be lower, and nothing is proven."""
+    off, high = jnp.float32(-INFINITY), image(top) + 1
+    all_kept = dropped == off
+    first = jnp.where(all_kept, image(off), image(dropped) + 1)
+    nothing = off, jnp.bool_(False)
+
+    def searched(probe: Probe, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+        reaches = jnp.logical_or(all_kept, probe([low], Area.PROOF)[0][0])
+        return lax.cond(
+            reaches, lambda: (number(last(probe, low, high, sums.pivots)), jnp.bool_(True)), lambda: nothing
+        )
+
+    lowest, proven = lax.cond(
+        asked.limited, lambda: searched(counted(block, sums, asked), first), lambda: (off, jnp.bool_(True))
+    )
+
+    def by_mass() -> tuple[jax.Array, jax.Array]:
+        sums.prepare()
+        low = jnp.maximum(first, image(lowest))
+        kept_mass = lax.cond(asked.limited, lambda: block.sums(sums.masses([lowest]), Area.MASS)[0], lambda: mass)
+        return searched(weighed(block, sums, jnp.maximum(asked.top_p * kept_mass, TINY)), low)
+
+    return lax.cond(jnp.logical_and(proven, asked.nucleus), by_mass, lambda: (lowest, proven))
