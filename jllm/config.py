@@ -87,6 +87,7 @@ class LlamaConfig:
     axis: "MeshAxis | None" = field(
         default=None, repr=False
     )  # of that mesh, in the config of the part that one of its devices computes
+    kv_copies: int = field(default=1, repr=False)  # devices of that axis that have the same KV heads, likewise
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jllm.batch import Chunks, Paged, RaggedBatch, chunk_of_row
 from jllm.cache import with_tails, without_tails
 from jllm.config import LlamaConfig
-from jllm.errors import ConfigError, EvaluationError
+from jllm.errors import EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Cache, Taps, head, head_taps, tapped_backbone
 from jllm.parallel.draws import draw_apart, leaves_parts
@@ -85,8 +85,8 @@ def forward(
     row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts, as
     parallel.draws says."""
     if config.mesh is not None:
-        own = partial(forward, variant=variant, backend=backend)
-        return _per_rank(own, config, variant, hooks=hooks)(params, state, batch)
+        own = partial(_forward_own, variant=variant, backend=backend)
+        return _per_rank(own, config, 2)(params, state, batch, hooks)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
@@ -145,7 +145,7 @@ def sample(
     `draw` under rejection sampling."""
     if config is not None and config.mesh is not None:
         own = partial(_sample_own, variant=variant, backend=backend, draw=draw)
-        return _per_rank(own, config, variant, hooks=hooks)((), state, logits)
+        return _per_rank(own, config, 2)((), state, logits, hooks)
     raw, rows = logits.values, logits.rows
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     each: Sampling = rows.spread(sampling)
@@ -198,9 +198,18 @@ def sample(
     return replace(state, cache=cache, slots=slots, counts=counts, user=user), outputs
 
 
-def _sample_own(params: tuple, state: State, logits: Logits, **options: Any) -> tuple[State, Outputs]:
-    """sample, as per_rank calls functions."""
-    return sample(state, logits, **options)
+def _forward_own(
+    params: Params, state: State, batch: RaggedBatch, hooks: Hooks | None, **options: Any
+) -> tuple[State, Logits]:
+    """forward, as per_rank calls functions."""
+    return forward(params, state, batch, hooks=hooks, **options)
+
+
+def _sample_own(
+    params: tuple, state: State, logits: Logits, hooks: Hooks | None, **options: Any
+) -> tuple[State, Outputs]:
+    """sample, likewise."""
+    return sample(state, logits, hooks=hooks, **options)
 
 
 def draft(
@@ -259,15 +268,9 @@ def draft(
     return replace(state, drafts=drafts, cache=cache)
 
 
-def _per_rank(
-    function: Callable, config: LlamaConfig, variant: Variant, whole: int = 1, hooks: Hooks | None = None
-) -> Callable:
+def _per_rank(function: Callable, config: LlamaConfig, whole: int) -> Callable:
     """function(params, state, ...) of a model on a mesh, which gives a state and what else is whole; `whole` arguments
     follow the state."""
-    if hooks is not None:
-        raise ConfigError("hooks run on one device, and this model is spread over several: load it without mesh")
-    if variant.taps:
-        raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
     return per_rank(function, config, (SPREAD, *[WHOLE] * whole), (SPREAD, WHOLE))
 
 
@@ -288,7 +291,7 @@ def sample_step(
     """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
     if config.mesh is not None:
         own = partial(sample_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        return _per_rank(own, config, variant, 3, hooks)(params, state, batch, logits, drafter)
+        return _per_rank(own, config, 4)(params, state, batch, logits, drafter, hooks)
     state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw, hooks=hooks)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
@@ -319,11 +322,10 @@ def eager_step(
     `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
     if config.mesh is not None:
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        return _per_rank(own, config, variant, 2, hooks)(params, state, batch, drafter)
+        return _per_rank(own, config, 3)(params, state, batch, drafter, hooks)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
-    takes_rows = (
-        variant.takes_rows or hooks is not None or (state.drafts is not None and state.drafts.logits is not None)
-    )
+    rejects = state.drafts is not None and state.drafts.logits is not None
+    takes_rows = variant.takes_rows or variant.taps or hooks is not None or rejects
     parts = draw is draw_tokens and not takes_rows
     state, logits = forward(params, state, batch, **options, hooks=hooks, parts=parts)
     if logits.values.shape[1] != config.vocab_size:

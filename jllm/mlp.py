@@ -25,13 +25,12 @@ def mlp_block(p: Any, x: jax.Array, *, config: LlamaConfig, backend: str | None,
 
 @mlp_block.register
 def _(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str | None, tap: Tap) -> jax.Array:
+    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     if tap.edits_any("mlp_norm", "gate_up", "silu_mul"):
         rows = tap.pass_on("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
         gate_up = tap.pass_on("gate_up", linear(rows, p.gate_up, p.gate_up_bias, backend=backend))
         rows = tap.pass_on("silu_mul", silu_mul_quant(gate_up, backend=backend))
-        more: dict[str, Any] = {"out_dtype": x.dtype, "backend": backend, "parts": config.activation_parts}
-        return linear(rows, p.down, p.down_bias, residual=x, **more)
-    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
+        return linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
     tap("mlp_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
     if fuses_swiglu(x, p.gate_up, p.gate_up_bias, p.down, backend=backend) and not tap.wants("gate_up"):
         rows = norm_swiglu(x, p.norm, p.gate_up, eps=config.norm_eps, backend=backend)

@@ -17,10 +17,10 @@ from jllm.batch import Packed, Paged
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.hooks import Edits, HookRows, make_edits
+from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.linear import embed, linear, norm_linear
 from jllm.mlp import mlp_block
-from jllm.parallel.ranks import WHOLE, per_rank
+from jllm.parallel.ranks import HEADS, WHOLE, per_rank
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
 from jllm.taps import Tap, of_layer, resolve_taps
@@ -41,15 +41,14 @@ def packed_logits(
     backend: str = DIFFERENTIABLE,
 ) -> jax.Array:
     """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap. `edit` is
-    that of jllm.hooks.Hooks, on one device; the slot of its rows is the segment. `backend` is one whose operations have
-    gradients: XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
+    that of jllm.hooks.Hooks; the slot of its rows is the segment. `backend` is one whose operations have gradients:
+    XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
     if config.mesh is not None:
-        if edit:
-            raise EvaluationError(
-                "values inside of a model that is spread over devices: load it without mesh for these"
-            )
-        own = lambda params, batch, config: packed_logits(params, config, batch, backend=backend)  # noqa: E731
-        return per_rank(own, config, (WHOLE,), WHOLE)(params, batch)
+
+        def own(params: Params, batch: Packed, hooks: Hooks, config: LlamaConfig) -> jax.Array:
+            return packed_logits(params, config, batch, hooks.edit, backend=backend)
+
+        return per_rank(own, config, (WHOLE, WHOLE), WHOLE)(params, batch, Hooks(edit))
     edits = None
     if edit:
         edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
@@ -78,7 +77,14 @@ def tapped_backbone(
     names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
     if config.mesh is not None:
-        raise EvaluationError("values inside of a model that is spread over devices: load it without mesh for these")
+
+        def own(
+            params: Params, batch: Packed | Paged, cache: Cache | None, edits: Edits | None, config: LlamaConfig
+        ) -> tuple[jax.Array, Cache | None, Taps]:
+            return tapped_backbone(params, config, batch, cache, taps, backend=backend, edits=edits)
+
+        spread = per_rank(own, config, (WHOLE, HEADS, WHOLE), (WHOLE, HEADS, WHOLE))
+        return spread(params, batch, cache, edits)
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
     x = x if edits is None else edits.apply("embedding", x)
@@ -132,11 +138,14 @@ def head(
 ) -> jax.Array:
     """Logits [T, V] of hidden states [T, E], float32 at least. Not `whole`: a device of a mesh has those of its part of
     the vocabulary."""
+    if config.mesh is not None:
+        own = lambda params, hidden, edits, config: head(params, config, hidden, backend=backend, edits=edits)  # noqa: E731
+        return per_rank(own, config, (WHOLE, WHOLE), WHOLE)(params, hidden, edits)
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
         normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
-        return edits.apply("logits", linear(normed, w, out_dtype=dtype, backend=backend))
+        return edits.apply("logits", whole_rows(linear(normed, w, out_dtype=dtype, backend=backend), config))
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
     return whole_rows(logits, config) if whole else logits
 
@@ -162,7 +171,8 @@ def head_taps(
     """Those of the values that taps name which the head computes, of rows [rows, E]."""
     names, found = resolve_taps(taps, config.num_layers), {}
     if "norm" in names:
-        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
+        weight = params.norm if config.mesh is None else params.norm[0]  # all devices have the same
+        normed = norm_quant(hidden, weight, eps=config.norm_eps, backend=backend)[0]
         found["norm"] = normed if edits is None else edits.apply("norm", normed)
     return found | ({"logits": logits} if "logits" in names else {})
 
@@ -181,7 +191,7 @@ def _layer(
     backend: str | None,
     taps: tuple[str, ...] = (),
 ) -> tuple[jax.Array, KVPages | None, Taps]:
-    tap = Tap(taps, edits)
+    tap = Tap(taps, edits, config)
     options: dict[str, Any] = {"config": config, "backend": backend, "tap": tap}
     x = tap.pass_on("input", x)
     middle, pages = attention_block(p.attention, x, inputs, pages, window=window, **options)

@@ -13,8 +13,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from jllm.errors import EvaluationError
+from jllm.parallel.values import gathered, own_part
 
 if TYPE_CHECKING:
+    from jllm.config import LlamaConfig
     from jllm.hooks import Edits
 
 LAYER = {  # in order of their computation
@@ -46,6 +48,7 @@ class Tap:
 
     names: tuple[str, ...]  # without the layer's prefix
     edits: "Edits | None" = None  # likewise
+    config: "LlamaConfig | None" = None  # of a device's share of a model on a mesh
     found: dict[str, Any] = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
@@ -58,8 +61,10 @@ class Tap:
 
     def pass_on(self, name: str, value: Any) -> Any:
         """The value as the layer goes on with it, which is kept if it is wanted."""
-        if self.edits is not None:
-            value = self.edits.apply(name, value)
+        if self.edits_any(name):
+            assert self.edits is not None
+            whole = self.edits.apply(name, self._whole(name, value))
+            value = whole if self.config is None else own_part(name, whole, self.config)
             self.edited.add(name)
         self(name, lambda: value)
         return value
@@ -73,7 +78,10 @@ class Tap:
     def __call__(self, name: str, value: Callable[[], Any]) -> None:
         """Computes and keeps a value if it is wanted; XLA merges it with what the step computes anyway."""
         if self.wants(name):
-            self.found[name] = value()
+            self.found[name] = self._whole(name, value())
+
+    def _whole(self, name: str, value: Any) -> Any:
+        return value if self.config is None else gathered(name, value, self.config)
 
 
 def tap_names(num_layers: int) -> list[str]:

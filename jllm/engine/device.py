@@ -82,7 +82,7 @@ class Device:
             self._home = next(iter(params.norm.devices()))
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
-        self._drafter, self._hooks = place(drafter_of(options), config, EVERYWHERE), options.hooks
+        self._drafter, self._hooks = (place(x, config, EVERYWHERE) for x in (drafter_of(options), options.hooks))
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
@@ -119,7 +119,7 @@ class Device:
             how = self._config, self._params.dtype, self._options.acceptance
             state = replace(state, drafts=init_drafts(self._drafter, state, *how))
         if self._hooks is not None:
-            state = replace(state, user=self._hooks.start(limits.max_slots))
+            state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, EVERYWHERE))
         return state
 
     def free(self) -> None:

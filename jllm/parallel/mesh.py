@@ -69,6 +69,7 @@ def rank_config(config: LlamaConfig) -> LlamaConfig:
         intermediate_size=config.intermediate_size // n,
         mesh=None,
         axis=mesh_axis(config.mesh),
+        kv_copies=max(1, n // config.num_kv_heads),
     )
 
 

@@ -16,7 +16,7 @@ from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, EvaluationError, SnapshotError
+from jllm.errors import ConfigError, SnapshotError
 from jllm.merge_step import forward, sample, step
 from jllm.parallel import draws
 from jllm.parallel.mesh import spread
@@ -28,7 +28,7 @@ from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
-from jllm.state import Variant, init_state
+from jllm.state import init_state
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import serve
@@ -206,10 +206,6 @@ def test_the_pure_functions():
         _, more = sample(state, logits, config=m.config)
         found.append((outputs.tokens, more.tokens))
     np.testing.assert_array_equal(*found)
-    two = on_mesh(model, 2)
-    state, tapped = init_state(two.config, **sizes), Variant(taps=("norm",))
-    with pytest.raises(EvaluationError, match="load it without mesh"):
-        forward(two.params, state, batch, config=two.config, variant=tapped)
 
 
 @pytest.mark.parametrize(("kind", "devices"), [("draft", 8), ("medusa", 8), ("medusa-own", 2), ("eagle", 2)])

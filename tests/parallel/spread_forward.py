@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jllm import fingerprint
 from jllm.checkpoint import save
-from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
-from jllm.model import Packed, packed_logits, tapped_backbone
+from jllm.errors import CheckpointError, ConfigError, QuantizationError
+from jllm.model import Packed, packed_logits
 from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread
 from jllm.parallel.shares import share_params
 from jllm.pretrained import load
@@ -191,12 +191,6 @@ def test_formats_that_cannot_be_cut():
     layer = with_fields(model.params.layers[0], mlp={"down": ordered})
     with pytest.raises(QuantizationError, match="mlp.down_proj: .* without activation order"):
         share_params(replace(model.params, layers=(layer, model.params.layers[1])), config)
-
-
-def test_values_inside_are_of_one_device():
-    model = on_mesh(model_of(), 2)
-    with pytest.raises(EvaluationError, match="load it without mesh"):
-        tapped_backbone(model.params, model.config, BATCH, None)
 
 
 def test_one_device_computes_what_it_did():
