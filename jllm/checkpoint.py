@@ -24,7 +24,7 @@ from jllm.params import EMBED, HEAD, Params, Weight, matrix_modules
 from jllm.quant.codes import scale_rows
 from jllm.quant.files import arrays, quantization_config
 from jllm.quant.kv_scales import scale_names, tensor_factors
-from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, weight_formats
+from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that_fit, weight_formats
 from jllm.quant.schemes import Formats, Scheme
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
@@ -63,7 +63,7 @@ def load_params(
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
-    formats = {} if scheme is None else scheme.formats(matrix_modules(specs))
+    formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
     total = sum(tensor.nbytes for tensor in stored.values())

@@ -92,8 +92,12 @@ def _of_codes(w: QuantizedWeight, at: Places, shape: tuple[int, ...]) -> list[Su
             assert group is not None, "one scale a row otherwise"
             sums = _share_sums(leaf.swapaxes(1, 2), at, at.column // group, (1, N))
             found.append((f".{name}", (K // group, N), sums))
-    alike = {".columns": own.columns, ".input_scale": own.input_scale}
-    return found + [(name, leaf.shape[1:], _checksum(leaf[0])) for name, leaf in alike.items() if leaf is not None]
+    if own.columns is not None:  # of whole rows on each device, or of its own part
+        order = own.columns[0] if own.columns.shape[1] == K else own.columns.reshape(-1)
+        found.append((".columns", (K,), _checksum(order)))
+    if own.input_scale is not None:
+        found.append((".input_scale", own.input_scale.shape[1:], _checksum(own.input_scale[0])))
+    return found
 
 
 def of_model(params: Params, config: LlamaConfig) -> str:

@@ -64,6 +64,8 @@ def linear(
         each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
         return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
+        if isinstance(w, QuantizedWeight) and w.columns is not None:
+            x, w = _in_order(x, w, axis)
         rows = axis.name if backend == DETERMINISTIC else None
         part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, rows=rows)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
@@ -290,6 +292,15 @@ def embed(
     if isinstance(w, QuantizedWeight):
         return take_rows(w, tokens, dtype)
     return jnp.take(w, tokens, axis=0, mode="clip")
+
+
+def _in_order(x: Rows, w: QuantizedWeight, axis: MeshAxis) -> tuple[jax.Array, QuantizedWeight]:
+    """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
+    of each: any of the whole rows, which all exchange first; and the weight in that order."""
+    assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own are not quantized"
+    assert w.columns is not None
+    rows = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
+    return jnp.take(rows, w.columns, axis=-1), replace(w, columns=None)
 
 
 def _column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:

@@ -43,7 +43,7 @@ from jllm.sampling import sample as draw_tokens
 from jllm.speculative.drafter import Advance, Drafter
 from jllm.speculative.forced import with_forced
 from jllm.speculative.rejection import accept_or_draw, certain
-from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant
+from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Guidance, Outputs, Slots, State, Variant, spread_drafter
 from pallas_kernels.backends import or_xla
 from pallas_kernels.move_tokens import move_tokens
 
@@ -86,7 +86,7 @@ def forward(
     parallel.draws says."""
     if config.mesh is not None:
         own = partial(_forward_own, variant=variant, backend=backend)
-        return _per_rank(own, config, 2)(params, state, batch, hooks)
+        return _per_rank(own, config, WHOLE, WHOLE)(params, state, batch, hooks)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
@@ -145,7 +145,7 @@ def sample(
     `draw` under rejection sampling."""
     if config is not None and config.mesh is not None:
         own = partial(_sample_own, variant=variant, backend=backend, draw=draw)
-        return _per_rank(own, config, 2)((), state, logits, hooks)
+        return _per_rank(own, config, WHOLE, WHOLE)((), state, logits, hooks)
     raw, rows = logits.values, logits.rows
     sampling: Sampling = jax.tree.map(lambda x: x[rows.slot], state.slots.sampling)
     each: Sampling = rows.spread(sampling)
@@ -268,10 +268,10 @@ def draft(
     return replace(state, drafts=drafts, cache=cache)
 
 
-def _per_rank(function: Callable, config: LlamaConfig, whole: int) -> Callable:
-    """function(params, state, ...) of a model on a mesh, which gives a state and what else is whole; `whole` arguments
-    follow the state."""
-    return per_rank(function, config, (SPREAD, *[WHOLE] * whole), (SPREAD, WHOLE))
+def _per_rank(function: Callable, config: LlamaConfig, *inputs: Any) -> Callable:
+    """function(params, state, ...) of a model on a mesh, which gives a state and what else is whole; inputs: what holds
+    of the arguments after the state."""
+    return per_rank(function, config, (SPREAD, *inputs), (SPREAD, WHOLE))
 
 
 def sample_step(
@@ -291,7 +291,8 @@ def sample_step(
     """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
     if config.mesh is not None:
         own = partial(sample_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        return _per_rank(own, config, 4)(params, state, batch, logits, drafter, hooks)
+        spread = _per_rank(own, config, WHOLE, WHOLE, spread_drafter(drafter), WHOLE)
+        return spread(params, state, batch, logits, drafter, hooks)
     state, outputs = sample(state, logits, variant=variant, backend=backend, draw=draw, hooks=hooks)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
@@ -322,7 +323,8 @@ def eager_step(
     `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
     if config.mesh is not None:
         own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        return _per_rank(own, config, 3)(params, state, batch, drafter, hooks)
+        spread = _per_rank(own, config, WHOLE, spread_drafter(drafter), WHOLE)
+        return spread(params, state, batch, drafter, hooks)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
     rejects = state.drafts is not None and state.drafts.logits is not None
     takes_rows = variant.takes_rows or variant.taps or hooks is not None or rejects

@@ -11,7 +11,7 @@ from jllm.cache import KVCache, Tails, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.model import Cache, Taps
-from jllm.parallel.ranks import HEADS, WHOLE, place
+from jllm.parallel.ranks import HEADS, STACKED, WHOLE, place
 from jllm.sampling import Draws, Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
@@ -148,6 +148,11 @@ def init_state(
 
 # What of a State devices of a mesh have by KV heads, and what is alike on all of them.
 SPREAD: Any = State(cache=HEADS, slots=WHOLE, counts=WHOLE, guidance=WHOLE, drafts=WHOLE, user=WHOLE, tails=HEADS)  # type: ignore[arg-type]
+
+
+def spread_drafter(drafter: Drafter | None) -> Any:
+    """What of a drafter devices of a mesh have in shares: a copy's params, as the target's; others are whole."""
+    return replace(drafter, params=STACKED) if isinstance(drafter, QuantizedCopy) else WHOLE  # type: ignore[arg-type]
 
 
 def place_state(state: State, config: LlamaConfig) -> State:

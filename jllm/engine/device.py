@@ -40,7 +40,7 @@ from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages,
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
-from jllm.state import SPREAD, Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state
+from jllm.state import SPREAD, Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state, spread_drafter
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -82,7 +82,9 @@ class Device:
             self._home = next(iter(params.norm.devices()))
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
-        self._drafter, self._hooks = (place(x, config, EVERYWHERE) for x in (drafter_of(options), options.hooks))
+        drafter = drafter_of(options)
+        self._drafter = place(drafter, config, spread_drafter(drafter))
+        self._hooks = place(options.hooks, config, EVERYWHERE)
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params, config)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 from jllm.drafter_files import KINDS, load_drafter
 from jllm.engine.options import check_drafts
 from jllm.errors import ConfigError, DrafterError, QuantizationError
-from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.ngram import NGram
-from jllm.speculative.quantized_copy import ONE_DEVICE, QuantizedCopy
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 
 if TYPE_CHECKING:
@@ -44,18 +43,16 @@ def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafte
     if make := WITHOUT_WEIGHTS.get(name):
         return make() if drafts is None else make(drafts=drafts)
     if kind == "copy" and path:
-        if model.config.mesh is not None:
-            raise DrafterError(ONE_DEVICE)
-        return copy_of(model.params, path, chain(DRAFTS) if tree is None else tree)
+        return copy_of(model, path, chain(DRAFTS) if tree is None else tree)
     if kind not in KINDS or (colon and not path):
         raise ConfigError(f"speculate={name!r} is not known: give one of {', '.join(NAMES)}, or a drafter")
     return load_drafter(kind, path or SHIPPED / FILES[kind], model, tree)
 
 
-def copy_of(params: Params, scheme: str, tree: Tree) -> QuantizedCopy:
+def copy_of(model: "Model", scheme: str, tree: Tree) -> QuantizedCopy:
     """The drafter "copy:SCHEME" of a target. Raises DrafterError for a scheme that is not known or does not fit, or a
     target that is quantized itself."""
     try:
-        return QuantizedCopy(quantize(params, scheme), tree)
+        return QuantizedCopy(quantize(model.params, scheme, config=model.config), tree)
     except QuantizationError as error:
         raise DrafterError(f"copy:{scheme}: {error}") from None

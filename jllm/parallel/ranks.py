@@ -23,21 +23,21 @@ def per_rank(function: Callable, config: LlamaConfig, inputs: tuple, outputs: An
     holds of each argument after params (STACKED, HEADS, WHOLE, or a tree of these), outputs: of the result."""
     run = partial(function, config=rank_config(config))
 
-    def everywhere(params: Any, *arguments: Any) -> Any:
+    def everywhere(*arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
-        specs = jax.tree.leaves(jax.tree.broadcast(inputs, arguments))
+        specs = jax.tree.leaves(jax.tree.broadcast((STACKED, *inputs), arguments))
         some = [i for i, leaf in enumerate(leaves) if leaf.size]  # XLA crashes on empty ones (JAX 0.11.2)
 
-        def one(params: Any, *given: Any) -> Any:
-            own = jax.tree.map(lambda x: x.reshape(x.shape[1:]), params)
+        def one(*given: Any) -> Any:
             found = dict(zip(some, given))
             every = [found[i] if i in found else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
-            return run(own, *jax.tree.unflatten(tree, every))
+            own = [x.reshape(x.shape[1:]) if spec == STACKED else x for x, spec in zip(every, specs)]
+            return run(*jax.tree.unflatten(tree, own))
 
-        options: dict[str, Any] = {"in_specs": (STACKED, *(specs[i] for i in some)), "out_specs": outputs}
+        options: dict[str, Any] = {"in_specs": tuple(specs[i] for i in some), "out_specs": outputs}
         # Unchecked, since values that ranks compute alike are not marked as such.
         spread = jax.shard_map(one, mesh=config.mesh, **options, check_vma=False)
-        return spread(params, *(leaves[i] for i in some))
+        return spread(*(leaves[i] for i in some))
 
     return jax.jit(everywhere)  # shard_map would otherwise compile each operation by itself
 

@@ -18,10 +18,18 @@ from jax.sharding import Mesh, NamedSharding
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.parallel.mesh import SHARED, rank_config
-from jllm.parallel.ranks import STACKED
-from jllm.param_specs import init_params, param_specs
+from jllm.parallel.ranks import STACKED, WHOLE
+from jllm.param_specs import LeafSpec, init_params, param_specs
 from jllm.params import Params, WeightEntry
-from pallas_kernels.quantized_weights import MULTIPLE, QuantizedWeight, group_scales, pack4, padded, unpack4
+from pallas_kernels.quantized_weights import (
+    MULTIPLE,
+    QuantizedWeight,
+    WeightFormat,
+    group_scales,
+    pack4,
+    padded,
+    unpack4,
+)
 
 
 def share_params(params: Params, config: LlamaConfig) -> Params:
@@ -36,12 +44,40 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
     """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
     is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts."""
     if config.mesh is None:
-        size, parts = _shared_columns(entry, config), config.activation_parts
-        if size and parts > 1 and isinstance(leaf, QuantizedWeight) and leaf.format.activations is not None:
-            _check_columns(leaf, size // parts, name, f"each of {parts} activation_parts")
+        parts = config.activation_parts
+        if isinstance(leaf, QuantizedWeight) and not fits(leaf.format, entry, config):
+            raise _cuts_groups(leaf.format, leaf.shape[1] // parts, name, f"each of {parts} activation_parts")
         return leaf
     ranks = range(config.mesh.size)
     return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
+
+
+def whole(leaf: jax.Array, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> jax.Array:
+    """The reverse of share, of a leaf that is not quantized, whose shape is given: on a device of this process, or of
+    each one. Without a mesh the leaf as it is."""
+    if config.mesh is None:
+        return leaf
+    rows, cut = places(entry, config).rows, _columns(entry, config, 0) is not None
+
+    def join(x: jax.Array) -> jax.Array:
+        if cut:
+            return x.swapaxes(0, 1).reshape(shape)
+        return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
+
+    return jax.jit(join, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf).addressable_data(0)
+
+
+def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
+    """What `change` makes of a whole leaf, in shares again."""
+    return share(change(whole(leaf, spec.entry, config, spec.shape)), spec.entry, config, spec.weight or "")
+
+
+def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
+    """Whether no device of the config's mesh, and none of its activation_parts, has a part of a group."""
+    size = _shared_columns(entry, config)
+    parts = config.mesh.size if config.mesh else 1 if fmt.activations is None else config.activation_parts
+    group = fmt.group or fmt.row_group
+    return size is None or parts == 1 or group is None or size // parts % math.lcm(group, MULTIPLE) == 0
 
 
 @jax.tree_util.register_dataclass
@@ -117,32 +153,30 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
     values, scales = w.values[stored], (w.scales if small else group_scales(w))[..., stored]
     steps = w.scale_steps[stored] if small and w.scale_steps is not None else None
     zeros = None if w.zeros is None else w.zeros[..., stored]
+    order = w.columns
     if columns is not None:
-        _check_columns(w, K, name, "a device")
-        first = columns[0]
+        first, group = columns[0], w.format.group or w.format.row_group
+        if group is not None and K % math.lcm(group, MULTIPLE):
+            raise _cuts_groups(w.format, K, name, "a device")
         codes = unpack4(values, signed=False) if w.format.packed else values
         codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
         values = pack4(codes) if w.format.packed else codes
+        order = None if order is None else order[first : first + K]  # of whole rows
         if w.format.group is not None:
             groups = slice(first // w.format.group, (first + K) // w.format.group)
             scales, zeros = scales[groups], None if zeros is None else zeros[groups]
     plain = replace(w.format, double_quant=False)
-    return replace(w, values=values, scales=scales, zeros=zeros, scale_steps=steps, shape=(N, K), format=plain)
+    more: dict[str, Any] = {"zeros": zeros, "scale_steps": steps, "columns": order, "shape": (N, K), "format": plain}
+    return replace(w, values=values, scales=scales, **more)
 
 
-def _check_columns(w: QuantizedWeight, columns: int, name: str, who: str) -> None:
-    """Raises QuantizationError where a weight's columns cannot be cut to this many, which `who` has."""
-    if w.columns is not None:
-        raise QuantizationError(
-            f"{name}: its groups hold inputs in an order of their own, which devices cannot share: "
-            "quantize without activation order (desc_act)"
-        )
-    group = w.format.group or w.format.row_group
-    if group is not None and columns % math.lcm(group, MULTIPLE):
-        least = 8 if w.format.group else MULTIPLE
-        fits = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
-        why = f"groups of {', '.join(map(str, fits))} would fit" if fits else "a format with a scale a row would fit"
-        raise QuantizationError(f"{name}: {w.format.name} has groups of {group}, and {who} {columns} inputs; {why}")
+def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> QuantizationError:
+    """For a weight whose groups `who`, which has this many columns, would have parts of."""
+    least = 8 if fmt.group else MULTIPLE
+    found = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
+    why = f"groups of {', '.join(map(str, found))} would fit" if found else "a format with a scale a row would fit"
+    group = fmt.group or fmt.row_group
+    return QuantizationError(f"{name}: {fmt.name} has groups of {group}, and {who} {columns} inputs; {why}")
 
 
 def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[Params], Params]) -> Params:

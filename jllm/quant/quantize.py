@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
+from jllm.parallel.shares import fits, on_whole
+from jllm.param_specs import LeafSpec, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
 from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
@@ -17,8 +20,11 @@ from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, enco
 DELAY = 2  # seconds after which a progress bar shows
 
 
-def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> Params:
-    """`params` with the weights that the scheme names in its formats, rounded to nearest.
+def quantize(
+    params: Params, scheme: str | Scheme, *, donate: bool = False, config: LlamaConfig | None = None
+) -> Params:
+    """`params` with the weights that the scheme names in its formats, rounded to nearest. With a config formats are
+    those that fit its mesh or its activation_parts, and of params on that mesh each weight is quantized whole.
 
     With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
     weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
@@ -26,14 +32,22 @@ def quantize(params: Params, scheme: str | Scheme, *, donate: bool = False) -> P
     NaN or infinity.
     """
     formats = formats_by_weight(params, scheme)
-    check_shapes(params, formats)
+    specs: dict[str, LeafSpec] = {}
+    if config is None:
+        check_shapes(params, formats)
+    else:
+        specs, formats = weight_specs(config), that_fit(formats, config)
+        check_shapes(param_specs(replace(config, tie_embeddings=params.head is None)), formats)
     count = sum(bool(wanted) for wanted in formats.values())
     with tqdm(total=count, desc="quantizing", unit="weight", delay=DELAY, leave=False, disable=None) as bar:
 
         def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
             if not wanted:
                 return leaf
-            quantized = quantize_weight(name, leaf, wanted)
+            if config is None:
+                quantized: Weight = quantize_weight(name, leaf, wanted)
+            else:
+                quantized = on_whole(partial(quantize_weight, name, formats=wanted), leaf, specs[name], config)
             bar.update()
             return quantized
 
@@ -78,6 +92,16 @@ def map_weights(
     kept = separate and not formats[HEAD]  # the embedding's source is the head now
     embed = convert(EMBED, params.embed, formats.get(EMBED, ())) if kept else one(EMBED, params.embed)
     return map_linears(one, replace(params, embed=embed, head=head))
+
+
+def that_fit(formats: Mapping[str, Formats], config: LlamaConfig) -> dict[str, Formats]:
+    """Those of each weight's formats whose groups the config's mesh or activation_parts would not cut; all where there
+    are none, which is an error once the weight is cut."""
+    specs = weight_specs(config)
+    return {
+        name: tuple(fmt for fmt in wanted if fits(fmt, specs[name].entry, config)) or wanted
+        for name, wanted in formats.items()
+    }
 
 
 def check_shapes(params: Params, formats: Mapping[str, Formats]) -> None:

@@ -10,7 +10,7 @@ after rotary embedding, and the down projection's input, take a rotation as the 
 A Rotation of any orthonormal matrices does the same in their place; calibration.learn_rotation learns one (SpinQuant).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import QuantizationError
+from jllm.parallel.shares import share, whole
+from jllm.param_specs import param_specs
 from jllm.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import ROTATIONS, Scheme, find_scheme
@@ -34,7 +36,8 @@ def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = Fal
     """The model rotated as the scheme says, and then rounded as quantize does. Leaves may be jax.ShapeDtypeStruct."""
     scheme = find_scheme(scheme)
     turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
-    return replace(turned, params=quantize(turned.params, replace(scheme, rotate=None), donate=donate))
+    params = quantize(turned.params, replace(scheme, rotate=None), donate=donate, config=turned.config)
+    return replace(turned, params=params)
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +51,8 @@ class Rotation:
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
     """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
-    Leaves may be jax.ShapeDtypeStruct. Raises QuantizationError for quantized models, those on a mesh, and layers of
-    other kinds."""
+    Leaves may be jax.ShapeDtypeStruct. On a mesh a layer at a time is whole on a device. Raises QuantizationError for
+    quantized models, and layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
@@ -82,8 +85,6 @@ def check_rotates(model: "Model") -> None:
     """Raises QuantizationError for a model that cannot be rotated."""
     if quantized := weight_formats(model.params):
         raise QuantizationError(f"{next(iter(quantized))} is quantized: only wide weights can be rotated")
-    if model.config.mesh is not None:
-        raise QuantizationError("a model on a mesh cannot be rotated: rotate and save it on one device first")
     for part in (part for layer in model.params.layers for part in (layer.attention, layer.mlp)):
         if not isinstance(part, AttentionParams | MLPParams):
             raise QuantizationError(f"{type(part).__name__}: this kind of layer cannot be rotated")
@@ -94,11 +95,23 @@ def _turned(model: "Model", stream: Any, values: Sequence[Any]) -> "Model":
     c, p = model.config, model.params
     abstract = isinstance(p.embed, jax.ShapeDtypeStruct)
     one = partial(_rotate_layer, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
-    run = jax.eval_shape if abstract else lambda function, *args: function(*args)
-    layers = tuple(run(one, layer, stream, own) for layer, own in zip(p.layers, values))
+    specs = param_specs(replace(c, tie_embeddings=p.head is None))
+    untied = param_specs(replace(c, tie_embeddings=False))
+
+    def run(function: Callable, part: Any, spec: Any, turned: Any, *by: Any) -> Any:
+        """function(part, *by), of a part of the params, and of the result, whose specs these are."""
+        if abstract:
+            return jax.eval_shape(function, part, *by)
+        if c.mesh is None:
+            return function(part, *by)
+        part = jax.tree.map(lambda of, leaf: whole(leaf, of.entry, c, of.shape), spec, part)
+        return jax.tree.map(lambda of, leaf: share(leaf, of.entry, c), turned, function(part, *by))
+
+    layers = tuple(run(one, p.layers[i], spec, spec, stream, values[i]) for i, spec in enumerate(specs.layers))
     if stream is None:
         return replace(model, params=replace(p, layers=layers))
-    turned = run(_rotate_ends, replace(p, layers=()), stream)
+    ends = (replace(of, layers=()) for of in (p, specs, untied))
+    turned = run(_rotate_ends, *ends, stream)
     return replace(model, params=replace(turned, layers=layers), config=replace(c, tie_embeddings=False))
 
 

@@ -5,6 +5,7 @@ and no prompts to compute. K and V of its drafts take the places where the targe
 or of others, before it reads them.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,21 +16,18 @@ from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.model import backbone, head
+from jllm.parallel.mesh import ranks_of
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import draft_levels, first_pass, newest_segments, nothing_drafted
 from jllm.speculative.tree import Tree, chain
 
-ONE_DEVICE = (
-    "a quantized copy drafts on one device, and this model is spread over several: take ngram, a draft model, Medusa "
-    "or EAGLE heads, or load the model without mesh"
-)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedCopy:
-    """A Drafter of the target's weights in fewer bits, with the target's config. It remembers nothing."""
+    """A Drafter of the target's weights in fewer bits, with the target's config. It remembers nothing. On a mesh each
+    device has its share of the copy."""
 
     params: Params
     tree: Tree = field(default=chain(4), metadata={"static": True})
@@ -37,13 +35,13 @@ class QuantizedCopy:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, tuple[()]]:
-        """No pools and no memory. Raises DrafterError for a copy of a model of other shapes, and on a mesh."""
-        if config.mesh is not None:
-            raise DrafterError(ONE_DEVICE)
-        found = len(self.params.layers), *self.params.embed.shape
-        wanted = config.num_layers, config.vocab_size, config.hidden_size
+        """No pools and no memory. Raises DrafterError for a copy of a model of other shapes, or on other devices."""
+        devices = math.prod(self.params.norm.shape[:-1])
+        ranks = ranks_of(config) if config.axis is None else devices  # a device's part was checked with the whole
+        found = len(self.params.layers), *self.params.embed.shape[-2:], devices
+        wanted = config.num_layers, -(-config.vocab_size // ranks), config.hidden_size, ranks
         if found != wanted or self.params.dtype != dtype:
-            said = "{} layers, {} tokens and {} columns"
+            said = "{} layers, {} tokens and {} columns on each of {} devices"
             raise DrafterError(
                 f"the copy is of a model of {said.format(*found)} in {self.params.dtype}, its target has "
                 f"{said.format(*wanted)} in {dtype}: quantize the target's own params"

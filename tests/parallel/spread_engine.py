@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jllm import fingerprint
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
-from jllm.engine.drafters import find_drafter
+from jllm.engine.drafters import copy_of, find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, SnapshotError
+from jllm.errors import DrafterError, SnapshotError
 from jllm.merge_step import forward, sample, step
 from jllm.parallel import draws
 from jllm.parallel.mesh import spread
@@ -208,21 +208,29 @@ def test_the_pure_functions():
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("draft", 8), ("medusa", 8), ("medusa-own", 2), ("eagle", 2)])
-def test_drafters_are_whole_on_every_device(kind, devices):
-    """And draft what they draft on one: as many tokens are accepted."""
+KINDS = {"copy": 8, "copy tree": 2, "draft": 8, "medusa": 8, "medusa-own": 2, "eagle": 2}
+
+
+@pytest.mark.parametrize(("kind", "devices"), KINDS.items())
+def test_drafters(kind, devices):
+    """Draft what they draft on one device: as many tokens are accepted."""
     model = model_of()
     c, key, dtype = model.config, jax.random.key(3), jnp.float64
-    drafter = {
+    copies = {
+        "copy": lambda model: find_drafter("copy:w8a16", model, 2),
+        "copy tree": lambda model: copy_of(model, "w4a16-g32", Tree((0, 0, 1))),
+    }
+    drafters = {
         "draft": lambda: DraftModel(model.params, c, chain(2)),
         "medusa": lambda: init_medusa(c, key, chain(2), dtype),
         "medusa-own": lambda: init_medusa(c, key, Tree((0, 0, 1)), dtype, own=True),
         "eagle": lambda: init_eagle(c, key, chain(2), dtype),
-    }[kind]()
-    rows = drafter.tree.size
-    drafted = {"speculate": drafter, "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, rows))}
+    }
     asked, found = [replace(p, max_new_tokens=8) for p in ASKED], []
     for m in (model, on_mesh(model, devices)):
+        drafter = copies[kind](m) if kind in copies else drafters[kind]()
+        rows = drafter.tree.size
+        drafted = {"speculate": drafter, "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, rows))}
         engine = Engine(m, **(SIZES | drafted))
         for prompt, params in zip(PROMPTS, asked):
             engine.submit(prompt, params)
@@ -232,13 +240,10 @@ def test_drafters_are_whole_on_every_device(kind, devices):
     assert found[0][0] == tokens(model, asked)
 
 
-def test_a_copy_drafts_on_one_device():
-    two = on_mesh(model_of(), 2)
+def test_a_copy_on_other_devices_than_its_target():
     copy = QuantizedCopy(model_of().params, chain(1))
-    with pytest.raises(ConfigError, match="a quantized copy drafts on one device, .* load the model without mesh"):
-        init_state(two.config, slots=1, num_pages=2, drafter=copy)
-    with pytest.raises(ConfigError, match="a quantized copy drafts on one device"):
-        find_drafter("copy:w8a16", two)
+    with pytest.raises(DrafterError, match="on each of 1 devices in float64, its target has .* on each of 2 devices"):
+        init_state(on_mesh(model_of(), 2).config, slots=1, num_pages=2, drafter=copy, dtype="float64")
 
 
 def test_the_command(tmp_path, capsys):

@@ -17,11 +17,13 @@ from jllm.errors import CheckpointError, ConfigError, QuantizationError
 from jllm.model import Packed, packed_logits
 from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread
 from jllm.parallel.shares import share_params
+from jllm.params import matrices, with_matrices
 from jllm.pretrained import load
 from jllm.quant.quantize import quantize, quantize_weight
 from jllm.quant.schemes import parse_formats
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.all_reduce.reference import all_reduce as reference
+from pallas_kernels.quantized_weights import encode_with, fit_scales, grouped, parse_weight_format
 from pallas_kernels.sample.noise import _high as high
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import with_fields
@@ -112,13 +114,12 @@ def test_loading_cuts_each_weight_as_it_is_read(tmp_path):
     coded = load(tmp_path, mesh=2, quantize="w8a16")
     wanted = on_mesh(replace(model, params=quantize(model.params, "w8a16")), 2)
     jax.tree.map(np.testing.assert_array_equal, coded.params, wanted.params)
-    said = r"0.self_attn.o_proj: w8a8-act-g128 .*each of 4 .*_parts 32 inputs;.*32"
-    for scheme in ("w8a8-groups", "w8a8-groups+rotate-kv"):
-        with pytest.raises(QuantizationError, match=said):
-            load(tmp_path, quantize=scheme, activation_parts=4)
-    grouped = replace(model, params=quantize(model.params, "w8a8-groups"))
+    said = r"0.self_attn.o_proj: w8a8-act-g64 .*each of 4 .*_parts 32 inputs;.*32"
     with pytest.raises(QuantizationError, match=said):
-        replace(grouped, config=replace(model.config, activation_parts=4))
+        load(tmp_path, quantize="w8a8-act-g64", activation_parts=4)
+    groups = replace(model, params=quantize(model.params, "w8a8-act-g64"))
+    with pytest.raises(QuantizationError, match=said):
+        replace(groups, config=replace(model.config, activation_parts=4))
     with pytest.raises(CheckpointError, match="load the model without mesh to save it"):
         save(tmp_path, found.params, found.config)
 
@@ -186,11 +187,36 @@ def test_formats_that_cannot_be_cut():
     groups = quantize(model.params, "w8a8-groups")
     with pytest.raises(QuantizationError, match="o_proj: w8a8-act-g128 has groups of 128, .* groups of 32 would fit"):
         share_params(groups, config)
-    down = params.layers[0].mlp.down
-    ordered = replace(down, columns=jnp.arange(down.shape[1], dtype=jnp.int32))
-    layer = with_fields(model.params.layers[0], mlp={"down": ordered})
-    with pytest.raises(QuantizationError, match="mlp.down_proj: .* without activation order"):
-        share_params(replace(model.params, layers=(layer, model.params.layers[1])), config)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_an_order_of_inputs_of_its_own(devices):
+    """As GPTQ's with activation order has: any input may be in any group, and so on any device."""
+    model, rng = model_of(head_dim=32), np.random.default_rng(1)
+    fmt = parse_weight_format("w4a16-g32")
+
+    def ordered(w):
+        scales, zeros = fit_scales(grouped(w, fmt), fmt)
+        return encode_with(w, scales, zeros, fmt, columns=jnp.asarray(rng.permutation(w.shape[1]), jnp.int32))
+
+    layers = tuple(with_matrices(layer, jax.tree.map(ordered, matrices(layer))) for layer in model.params.layers)
+    model = replace(model, params=replace(model.params, layers=layers))
+    check(model, devices)
+    shared = on_mesh(model, devices)
+    assert fingerprint.of_shares(shared.params, shared.config) == fingerprint.of_params(model.params)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16+rotate-kv", "w4a16-g32+rotate-all", "w8a8-groups"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rotated_and_quantized_as_on_one_device(tmp_path, scheme, tied):
+    """And with groups that fit each part, where those of the scheme would be cut."""
+    model = model_of("float32", tie_embeddings=tied)
+    save(tmp_path, model.params, model.config)
+    found = load(tmp_path, mesh=4, quantize=scheme)
+    one = load(tmp_path, quantize=scheme, activation_parts=4)
+    wanted = share_params(one.params, replace(found.config, tie_embeddings=one.config.tie_embeddings))
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted)
+    assert found.config.tie_embeddings == one.config.tie_embeddings
 
 
 def test_one_device_computes_what_it_did():

@@ -39,7 +39,7 @@ def test_no_pool_is_copied(name, kv_cache):
     tree = Tree((0, 0, 1, 1)) if name == "tree" else chain(3)
     drafter = NGram(3) if name == "ngram" else DraftModel(draft.params, draft.config, tree)
     if name == "copy":
-        drafter = copy_of(model.params, "w8a16", tree)
+        drafter = copy_of(model, "w8a16", tree)
     sizes = {"slots": 4, "num_pages": PAGES, "page_size": 8, "dtype": "float32", "kv_cache": kv_cache}
     state = init_state(model.config, **sizes, drafter=drafter)
     layout = Layout(Bucket(4, 0, 0, tree.size), 8)
@@ -59,7 +59,7 @@ def test_no_pool_is_copied(name, kv_cache):
 def test_a_copy_at_rest_computes_nothing(monkeypatch):
     """It has no K and V of its own to keep up with the target's, as a draft model has."""
     model = tiny_model()
-    drafter = copy_of(model.params, "w8a16", chain(3))
+    drafter = copy_of(model, "w8a16", chain(3))
     state = init_state(model.config, slots=4, num_pages=PAGES, page_size=8, dtype="float32", drafter=drafter)
     layout = Layout(Bucket(4, 0, 0), 8)
     batch = layout.unpack(jnp.zeros(layout.size, jnp.int32))

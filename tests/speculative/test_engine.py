@@ -43,8 +43,8 @@ EVERY = {
     "medusa": lambda: init_medusa(CONFIG, KEY, chain(3), "float64"),
     "medusa tree": lambda: init_medusa(CONFIG, KEY, Tree((0, 0, 1, 1, 2)), "float64"),
     "ngram": lambda: NGram(3, shortest=1),
-    "copy": lambda: copy_of(tiny_model("float64").params, "w8a16", chain(3)),
-    "copy tree": lambda: copy_of(tiny_model("float64").params, "w8a8", BUSHY),
+    "copy": lambda: copy_of(tiny_model("float64"), "w8a16", chain(3)),
+    "copy tree": lambda: copy_of(tiny_model("float64"), "w8a8", BUSHY),
 }
 
 
