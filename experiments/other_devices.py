@@ -1,4 +1,5 @@
-"""What decode steps should take under backend "triton" on GPUs that nobody measured: an estimate, and labelled as one.
+"""What decode steps should take under backend "triton" on GPUs that were never measured: an estimate, and labelled as
+one.
 
     python -m experiments.other_devices --devices a100-sxm-80gb a10 rtx-4090 --batch 1 16 64
 

@@ -1,4 +1,4 @@
-"""The estimate of decode steps on devices that nobody measured."""
+"""The estimate of decode steps on devices that were never measured."""
 
 import json
 

@@ -153,7 +153,7 @@ def test_every_kind_of_tile_lowers_for_cuda():
 
 
 def test_the_chosen_configurations_fit():
-    """Any M, and shapes that nobody measured."""
+    """Any M, and shapes that were never timed."""
     kernels = set()
     for m in (1, 16, 64, 100, 128, 256):
         for n, k, dtype, out in (

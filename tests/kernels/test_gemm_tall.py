@@ -119,7 +119,7 @@ def test_every_tile_lowers_for_cuda(config):
 
 
 def test_the_chosen_configurations_fit():
-    """With all that can be added, or nothing; shapes that nobody measured, too."""
+    """With all that can be added, or nothing; shapes that were never timed, too."""
     every = "x_scale", "w_scale", "bias", "residual"
     for m, n, k in product((65, 128, 512, 1024, 4096), (32, 96, 4096, 22016, 28672), (32, 160, 4096, 11008)):
         config = choose_config(m, n, k)
