@@ -5,7 +5,9 @@ import math
 import os
 from collections.abc import Iterable
 
-from experiments.steps.floors import HBM
+import jax
+
+from experiments.steps.devices import Ceilings, ceilings_of
 from jllm.errors import ConfigError, QuantizationError
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 
@@ -45,7 +47,17 @@ def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: 
     """How steps are timed, and what their floor is held against."""
     parser.add_argument("--steps", type=positive, default=steps, help="timed together, at least")
     parser.add_argument("--repeats", type=positive, default=repeats, help="runs, of which the fastest counts")
-    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    add_bandwidth(parser)
+
+
+def add_bandwidth(parser: argparse.ArgumentParser) -> None:
+    """What floors count with in place of the device's own bandwidth."""
+    parser.add_argument("--bandwidth", type=float, help="bytes a second (default: the device's, of configs/devices)")
+
+
+def ceilings_here(args: argparse.Namespace) -> Ceilings:
+    """Those of the device that runs, with the --bandwidth that was asked for."""
+    return ceilings_of(jax.devices()[0].device_kind, args.bandwidth)
 
 
 def claim_memory() -> None:

@@ -1,28 +1,34 @@
 """A device's ceilings: the best rates of memory, products and causal attention that anything here reaches on it.
 
     python -m experiments.ceilings
+    python -m experiments.ceilings --keep experiments/results/ceilings-20261126-h200.json
 
 Each row is one kernel, or the few that XLA makes of one function, on operands that no cache holds, by the profiler's
-record of the device. The best of each quantity is what configs/devices/*.json calls measured, and what a floor counts
-with (experiments/steps/floors.py).
+record of the device. The best of each quantity is what configs/devices/*.json calls measured, where --keep writes it,
+and what a floor counts with (experiments/steps/floors.py).
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.arguments import claim_memory, positive
-from experiments.result_file import Row, command_line, record
+from experiments.report.documents import result_of
+from experiments.result_file import Row, command_line, record, refusing
+from experiments.steps.devices import KINDS, SHEETS, device_sheets
 from experiments.steps.timer import compile_ahead
-from pallas_kernels.bench.command import add_result_options, interruptible
+from jllm.errors import ConfigError
+from pallas_kernels.bench.command import add_result_options
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
@@ -115,6 +121,28 @@ def best(rows: list[Row]) -> dict[str, float]:
     return found
 
 
+def keep(path: Path, sheets: Path = SHEETS) -> Path:
+    """Writes the best rates of a result to the sheet of its device, and says which that is. Raises InputFileError where
+    the file is no such result, and ConfigError where no sheet is of its device or a rate is missing."""
+    document = result_of(path, "ceilings")
+    found, device = best(document["rows"]), document["device"]
+    name = next((name for name, sheet in device_sheets().items() if sheet.device_kind == device), None)
+    if name is None:
+        raise ConfigError(f"{path.name}: no data sheet of {sheets.name}/ has the device_kind {device!r}")
+    if lacking := {"bandwidth", "attention", "bf16"} - found.keys():
+        raise ConfigError(f"{path.name}: has no rate of {', '.join(sorted(lacking))}")
+    measured = {
+        "bandwidth_gb_s": round(found["bandwidth"] / 1e9),
+        "dense_tflops": {kind: round(found[kind] / 1e12, 1) for kind in KINDS if kind in found},
+        "attention_tflops": round(found["attention"] / 1e12, 1),
+        "source": f"experiments/results/{path.name}",
+    }
+    sheet = sheets / f"{name}.json"
+    given = json.loads(sheet.read_text(encoding="utf-8"))
+    sheet.write_text(json.dumps(given | {"measured": measured}, indent=2) + "\n", encoding="utf-8")
+    return sheet
+
+
 def _row_sums(table: jax.Array) -> jax.Array:
     return table.sum(1, dtype=jnp.float32)
 
@@ -139,12 +167,16 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, dtype)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=positive, default=16, help="that compile")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="of a result, in configs/devices; measure nothing")
     add_result_options(parser)
     args = parser.parse_args(argv)
+    if args.keep:
+        print(f"{args.keep.name} -> {keep(args.keep)}")
+        return 0
     claim_memory()
     rows = measure(list(subjects(Sizes())), args.threads)
     return record(args, "ceilings", command_line("ceilings", argv), rows)

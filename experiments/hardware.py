@@ -29,9 +29,19 @@ from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, tri
 from experiments.report.documents import read_result, result_of
 from experiments.report.svg import svg, without_matplotlib_said
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
-from experiments.steps.cost_model import RESULTS, Row, Shares, calibrated, fit, model_shapes, newest, recorded_steps
+from experiments.steps.cost_model import (
+    RESULTS,
+    Row,
+    Shares,
+    calibrated,
+    fit,
+    model_shapes,
+    newest,
+    recorded_steps,
+    reference_floor,
+)
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
-from experiments.steps.floors import make_floor, step_work
+from experiments.steps.floors import step_work
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
@@ -69,8 +79,8 @@ def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
     name, document = found
     model = model_shapes(MODEL)
     rows = [{key: v for key, v in r.items() if key != "backend"} for r in document["rows"] if r["backend"] == "xla"]
-    steps, floor = recorded_steps({"rows": rows}), make_floor(model.params, model.config)
-    plain = fit(steps, floor, kv_token_bytes(model.config), f"{name}, xla")
+    steps = recorded_steps({"rows": rows})
+    plain = fit(steps, reference_floor(model), kv_token_bytes(model.config), f"{name}, xla")
     return {"mosaic": calibrated(None, results), "triton": triton_shares(results), "xla": plain}
 
 
@@ -123,7 +133,7 @@ def checks(shares: dict[str, Shares], results: Path = RESULTS) -> Iterator[Row]:
         for path in sorted(results.glob(f"{name}-{'[0-9]' * 8}-{device}.json"))[-1:]:
             cost = cost_on(device_sheet(sheet), model, shares[backend])
             for row in read_result(path)["rows"]:
-                if "decode_ms" not in row or row.get("devices", 1) != 1 or row["model"] != MODEL:
+                if "decode_ms" not in row or row.get("devices", 1) != 1 or row.get("model") != MODEL:
                     continue
                 batch, context = row["batch"], row.get("context") or row["input"] + row["output"] // 2
                 ms = 1e3 * cost.seconds(step_work(batch, batch * context))

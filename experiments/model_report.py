@@ -30,12 +30,12 @@ from experiments import quant_accuracy
 from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
-from experiments.other_devices import MEASURED, floor_on
+from experiments.other_devices import floor_on
 from experiments.qps import token_bytes
 from experiments.report.svg import svg
 from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
-from experiments.steps.devices import DeviceSheet, device_sheet
+from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
 from experiments.steps.floors import step_work
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint import init_params
@@ -264,7 +264,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
     parser.add_argument("--schemes", nargs="+", help=f"of weights (default: {', '.join(SCHEMES)}, where they fit)")
     parser.add_argument("--kv", nargs="+", help=f"formats of K and V (default: {', '.join(KV)}, where they fit)")
-    parser.add_argument("--device", default=MEASURED, help="whose steps are estimated: a file of configs/devices")
+    parser.add_argument("--device", default=REFERENCE, help="whose steps are estimated: a file of configs/devices")
     parser.add_argument("--sequences", type=positive, default=8, help="that are held and decode together")
     parser.add_argument("--context", type=positive, help="tokens of each (default: the model's context, 4096 at most)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")

@@ -19,15 +19,24 @@ from typing import Any
 
 from experiments.arguments import positive
 from experiments.result_file import command_line, record, rounded
-from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, Shares, fit, model_shapes, recorded_steps
-from experiments.steps.devices import DeviceSheet, device_sheet
-from experiments.steps.floors import ATTENTION_PEAK, HBM, PEAKS, Floor, make_floor, step_work
+from experiments.steps.cost_model import (
+    CONFIGS,
+    RESULTS,
+    CostModel,
+    Row,
+    Shares,
+    fit,
+    model_shapes,
+    recorded_steps,
+    reference_floor,
+)
+from experiments.steps.devices import REFERENCE, Ceilings, DeviceSheet, device_sheet
+from experiments.steps.floors import Floor, make_floor, step_work
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
 
-MEASURED = "h200-sxm"  # the device of the figures in floors.py
 MEMORY_SHARE = 0.9
 
 
@@ -38,8 +47,7 @@ def triton_shares(results: Path = RESULTS) -> Shares:
         rows = [row for row in document["rows"] if row.get("backend") == "triton"]
         (name,) = {row["model"] for row in rows}
         model = model_shapes(name)
-        floor = make_floor(model.params, model.config)
-        return fit(recorded_steps({"rows": rows}), floor, kv_token_bytes(model.config), path.name)
+        return fit(recorded_steps({"rows": rows}), reference_floor(model), kv_token_bytes(model.config), path.name)
     raise InputFileError(f"{results}: no decode_step-triton-DATE-h200.json to take shares of the floor from")
 
 
@@ -51,16 +59,18 @@ def kv_token_bytes(config: Any) -> int:
 def floor_on(sheet: DeviceSheet, model: Model) -> Floor:
     """The floor of steps on a device that reaches as much of its sheet as an H200 does of its own. Raises KeyError for
     weights whose arithmetic the device does not have."""
-    own = device_sheet(MEASURED)
+    own = device_sheet(REFERENCE)
     kinds = {
         kind: sheet.dense_tflops[kind] / own.dense_tflops[kind]
         for kind in ("int8", "fp8")
         if kind in sheet.dense_tflops
     }
     of_peak = {None: sheet.peak16 / own.peak16} | kinds
-    peaks = {kind: PEAKS[kind] * share for kind, share in of_peak.items()}
-    bandwidth = HBM / own.bandwidth * sheet.bandwidth
-    return make_floor(model.params, model.config, bandwidth, peaks, ATTENTION_PEAK * of_peak[None])
+    best = own.ceilings
+    peaks = {kind: best.peaks[kind] * share for kind, share in of_peak.items()}
+    bandwidth = best.bandwidth / own.bandwidth * sheet.bandwidth
+    source = f"the data sheet of {sheet.name}, at the shares that {own.name} reached of its own"
+    return make_floor(model.params, model.config, Ceilings(bandwidth, peaks, best.attention * of_peak[None], source))
 
 
 def cost_on(sheet: DeviceSheet, model: Model, shares: Shares) -> CostModel:

@@ -38,12 +38,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.arguments import MEMORY_SHARE, claim_memory, positive, scheme_name
+from experiments.arguments import MEMORY_SHARE, add_bandwidth, ceilings_here, claim_memory, positive, scheme_name
 from experiments.baselines import BASELINES, engine_with
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.steps import peers, wire
 from experiments.steps.bars import OWN, of_own_kernels
-from experiments.steps.floors import HBM, make_floor, workload_seconds
+from experiments.steps.floors import make_floor, workload_seconds
 from experiments.steps.words import ENDLESS, is_guided, words_tokenizer
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.checkpoint import init_params
@@ -62,6 +62,7 @@ from jllm.params import Params
 from jllm.pretrained import Model, load
 from jllm.quant.quantize import quantize
 from jllm.state import Outputs
+from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options
 
 Row = dict[str, Any]
@@ -328,7 +329,7 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
     note(f"served {warmed} requests to warm up")
     least = None
     if args.rate is None:
-        floor = make_floor(model.params, model.config, args.bandwidth)
+        floor = make_floor(model.params, model.config, ceilings_here(args))
         lengths = [(r.prompt, r.output) for r in requests]
         least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
         least /= args.replicas or 1
@@ -397,7 +398,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     if "host_us" in row:
         yield bar(f"{where}, host work a running request a step", row["host_us"], "us", 5.0, most=True)
     elif found := BARS.get((row["scheme"], row["kv"].replace("bfloat16", "bf16"))):
-        yield bar(f"{where}, requests a second", row["qps"], "1/s", found[0])
+        yield bar(f"{where}, requests a second", row["qps"], "1/s", found[0], of=H200)
         if vllm := [each["qps"] for each in rows if each.get("peer") == "vLLM" and "qps" in each]:
             yield bar(f"{where}, times as many as vLLM", round(row["qps"] / max(vllm), 3), "1", found[1])
     if "triton" in last:
@@ -449,7 +450,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, choices in BASELINES.items():
         parser.add_argument(f"--{name}", choices=choices, default=choices[0])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
-    parser.add_argument("--bandwidth", type=float, default=HBM, help="bytes a second (default: an H200's, measured)")
+    add_bandwidth(parser)
     parser.add_argument(
         "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, in place of a model"
     )
@@ -507,7 +508,9 @@ def main(argv: list[str] | None = None) -> int:
     beside = serve_peers(requests, args) if args.peers else []
     rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
     command = command_line("qps", argv)
-    return record(args, name_of(args), command, chain(rows, beside), bars=bars, shown=lambda row: "peer" not in row)
+    about = {} if args.rate is not None or args.url is not None else {"ceilings": ceilings_here(args).document}
+    found = chain(rows, beside)
+    return record(args, name_of(args), command, found, bars=bars, shown=lambda row: "peer" not in row, **about)
 
 
 if __name__ == "__main__":

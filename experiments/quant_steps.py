@@ -6,7 +6,7 @@
 Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
 KV format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding: every slot at
 --context tokens of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of
---repeats. Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py, at --bandwidth.
+--repeats. Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py on this device.
 
 What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
 itself. Files are read through rows_of(path). --draw FILE.json draws a run's crossover as SVG beside it.
@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import add_timing_options, check_draws_only, positive, scheme_name
+from experiments.arguments import add_timing_options, ceilings_here, check_draws_only, positive, scheme_name
 from experiments.report.svg import svg
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
@@ -46,6 +46,7 @@ from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from pallas_kernels.backends import on_hopper
+from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 Row = dict[str, Any]
@@ -140,7 +141,8 @@ def row(
 ) -> Row:
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
-    floor = make_floor(params, config, args.bandwidth).of(work, page_bytes(config, params.dtype, PAGE, case.kv) / PAGE)
+    token_bytes = page_bytes(config, params.dtype, PAGE, case.kv) / PAGE
+    floor = make_floor(params, config, ceilings_here(args)).of(work, token_bytes)
     found: Row = {"scheme": scheme_name(case.scheme), "batch": case.batch, "kv": case.kv, "T": tokens}
     found |= {"backend": args.backend} if args.backend else {}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
@@ -185,7 +187,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
         if "decode_ms" in r:
             yield from decode_bars(f"decode, {where}", r)
             if (r["scheme"], r["kv"], r["batch"]) == ("w4a16-g128", "bf16", 1) and of_own_kernels(r):
-                yield bar(f"decode, {where}", r["decode_ms"], "ms", W4A16_MS, most=True)
+                yield bar(f"decode, {where}", r["decode_ms"], "ms", W4A16_MS, most=True, of=H200)
         if "prefill_ms" in r:
             yield from prefill_bars(f"prefill, {where}", r, r["T"], r["floor_fraction"])
             if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r and of_own_kernels(r):
@@ -276,7 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     command = command_line("quant_steps", argv)
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
     options: dict[str, Any] = {} if toy else {"bars": bars}
-    return record(args, "quant_steps", command, measured(args), model=Path(args.config).stem, **options)
+    about = {"model": Path(args.config).stem, "ceilings": ceilings_here(args).document}
+    return record(args, "quant_steps", command, measured(args), **about, **options)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@
 
 experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims, how bars
 stand (report/asked.py) and what is stale. Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md,
-have each experiment's newest file: what was asked, bars, rows, versions and command. Bars, shares of floors and
-verdicts of claims are what rows say by the limits and rules of today (report/judged.py). Pictures need matplotlib (the
-extra `notebooks`).
+have each experiment's newest file, results/devices.md steps and requests of every device: what was asked, bars, rows,
+versions and command. Bars, shares of floors and verdicts of claims are what rows say by the limits and rules of today
+(report/judged.py). Pictures need matplotlib (the extra `notebooks`).
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from experiments.report import by_device
 from experiments.report.details import pages
 from experiments.report.documents import RESULTS, read_all
 from experiments.report.figures import Results
@@ -28,7 +29,8 @@ def texts(directory: Path = RESULTS) -> dict[Path, str]:
     """The text of RESULTS.md and of each page of details, by its path."""
     entries = read_all(directory)
     details = {directory / f"{name}.md": text for name, text in pages(entries).items()}
-    return {PAGE: overview(Results(entries))} | details
+    results = Results(entries)
+    return {PAGE: overview(results), directory / "devices.md": by_device.page(results)} | details
 
 
 @interruptible

@@ -31,6 +31,7 @@ import jax
 from experiments.arguments import (
     add_model_options,
     add_timing_options,
+    ceilings_here,
     claim_memory,
     positive,
     positive_seconds,
@@ -79,7 +80,7 @@ class Bench:
         self.timer = StepTimer(params, config, pool, args.backend)
         self.timer.renew()
         self.token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
-        self.floor = make_floor(params, config, args.bandwidth)
+        self.floor = make_floor(params, config, ceilings_here(args))
         layouts = {layout_of(case.batch) for case in cases}
         layouts |= {case.prefill(args.step_tokens).layout for case in cases}
         ordered = sorted(layouts, key=lambda layout: layout.bucket)
@@ -274,7 +275,8 @@ def main(argv: list[str] | None = None) -> int:
         """Bars of a run that is large enough to decide."""
         return bars(found) if on_hopper() and args.layers is None else iter(())
 
-    return record(args, name_of(args), command, chain(rows(args), beside), bars=decided, h800=source)
+    about = {"h800": source, "ceilings": ceilings_here(args).document}
+    return record(args, name_of(args), command, chain(rows(args), beside), bars=decided, **about)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from experiments.report.commands import module_of
 from experiments.report.documents import RESULTS, read_result
 from experiments.report.judged import bars_of, judged
-from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.bars import H200, asked_of, bar
 
 # "unit name" of the bars that ask for little, and of those that ask for much.
 AT_MOST = (
@@ -43,6 +43,12 @@ def test_a_bar_is_met_on_its_side_and_where_it_is():
     assert bar("time", 9.5, "us", 10.0) == {"name": "time", "value": 9.5, "unit": "us", "bar": 10.0, "met": False}
 
 
+def test_a_bar_of_one_device_is_asked_of_no_other():
+    bars = [bar("time", 9.0, "ms", 10.0, most=True, of=H200), bar("share", 0.8, "1", 0.75)]
+    assert [each["name"] for each in asked_of("NVIDIA H100 80GB HBM3", bars)] == ["share"]
+    assert asked_of(H200, bars)[0] == bar("time", 9.0, "ms", 10.0, most=True)
+
+
 def test_every_committed_bar_is_met_or_missed_as_it_says():
     wrong = [(name, entry) for name, file in FILES.items() for entry in file["bars"] if entry["met"] != is_met(entry)]
     assert not wrong
@@ -54,7 +60,7 @@ def test_the_rules_make_the_committed_bars_of_the_committed_rows():
     checked = set()
     for name, file in FILES.items():
         read = judged(file)
-        found = {entry["name"]: entry for entry in bars_of(read)}
+        found = {entry["name"]: entry for entry in asked_of(read["device"], bars_of(read))}
         for entry in read["bars"]:
             if "rank correlation" in entry["name"] or not found:
                 continue  # with another file; or by no rule for rows alone

@@ -1,11 +1,15 @@
 """A device's ceilings, at tiny sizes and by a made-up clock: a CPU has neither cuDNN nor a profiler's record."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from experiments import ceilings
-from experiments.ceilings import Sizes, best, measure, subjects
+from experiments.ceilings import Sizes, best, keep, measure, subjects
+from experiments.steps.devices import SHEETS, read_sheet
+from jllm.errors import ConfigError
 
 TINY = Sizes(8, 16, 2, 4, 6, 2, 8, products=((4, 8, 16),))
 
@@ -40,6 +44,27 @@ def test_the_best_of_each_quantity_counts():
         {"quantity": "fp8", "what": "d", "error": "none"},
     ]
     assert best(rows) == {"bf16": 4.0, "int8": 1.0}
+
+
+def test_the_best_rates_are_kept_in_the_sheet_of_their_device(tmp_path):
+    sheet = tmp_path / "h100-sxm.json"
+    sheet.write_text((SHEETS / sheet.name).read_text())
+    rates = {"bandwidth": 3.17e12, "attention": 6.41e14, "bf16": 7.9e14, "int8": 1.6e15}
+    rows = [{"quantity": name, "what": "x", "rate": rate * x} for name, rate in rates.items() for x in (0.5, 1.0)]
+    document = {"experiment": "ceilings", "date": "2026-11-25", "device": "NVIDIA H100 80GB HBM3", "versions": {}}
+    document |= {"command": "python -m experiments.ceilings", "complete": True, "bars": [], "rows": rows}
+    result = tmp_path / "ceilings-20261125-h100.json"
+    result.write_text(json.dumps(document))
+    assert keep(result, tmp_path) == sheet
+    found = read_sheet(sheet).measured
+    assert (found.bandwidth_gb_s, found.attention_tflops) == (3170, 641)
+    assert (found.dense_tflops, found.source) == ({"bf16": 790, "int8": 1600}, f"experiments/results/{result.name}")
+    result.write_text(json.dumps(document | {"rows": rows[:-4]}))
+    with pytest.raises(ConfigError, match="no rate of bf16"):
+        keep(result, tmp_path)
+    result.write_text(json.dumps(document | {"device": "cpu"}))
+    with pytest.raises(ConfigError, match="device_kind 'cpu'"):
+        keep(result, tmp_path)
 
 
 def test_what_fails_costs_its_own_row(monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.ceilings import best
 from experiments.claims import c16
 from experiments.qps import token_bytes
 from experiments.steps.cost_model import (
@@ -17,7 +18,7 @@ from experiments.steps.cost_model import (
     model_shapes,
     recorded_steps,
 )
-from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets, read_sheet
+from experiments.steps.devices import SHEETS, DeviceSheet, ceilings_of, device_sheet, device_sheets, read_sheet
 from experiments.steps.floors import Floor, Matrix, Work, schedule, step_work, workload_seconds
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError, InputFileError
@@ -144,12 +145,42 @@ def test_every_data_sheet_is_whole():
     assert (sheets["h200-sxm"].bandwidth, sheets["h200-sxm"].memory) == (4.8e12, 141e9)
 
 
+def test_ceilings_are_those_measured_or_else_the_data_sheets():
+    h200, a10 = ceilings_of("NVIDIA H200"), ceilings_of("NVIDIA A10")
+    assert (h200.bandwidth, h200.attention) == (4.55e12, 652e12)
+    assert h200.peaks == {None: 813e12, "int8": 1673e12, "fp8": 1673e12}
+    assert "measured on NVIDIA H200" in h200.source
+    assert (a10.bandwidth, a10.peaks, a10.attention) == (600e9, {None: 125e12, "int8": 250e12}, 125e12)
+    assert "the data sheet of NVIDIA A10, as nothing was measured" in a10.source
+    unknown, asked = ceilings_of("cpu"), ceilings_of("NVIDIA H200", 1e12)
+    assert (unknown.bandwidth, asked.bandwidth, asked.peaks) == (4.55e12, 1e12, h200.peaks)
+    assert "no data sheet is of 'cpu'" in unknown.source
+    assert "but for the bandwidth that was asked for" in asked.source
+    kinds = [sheet.device_kind for sheet in device_sheets().values() if sheet.device_kind]
+    assert len(set(kinds)) == len(kinds) > 10
+
+
+def test_what_was_measured_is_what_the_file_says():
+    """Ceilings of a device are the best rates of the file that its sheet names."""
+    for sheet in device_sheets().values():
+        if sheet.measured and sheet.measured.source.startswith("experiments/results/"):
+            document = json.loads((SHEETS.parents[1] / sheet.measured.source).read_text())
+            assert document["device"] == sheet.device_kind
+            found, measured = best(document["rows"]), sheet.measured
+            assert measured.bandwidth_gb_s == pytest.approx(found["bandwidth"] / 1e9, rel=1e-3)
+            assert measured.attention_tflops == pytest.approx(found["attention"] / 1e12, rel=1e-3)
+            assert measured.dense_tflops == pytest.approx({k: found[k] / 1e12 for k in measured.dense_tflops}, rel=1e-3)
+
+
 def test_a_wrong_sheet_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"called 'h20'; near: .*h200-sxm"):
         device_sheet("h20")
     good = json.loads((SHEETS / "l4.json").read_text())
     prices = [{"price": good["price"] | change} for change in ({"usd_hour": 0}, {"usd_hour": "1"}, {"read": "May"})]
-    for change in ({"memory_gb": 0}, {"dense_tflops": {"fp3": 1}}, {"dense_tflops": {}}, {"price": 1}, *prices):
+    part = {"bandwidth_gb_s": 1, "dense_tflops": {"int8": 1}, "attention_tflops": 1, "source": "x"}
+    measured = [{"measured": each} for each in ({}, part, part | {"dense_tflops": {"bf16": 0}})]
+    sizes = [{"memory_gb": 0}, {"dense_tflops": {"fp3": 1}}, {"dense_tflops": {}}]
+    for change in (*sizes, *measured, {"price": 1}, *prices):
         path = tmp_path / "x.json"
         path.write_text(json.dumps(good | change))
         with pytest.raises(ConfigError, match="x.json: not a device's data sheet"):

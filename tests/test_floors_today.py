@@ -7,8 +7,9 @@ import pytest
 from experiments.report import floors_today
 from experiments.report.commands import module_of
 from experiments.report.documents import RESULTS
-from experiments.report.floors_today import with_floors
+from experiments.report.floors_today import ceilings_read, with_floors
 from experiments.report.judged import judged
+from experiments.steps.devices import ceilings_of
 
 STEP = RESULTS / "decode_step-20261122-h200.json"
 OLD, NEW = 4.41, 4.55  # TB/s of the files' floors, and of today's
@@ -32,8 +33,14 @@ def has_floor(row) -> bool:
 def test_every_floor_and_share_is_computed_again(path):
     """From the row and its command alone: steps by model, scheme, KV format, devices and depth, and whole workloads. By
     limits that are 3 to 17 % higher, without inputs and outputs; but for arithmetic, which the first floors of
-    decode_step left out, and which binds their largest batches."""
+    decode_step left out, and which binds their largest batches. Files that say which ceilings they count with are
+    today's but for these."""
     document = read(path)
+    document |= {} if "ceilings" in document else {"device": "NVIDIA H200"}  # whose limits older files have
+    today = ceilings_read(document).document
+    own = document.get("ceilings", today)
+    lower = [own[name] / today[name] for name in ("bandwidth", "attention")]
+    lower += [own["peaks"][kind] / peak for kind, peak in today["peaks"].items()]
     rows = with_floors(document)
     of_today = document["date"] >= "2026-11-25"
     assert all((a is b) != has_floor(a) for a, b in zip(document["rows"], rows, strict=True))
@@ -43,11 +50,21 @@ def test_every_floor_and_share_is_computed_again(path):
                 bytes_alone = "decode_step" in path.name and before["batch"] > 128
                 least, most = (0.96, 1.5) if bytes_alone else (1428 / 1673 - 0.1, OLD / NEW + 1e-3)
                 if of_today:
-                    least, most = 0.999, 1.001
+                    least, most = 0.999 * min(lower), 1.001 * max(lower)
                 assert least <= row[name] / before[name] <= most
             if name in before and share in before:
                 time = time if time in row else "prefill_ms"
                 assert row[share] == pytest.approx(row[name] / row[time], rel=1e-3)
+
+
+def test_a_floor_is_that_of_the_device_that_ran():
+    """An H100's floors of steps that bytes bind, over an H200's of the same rows."""
+    h100, h200 = (with_floors(read(STEP) | {"device": device}) for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
+    ratio = ceilings_of("NVIDIA H200").bandwidth / ceilings_of("NVIDIA H100 80GB HBM3").bandwidth
+    for slow, fast in zip(h100, h200):
+        if slow["batch"] < 128:
+            assert slow["floor_ms"] / fast["floor_ms"] == pytest.approx(ratio, rel=1e-3)
+            assert slow["floor_fraction"] / fast["floor_fraction"] == pytest.approx(ratio, rel=1e-3)
 
 
 def test_another_limit_gives_other_shares_and_bars():

@@ -16,6 +16,7 @@ from experiments.report.figures import Results
 from experiments.report.markdown import slug
 from experiments.report.strips import strips
 from experiments.results_page import PAGE, texts
+from experiments.steps.devices import ceilings_of
 from jllm.errors import InputFileError
 
 GOOD = {
@@ -447,7 +448,7 @@ def test_every_bar_that_is_asked_for_has_a_rule():
     assert without <= {
         "decode attention, bf16", "prefill attention", "8-bit products", "QPS workload in `w8a8`, over vLLM's in fp8",
         "QPS workload, Triton's kernels over Mosaic's", "LLaMA-2-7B on two H200s, bf16",
-        "LLaMA-2-70B on two H200s, bf16",
+        "LLaMA-2-70B on two GPUs, bf16",
     }  # fmt: skip
 
 
@@ -466,13 +467,25 @@ def test_what_rotating_adds_is_judged_by_two_files_of_one_run(tmp_path):
     assert "rotating K and V in `int4-g32-h` (1.03 of a decode step without: `unrotated`, `rotated`)" in short(tmp_path)
 
 
-def test_other_gpus_have_no_bars_of_an_h200s_limits(tmp_path):
-    row = {"model": "m", "batch": 64, "kv": "bfloat16", "backend": "default", "floor_fraction": 0.74}
-    run = {"experiment": "decode_step", "command": "python -m experiments.decode_step", "complete": False}
-    for device in ("h200", "h100"):
-        write(tmp_path, f"decode_step-20261120-{device}", rows=[row], device=f"NVIDIA {device.upper()}", **run)
-    found = {entry.device: [bar["name"] for bar in entry.document["bars"]] for entry in read_all(tmp_path)}
-    assert found == {"NVIDIA H200": ["m batch 64 bfloat16, share of the floor"], "NVIDIA H100": []}
+def test_other_gpus_have_bars_of_their_own_ceilings_and_none_of_an_h200s(tmp_path):
+    """A share of the floor is by the device that ran; milliseconds are an H200's."""
+    row = {"model": "llama-2-7b", "batch": 1, "kv": "bfloat16", "backend": "default", "decode_ms": 4.0}
+    row |= {"floor_ms": 2.0, "floor_fraction": 0.5}
+    step = {"experiment": "decode_step", "command": "python -m experiments.decode_step", "rows": [row]}
+    four = {"scheme": "w4a16-g128", "batch": 1, "kv": "bf16", "decode_ms": 1.7}
+    scheme = {"experiment": "quant_steps", "command": "python -m experiments.quant_steps", "rows": [four]}
+    for name, device in (("h200", "NVIDIA H200"), ("h100", "NVIDIA H100 80GB HBM3")):
+        write(tmp_path, f"decode_step-20261120-{name}", device=device, complete=False, **step)
+        write(tmp_path, f"quant_steps-20261120-{name}", device=device, complete=False, **scheme)
+    entries = read_all(tmp_path)
+    found = {(entry.device, bar["unit"]): bar["value"] for entry in entries for bar in entry.document["bars"]}
+    h200, h100 = found["NVIDIA H200", "1"], found["NVIDIA H100 80GB HBM3", "1"]
+    assert h100 / h200 == pytest.approx(4.55e12 / ceilings_of("NVIDIA H100 80GB HBM3").bandwidth, rel=0.01)
+    assert found["NVIDIA H200", "ms"] == 1.7
+    assert ("NVIDIA H100 80GB HBM3", "ms") not in found
+    text = page(tmp_path)
+    assert "those of today, not the file's own: 4.55 TB/s, 813 TFLOP/s (1,673 in 8 bits) and 652 TFLOP/s" in text
+    assert f"not the file's own: {ceilings_of('NVIDIA H100 80GB HBM3').rates}" in text
 
 
 def test_options_of_peers_count_for_no_refusal():

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from experiments.steps.batches import WholeBatch
+from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import StepTimer, page_bytes
 from experiments.throughput import Bench, bars, main, milliseconds, parse_args, parse_case, read_table
@@ -15,6 +17,7 @@ from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.quant.quantize import quantize
 
+H200 = device_sheet("h200-sxm").ceilings
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -50,7 +53,7 @@ FLOORS = {
 
 def test_floors_of_7b_in_16_bits():
     params, config = abstract("bf16")
-    floor = make_floor(params, config)
+    floor = make_floor(params, config, H200)
     for key, (bf16, int8, prefill) in FLOORS.items():
         case = WholeBatch(*key)
         for kv, ms in (("bf16", bf16), ("int8-g8", int8)):
@@ -63,7 +66,7 @@ def test_floors_of_7b_in_16_bits():
 def test_floors_of_7b_in_8_bits():
     """By hand, of 6.476e9 weights of a byte, with 0.3 % of scales besides, at 1,673 TOP/s; the head has 16 bits."""
     params, config = abstract("w8a8-all")
-    floor = make_floor(params, config)
+    floor = make_floor(params, config, H200)
     each = page_bytes(config, params.dtype, 16, "int8-g8") / 16
     for (batch, context), ms in {(1, 136): 1.491, (128, 136): 2.735, (512, 136): 9.144}.items():
         assert 1e3 * floor.of(step_work(batch, batch * context), each) == pytest.approx(ms, rel=3e-3)
@@ -124,7 +127,8 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
         (2, 40, 8, 4),
     ]
     config = load_config(tiny)
-    floor = make_floor(jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32)), config, 1e6)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
+    floor = make_floor(shapes, config, replace(H200, bandwidth=1e6))
     each = 2 * 2 * 16 * 4  # bytes of a token's K and V: one layer, two heads of 16 floats
     long = 2 * (floor.of(Work(0, 20, 0, 0, 20, 210), each) + floor.of(Work(0, 20, 1, 0, 40, 610), each))
     floors = [

@@ -68,7 +68,7 @@ def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, cont
     batch = int((USABLE * sheet.memory - tree_bytes(model.params)) // each)
     if batch < 1:
         return row | {"batch": 0}
-    floor = make_floor(model.params, model.config, sheet.bandwidth, {None: sheet.peak16}, sheet.peak16)
+    floor = make_floor(model.params, model.config, sheet.nominal)
     cost = CostModel(floor, token_bytes(model, kv))
     step = cost.seconds(step_work(batch, batch * context))
     again = cost.seconds(step_work(0, 0, [(0, context, True)]))

@@ -102,7 +102,11 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
         f"{document['device']}, {document['date']}, {versions}"
         + "".join(f", {text}" for text in made_with(document))
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
-        + ("; floors, shares and bars are by the limits of today, not the file's own" * ("floors_again" in document))
+        + (
+            f"; floors, their shares and bars are those of today, not the file's own: {floors}"
+            if (floors := document.get("floors_again"))
+            else ""
+        )
         + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}]({path.name})",

@@ -3,36 +3,54 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.report.documents import Entry, Row
 from experiments.steps.bars import of_own_kernels
-from experiments.steps.devices import device_sheet
+from experiments.steps.devices import device_sheet, sheet_of
+from pallas_kernels.bench.bars import H200
 
 PASTED = Path(__file__).parents[1] / "workloads" / "peers_h200.json"  # peers' figures, noted by hand in another run
-DEVICE = "NVIDIA H200"
 REQUESTS = 1024  # of the QPS workload
 
 
 @dataclass(frozen=True)
 class Results:
-    """The newest entries, to be asked by label."""
+    """The newest entries, to be asked by label, of one device where nothing else is said."""
 
     entries: list[Entry]
+    device: str = H200
 
-    def entry(self, label: str, device: str = DEVICE) -> Entry | None:
-        return next((entry for entry in self.entries if (entry.label, entry.device) == (label, device)), None)
+    def on(self, device: str) -> "Results":
+        return replace(self, device=device)
 
-    def rows(self, label: str, device: str = DEVICE, **wanted: Any) -> list[Row]:
-        entry = self.entry(label, device)
+    def entry(self, label: str, device: str | None = None) -> Entry | None:
+        wanted = label, device or self.device
+        return next((entry for entry in self.entries if (entry.label, entry.device) == wanted), None)
+
+    def named(self, pattern: str) -> list[Entry]:
+        """Those of the device whose label matches, the newest first."""
+        found = [e for e in self.entries if e.device == self.device and re.fullmatch(pattern, e.label)]
+        return sorted(found, key=lambda entry: entry.document["date"], reverse=True)
+
+    def rows(self, label: str, **wanted: Any) -> list[Row]:
+        entry = self.entry(label)
         return [] if entry is None else [row for row in entry.rows if wanted.items() <= row.items()]
 
 
-def pasted(**wanted: Any) -> list[Row]:
-    """Rows that stand in for a peer's where no file of a job has any."""
-    rows = json.loads(PASTED.read_text(encoding="utf-8"))["rows"]
+def devices(results: Results) -> list[str]:
+    """Those that LLaMA-2-7B's steps or requests were measured on, the newest figures first."""
+    runs = [entry for entry in results.entries if re.match(r"(throughput|qps)_llama-2-7b_", entry.label)]
+    newest = sorted(runs, key=lambda entry: entry.document["date"], reverse=True)
+    return [device for device in dict.fromkeys(entry.device for entry in newest) if device != "cpu"]
+
+
+def pasted(device: str = H200, **wanted: Any) -> list[Row]:
+    """Rows that stand in for a peer's where no file of a job on this device has any."""
+    document = json.loads(PASTED.read_text(encoding="utf-8"))
+    rows = document["rows"] if document["device"] == device else []
     return [row for row in rows if wanted.items() <= row.items()]
 
 
@@ -74,9 +92,8 @@ def decode_series(results: Results) -> dict[str, list[Series]]:
 def floor_shares(results: Results) -> Iterator[Row]:
     """What each model's steps reach of their floors, at least and at most: decoding after few and after many tokens,
     and prefilling 1,024 tokens or more."""
-    for entry in results.entries:
-        rows = [row for row in entry.rows if "peer" not in row]
-        if re.fullmatch(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)", entry.label) and rows:
+    for entry in sorted(results.named(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)"), key=lambda e: e.label):
+        if rows := [row for row in entry.rows if "peer" not in row]:
             shares = {
                 "decode, 8 -> 256": [row["floor_fraction"] for row in rows if row["input"] == 8],
                 "decode, 1024 -> 1024": [row["floor_fraction"] for row in rows if row["input"] == 1024],
@@ -87,7 +104,8 @@ def floor_shares(results: Results) -> Iterator[Row]:
 
 
 def _ours(results: Results, bits: str, name: str) -> Iterator[Series]:
-    rows = results.rows(f"throughput_llama-2-7b_{STEP_FILES[bits]}", input=8)
+    every = results.rows(f"throughput_llama-2-7b_{STEP_FILES[bits]}", input=8)
+    rows = [row for row in every if "peer" not in row]
     yield _series(f"floor, {name}", "floor", rows, "decode_floor_ms")
     yield _series(f"jllm {name}", "jllm", rows)
 
@@ -106,14 +124,12 @@ class PeerSteps(Series):
 def _peer_steps(results: Results, name: str, peer: str, weights: str) -> Iterator[PeerSteps]:
     """From the newest job that had them beside our own decode steps, else beside our requests, else pasted; marked, but
     for the first."""
-    entries = sorted(results.entries, key=lambda entry: entry.document["date"], reverse=True)
     for work, mark in (("throughput", ""), ("qps", "*")):
-        for entry in entries:
-            rows = [row for row in entry.rows if _is_step(row, peer, weights)]
-            if rows and entry.label.startswith(f"{work}_llama-2-7b") and entry.device == DEVICE:
+        for entry in results.named(f"{work}_llama-2-7b.*"):
+            if rows := [row for row in entry.rows if _is_step(row, peer, weights)]:
                 yield PeerSteps(name + mark, "peer", _fastest(rows), entry.path)
                 return
-    if rows := [row for row in pasted(weights=weights) if _is_step(row, peer, weights)]:
+    if rows := [row for row in pasted(results.device, weights=weights) if _is_step(row, peer, weights)]:
         yield PeerSteps(f"{name}*", "peer", _fastest(rows), PASTED)
 
 
@@ -131,7 +147,10 @@ def _fastest(rows: Iterable[Row]) -> dict[int, float]:
 
 def _scaled(results: Results) -> dict[int, float]:
     """PPL.LLM's published steps by the bandwidths of the two data sheets."""
-    factor = device_sheet("h800-sxm").bandwidth / device_sheet("h200-sxm").bandwidth
+    own = sheet_of(results.device)
+    if own is None:
+        return {}
+    factor = device_sheet("h800-sxm").bandwidth / own.bandwidth
     rows = results.rows(f"throughput_llama-2-7b_{STEP_FILES['int8-g8 KV']}", input=8)
     return {row["batch"]: factor * row["h800_decode_ms"] for row in rows if "h800_decode_ms" in row}
 
@@ -142,10 +161,9 @@ def _scaled(results: Results) -> dict[int, float]:
 def requests_rows(results: Results) -> Iterator[Row]:
     """Systems on the QPS workload: the mean of the repeats, where there is one with its interval; peers of other runs
     have no file."""
-    for entry in results.entries:
-        match = re.fullmatch(r"qps_llama-2-7b_(.*)", entry.label)
+    for entry in results.named("qps_llama-2-7b_.*"):
         every = [row for row in entry.rows if "peer" not in row and row.get("rate") is None]
-        for backend in dict.fromkeys(row.get("backend") for row in every if match and entry.device == DEVICE):
+        for backend in dict.fromkeys(row.get("backend") for row in every):
             own = [row for row in every if row.get("backend") == backend]
             repeats = [row for row in own if isinstance(row["repeat"], int)]
             mean = next((row for row in own if row["repeat"] == "mean"), None)
@@ -161,14 +179,13 @@ def requests_rows(results: Results) -> Iterator[Row]:
 def _peer_requests(results: Results) -> Iterator[Row]:
     """Each peer's, the best run of the newest job that had it beside our own and that ended; else pasted."""
     found: dict[tuple[str, str], Row] = {}
-    for entry in sorted(results.entries, key=lambda entry: entry.document["date"]):
-        if re.fullmatch(r"qps_llama-2-7b_(.*)", entry.label) and entry.device == DEVICE:
-            ended = [row for row in entry.rows if "peer" in row and "qps" in row and not row.get("cut_off")]
-            for bits in {(row["peer"].split("'")[0], row.get("weights", "bf16")) for row in ended}:
-                of = [row for row in ended if (row["peer"].split("'")[0], row.get("weights", "bf16")) == bits]
-                best = max(of, key=lambda row: row["qps"])
-                found[bits] = best | {"kv": best.get("kv", "bf16"), "repeats": len(of), "file": entry.path.name}
-    for row in pasted():
+    for entry in reversed(results.named("qps_llama-2-7b_.*")):
+        ended = [row for row in entry.rows if "peer" in row and "qps" in row and not row.get("cut_off")]
+        for bits in {(row["peer"].split("'")[0], row.get("weights", "bf16")) for row in ended}:
+            of = [row for row in ended if (row["peer"].split("'")[0], row.get("weights", "bf16")) == bits]
+            best = max(of, key=lambda row: row["qps"])
+            found[bits] = best | {"kv": best.get("kv", "bf16"), "repeats": len(of), "file": entry.path.name}
+    for row in pasted(results.device):
         if "qps" in row:
             found.setdefault((row["peer"], row["weights"]), row)
     for (peer, weights), row in found.items():

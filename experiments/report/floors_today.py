@@ -1,8 +1,8 @@
 """Floors of a result's rows by the limits of today, whatever they were when it was measured.
 
 A share of a floor is the floor over a time, and only the time was measured. So each floor is computed again, from its
-row's model, batch and lengths and the options of its command, and its share with it. Rows of models that configs/ does
-not have keep what they have, as do those of commands with options that are gone.
+row's model, batch and lengths, the options of its command and the ceilings of its device, and its share with it. Rows
+of models that configs/ does not have keep what they have, as do those of commands with options that are gone.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from experiments.report.commands import arguments_of, module_of
 from experiments.result_file import rounded
 from experiments.steps.batches import WholeBatch
 from experiments.steps.cost_model import CONFIGS, shapes_of
+from experiments.steps.devices import Ceilings, ceilings_of
 from experiments.steps.floors import Work, make_floor, schedule, step_work
 from jllm.config import load_config
 from jllm.engine.options import EngineOptions, resolve
@@ -42,6 +43,7 @@ def with_floors(document: Row) -> list[Row]:
     if rule is None or args is None:
         return document["rows"]
     layers = getattr(args, "layers", None)
+    ceilings = ceilings_read(document)
 
     @cache
     def model_of(name: str, scheme: str | None) -> Model:
@@ -55,15 +57,20 @@ def with_floors(document: Row) -> list[Row]:
             case = (*(row.get(key) for key in CASE), "decode_ms" in row)
             if case not in known:
                 scheme = row.get("scheme", "bf16")
-                known[case] = floors_of(row, model_of(name, None if scheme in PLAIN else scheme), rule, args)
+                known[case] = floors_of(row, model_of(name, None if scheme in PLAIN else scheme), rule, ceilings, args)
             row = row | shares_of(row, known[case])
         found.append(row)
     return found
 
 
-def floors_of(row: Row, model: Model, rule: Callable[[Row, Model, Args], Works], args: Args) -> Row:
+def ceilings_read(document: Row) -> Ceilings:
+    """Those of the device that made a document, with the bandwidth that its command asked for."""
+    return ceilings_of(document["device"], getattr(arguments_of(document["command"]), "bandwidth", None))
+
+
+def floors_of(row: Row, model: Model, rule: Callable[[Row, Model, Args], Works], ceilings: Ceilings, args: Args) -> Row:
     """A row's floors, by their names."""
-    floor = make_floor(model.params, model.config, args.bandwidth)
+    floor = make_floor(model.params, model.config, ceilings)
     token = token_bytes(model, None if row["kv"] in PLAIN else row["kv"])
     sharers = row.get("devices") or getattr(args, "replicas", None) or 1
     seconds = {name: sum(floor.of(w, token) for w in works) / sharers for name, works in rule(row, model, args).items()}

@@ -1,22 +1,21 @@
 """What a result's rows say by the rules of today: shares of floors, its bars, and a claim's verdict."""
 
-import re
 from typing import Any
 
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import claim_named, find
 from experiments.report.commands import arguments_of, load, module_of
-from experiments.report.floors_today import with_floors
+from experiments.report.floors_today import ceilings_read, with_floors
 from experiments.steps.bars import OWN
+from pallas_kernels.bench.bars import asked_of
 
 Document = dict[str, Any]
-H200 = "NVIDIA H200"
-OF_AN_H200 = r"share of the floor$| on \d+ devices"  # bars whose limits are its bandwidth and arithmetic
 
 
 def bars_of(document: Document) -> list[Document]:
-    """The bars of a document's rows, by the function `bars` of the module that its command names, or by its claim. None
-    where there is no such function or no row, and of runs of a few layers, which are too small to decide anything."""
+    """The bars of a document's rows, by the function `bars` of the module its command names, or by its claim, those
+    of other devices too. None where there is no such function or no row, and of runs of a few layers, which are too
+    small to decide anything."""
     if claim := claim_of(document):
         return list(find(claim).judge(measured_rows(document)).bars)
     module = module_of(document["command"])
@@ -27,13 +26,11 @@ def bars_of(document: Document) -> list[Document]:
 
 
 def bars_today(document: Document) -> list[Document]:
-    """A document's bars by the rules of today, and those that no rule makes of its rows alone; of other GPUs than an
-    H200 none whose limits are an H200's."""
+    """What a document's device has to reach by the rules of today, and bars that no rule makes of its rows alone."""
     made = bars_of(document)
     names = {each["name"] for each in made}
-    every = made + [each for each in document["bars"] if not (each["name"] in names or "floors_again" in document)]
-    other = document["device"] not in (H200, "cpu")
-    return [each for each in every if not (other and re.search(OF_AN_H200, each["name"]))]
+    kept = [each for each in document["bars"] if not (each["name"] in names or "floors_again" in document)]
+    return asked_of(document["device"], made + kept)
 
 
 def claim_of(document: Document) -> str | None:
@@ -47,7 +44,7 @@ def judged(document: Document) -> Document:
     what its rows say by the rules of today, of a run that was cut off as well."""
     document = with_backend(document)
     if (rows := with_floors(document)) is not document["rows"]:
-        document = document | {"rows": rows, "floors_again": True}
+        document = document | {"rows": rows, "floors_again": ceilings_read(document).rates}
     if claim := claim_of(document):
         verdict = find(claim).judge(measured_rows(document))
         last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}

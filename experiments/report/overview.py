@@ -2,32 +2,23 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
-from experiments.report.asked import ASKED
+from experiments.report import by_device
+from experiments.report.asked import ASKED, Found
 from experiments.report.details import Places, places_of
 from experiments.report.documents import Entry, short
-from experiments.report.figures import (
-    PASTED,
-    PeerSteps,
-    Results,
-    Series,
-    decode_series,
-    floor_shares,
-    requests_rows,
-)
+from experiments.report.figures import Results, devices, requests_rows
 from experiments.report.judged import claim_of
-from experiments.report.markdown import markdown, shown_bar
+from experiments.report.markdown import markdown, shown_bar, slug
 from experiments.report.sections import PAGES
-from experiments.report.sections.section import FLOOR
 from experiments.report.standing import claim_rows, lines_of, shortfall, stale
 from experiments.report.strips import strips
+from pallas_kernels.bench.bars import H200
 
-BATCHES = (1, 8, 32, 64, 128, 256, 512)
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
 LONGEST = 150  # characters of each answer to a claim
@@ -36,10 +27,13 @@ LONGEST = 150  # characters of each answer to a claim
 def overview(results: Results) -> str:
     """The page's text."""
     places = places_of(results.entries)
+    newest, *others = devices(results) or [results.device]
+    on = results.on(newest)
     sections = [
-        ("Decode steps", chain(_steps(results), _shares(results, places))),
-        ("Requests a second", _requests(results)),
-        ("Kernels against peers", _kernels(results)),
+        (f"Decode steps, {short(newest)}", chain(by_device.steps(on), by_device.shares(on, places))),
+        (f"Requests a second, {short(newest)}", by_device.requests(on)),
+        ("Other devices", _others(results, others)),
+        (f"Kernels against peers, {short(results.device)}", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
         ("Claims of the original system", _claims(results, places)),
         ("Bars", _bars(results, places)),
@@ -49,7 +43,8 @@ def overview(results: Results) -> str:
     parts = [
         "# Results",
         "Written by `python -m experiments.results_page` from [the files of results](results), never by hand. "
-        f"Details: {links}. What was expected and learned: [LOG.md](LOG.md).",
+        f"Details: {links}, [steps and requests by device](results/devices.md). What was expected and learned: "
+        "[LOG.md](LOG.md).",
     ]
     for title, section in sections:
         if found := list(section):
@@ -57,70 +52,15 @@ def overview(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _steps(results: Results) -> Iterator[str]:
-    every = {bits: [each for each in series if each.ms] for bits, series in decode_series(results).items()}
-    columns = [each for series in every.values() if any(s.kind == "jllm" for s in series) for each in series]
-    if not columns:
-        return
-    yield (f"LLaMA-2-7B on one H200, 8 tokens in and 256 out. The floor is {FLOOR}.")
-    yield "\n".join(f"- {line}" for series in every.values() for line in _ratios(series))
-    yield "![Decode steps and requests a second against peers](results/summary-steps.svg)"
-    cells = [[str(batch), *(_ms(each, batch) for each in columns)] for batch in BATCHES]
-    yield markdown(["ms at batch", *(each.name for each in columns)], cells)
-    peers = [each for each in columns if isinstance(each, PeerSteps)]
-    sources = "".join(f"; {each.name}: [{each.source.stem}]({_from_page(each.source)})" for each in peers)
-    yield (
-        "\\* of no job that timed jllm's steps. PPL.LLM's are its published steps on an H800 times the ratio of the "
-        f"two bandwidths{sources}. A peer's step is that of its fastest variant."
-    )
-
-
-def _from_page(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
-
-
-def _shares(results: Results, places: Places) -> Iterator[str]:
-    """Shares of floors, over all batches."""
-    found = list(floor_shares(results))
-    columns = ("decode, 8 -> 256", "decode, 1024 -> 1024", "prefill")
-    cells = []
-    for row in found:
-        ranges = [f"{row[what][0]:.0%} to {row[what][1]:.0%}" if what in row else "" for what in columns]
-        cells.append([f"[{row['name']}]({places[row['entry'].path]})", *ranges])
-    if cells:
-        yield "Share of the floor over all batches:"
-        yield markdown(["", *columns[:2], "prefill of 1,024 tokens or more"], cells)
-
-
-def _ratios(series: list[Series]) -> Iterator[str]:
-    """A line on what jllm's step is over its floor, and what peers' are over jllm's."""
-    for ours in [each for each in series if each.kind == "jllm"]:
-        parts = [f"{_over(ours, each)} times its floor" for each in series if each.kind == "floor"]
-        parts += [f"{each.name} takes {_over(each, ours)} times as long" for each in series if each.kind == "peer"]
-        yield f"**{ours.name}**: {'; '.join(parts)}"
-
-
-def _over(a: Series, b: Series) -> str:
-    ratios = [a.ms[batch] / b.ms[batch] for batch in a.ms if batch in b.ms]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def _ms(series: Series, batch: int) -> str:
-    return f"{series.ms[batch]:.2f}" if batch in series.ms else ""
-
-
-def _requests(results: Results) -> Iterator[str]:
-    rows = sorted(requests_rows(results), key=lambda row: -row["qps"])
-    if any("file" in row for row in rows):
-        cells = []
-        for row in rows:
-            interval = f"± {row['ci']:.1f}" if row.get("ci") else ""
-            share = f"{row['share']:.0%}" if row.get("share") else ""
-            runs = f"{row['repeats']} run{'s' * (row['repeats'] > 1)}" if "file" in row else ""
-            source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PASTED.name})"
-            cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
-        yield "The QPS workload, 1,024 conversations at once; intervals are Student's t at 95 % over the repeats."
-        yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
+def _others(results: Results, others: list[str]) -> Iterator[str]:
+    """In short, what was measured on them before."""
+    for device in others:
+        on = results.on(device)
+        served = {row["qps"]: row["name"] for row in requests_rows(on) if row["name"].startswith("jllm")}
+        whole = f"[all of it](results/devices.md#{slug(short(device))})"
+        yield f"LLaMA-2-7B on one {short(device)} ({whole}):"
+        most = [f"- {served[max(served)]}: {max(served):.1f} requests a second"] if served else []
+        yield "\n".join([*by_device.ratios(on), *most])
 
 
 def _kernels(results: Results) -> Iterator[str]:
@@ -205,9 +145,8 @@ def _bars(results: Results, places: Places) -> Iterator[str]:
             without.append(f"{asked.what} ({asked.bar}: {', '.join(f'`{line}`' for line in asked.lines.split())})")
             continue
         entry, far = max(found, key=lambda each: shortfall(each[1]))
-        met = sum(each["met"] for _, each in found)
         _, value, limit = shown_bar(far)
-        cells.append([asked.what, asked.bar, f"{met} of {len(found)}", f"{value} for {limit}", _link(entry, places)])
+        cells.append([asked.what, asked.bar, _met(found), f"{value} for {limit}", _link(entry, places)])
     if cells:
         yield markdown(["what", "bar", "met", "the farthest behind, or nearest to it", "in"], cells)
     others = []
@@ -216,11 +155,19 @@ def _bars(results: Results, places: Places) -> Iterator[str]:
         if missed := sum(not each["met"] for each in own):
             others.append(f"{_link(entry, places)} {missed} of {len(own)}")
     said = [
+        "Shares of floors are by each device's own ceilings; limits in milliseconds or requests a second, and "
+        "drawing's in microseconds, are an H200's, and no other device is held to them.",
         f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(without)}." * bool(without),
         f"Bars missed by further results, some of which are older runs: {', '.join(others)}." * bool(others),
     ]
-    if any(said):
+    if cells or any(said[1:]):
         yield " ".join(filter(None, said))
+
+
+def _met(found: list[Found]) -> str:
+    """How many bars are met, on each device where there are several."""
+    by = {entry.device: [each["met"] for other, each in found if other.device == entry.device] for entry, _ in found}
+    return "; ".join(f"{sum(met)} of {len(met)}{f' on {short(device)}' * (len(by) > 1)}" for device, met in by.items())
 
 
 def _stale(results: Results, places: Places) -> Iterator[str]:
@@ -244,5 +191,5 @@ def _stale(results: Results, places: Places) -> Iterator[str]:
 
 
 def _link(entry: Entry, places: Places) -> str:
-    device = "" if entry.device == "NVIDIA H200" else f", {short(entry.device)}"
+    device = "" if entry.device == H200 else f", {short(entry.device)}"
     return f"[{entry.label}{device}]({places[entry.path]})"

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.report.figures import Results, Series, decode_series, requests_rows
+from experiments.report.by_device import picture_of
+from experiments.report.documents import short
+from experiments.report.figures import Results, Series, decode_series, devices, requests_rows
 from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
 
@@ -24,15 +26,16 @@ RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from it
 
 def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has something to show. Raises ImportError without matplotlib."""
-    drawn: list[tuple[str, Callable[[Any, Results], None], tuple[float, float]]] = [
-        ("summary-steps", draw_steps, (11, 3.9)),
-        ("summary-kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 0.9)),
+    drawn: list[tuple[str, Callable[[Any, Results], None], Results, tuple[float, float]]] = [
+        *((picture_of(device), draw_steps, results.on(device), (11, 4.1)) for device in devices(results)),
     ]
+    if rows := len(strips(results)):
+        drawn.append(("summary-kernels", draw_kernels, results, (11, 0.48 * rows + 0.9)))
     made = []
-    for name, draw, size in drawn:
+    for name, draw, shown, size in drawn:
         made.append(directory / f"{name}.svg")
         with svg(made[-1], size, "summary", STYLE) as figure:
-            draw(figure, results)
+            draw(figure, shown)
     return made
 
 
@@ -42,7 +45,8 @@ def draw_steps(figure: Any, results: Results) -> None:
     for axes, (bits, series) in zip(panels, decode_series(results).items()):
         _step_panel(axes, [each for each in series if each.ms])
         axes.set_title(TITLES[bits], fontsize=9)
-    panels[0].set_ylabel("ms a decode step, LLaMA-2-7B")
+    figure.suptitle(f"LLaMA-2-7B on one {short(results.device)}", fontsize=10)
+    panels[0].set_ylabel("ms a decode step")
     panels[1].set_yticklabels([])
     panels[2].set_yticklabels([])
     _request_panel(bars, results)
@@ -76,7 +80,8 @@ def _step_panel(axes: Any, series: list[Series]) -> None:
     axes.set_ylim(1.4, 40)
     axes.set_xlabel("batch")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, loc="upper left", frameon=False)
+    if series:
+        axes.legend(fontsize=7, loc="upper left", frameon=False)
 
 
 def _peer_color(name: str) -> str:

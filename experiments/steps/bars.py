@@ -1,4 +1,5 @@
-"""What whole steps must reach of their floors on an H200: bars of every experiment that times steps."""
+"""What whole steps must reach of their floors on a Hopper GPU, by its own ceilings: bars of every experiment that
+times steps."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # which have 
 PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where so many tokens of prompts are computed
 
 
-OWN = ("default", "mosaic")  # backends that are an H200's own, of which bars of shares are
+OWN = ("default", "mosaic")  # backends that are a Hopper GPU's own, of which bars of shares are
 
 
 def of_own_kernels(row: Row) -> bool:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.qps import token_bytes
+from experiments.steps.devices import REFERENCE, device_sheet
 from experiments.steps.floors import Floor, Work, make_floor, step_work
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
@@ -70,7 +71,12 @@ def shapes_of(config: LlamaConfig, scheme: str | None = None) -> Model:
 
 
 def make_cost_model(model: Model, kv_cache: str | None, shares: Shares) -> CostModel:
-    return CostModel(make_floor(model.params, model.config), token_bytes(model, kv_cache), shares)
+    return CostModel(reference_floor(model), token_bytes(model, kv_cache), shares)
+
+
+def reference_floor(model: Model) -> Floor:
+    """The floor of a model on the device whose steps others are estimated by."""
+    return make_floor(model.params, model.config, device_sheet(REFERENCE).ceilings)
 
 
 def fit(
@@ -149,8 +155,7 @@ def calibrated(kv_cache: str | None, results: Path = RESULTS) -> Shares:
         return Shares()
     name, document = steps
     model = model_shapes(_model_name(document["rows"]))
-    floor = make_floor(model.params, model.config)
-    shares = fit(recorded_steps(document), floor, token_bytes(model, None), name)
+    shares = fit(recorded_steps(document), reference_floor(model), token_bytes(model, None), name)
     bench = newest(results, "decode_attention")
     factor = format_factor(bench[1], kv_cache) if bench else None
     if factor is None:

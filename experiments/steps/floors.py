@@ -1,4 +1,4 @@
-"""The least time that a step can take on a device: bytes at its bandwidth, operations at its peaks.
+"""The least time that a step can take on a device: bytes at its bandwidth, operations at its peaks (devices.py).
 
 A step has one product a matrix, on its decoding rows and its prompts together, and two kernels of attention, one for
 each. A product counts with the larger of its weight's bytes over the bandwidth and its operations over the peak of its
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.steps.devices import Ceilings
 from jllm.config import LlamaConfig
 from jllm.engine.plan import Limits, StepPlan
 from jllm.engine.request import SamplingParams
@@ -20,11 +21,6 @@ from jllm.engine.sequence import Sequence as Sample
 from jllm.fit import tree_bytes
 from jllm.params import Params, linears
 from pallas_kernels.quantized_weights import QuantizedWeight
-
-# The best figures measured on an H200.
-HBM = 4.55e12  # bytes a second: cuDNN's decode attention, 128 sequences of 2,048 keys, 32 heads
-PEAKS = {None: 813e12, "int8": 1673e12, "fp8": 1673e12}  # operations a second of products, by activations
-ATTENTION_PEAK = 652e12  # operations a second of causal attention: cuDNN's, 1 x 16,384, 128 dims
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,8 @@ class Floor:
     linears: tuple[tuple[Matrix, int], ...]  # each different matrix of the layers, and how often it is there
     head: Matrix
     attention: int  # operations for one query on one key, all layers and heads
-    bandwidth: float = HBM
-    attention_peak: float = ATTENTION_PEAK
+    bandwidth: float  # bytes a second
+    attention_peak: float  # operations a second
     layers: int = 1
 
     def parts(self, work: Work, token_bytes: float, computed: int | None = None) -> tuple[float, float]:
@@ -79,22 +75,17 @@ class Floor:
         return sum(self.parts(work, token_bytes))
 
 
-def make_floor(
-    params: Params,
-    config: LlamaConfig,
-    bandwidth: float = HBM,
-    peaks: Mapping[str | None, float] = PEAKS,
-    attention_peak: float = ATTENTION_PEAK,
-) -> Floor:
-    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on an H200 or a device of other peaks
-    (operations a second by activations, None for 16 bits; those that the weights need are enough)."""
-    layers = (matrix(w, peaks) for w in linears(params).values())
-    head = matrix(params.embed if params.head is None else params.head, peaks)
+def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor:
+    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much. Raises
+    KeyError for weights whose arithmetic it does not have."""
+    layers = (matrix(w, ceilings.peaks) for w in linears(params).values())
+    head = matrix(params.embed if params.head is None else params.head, ceilings.peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return Floor(tuple(Counter(layers).items()), head, attention, bandwidth, attention_peak, config.num_layers)
+    each = tuple(Counter(layers).items())
+    return Floor(each, head, attention, ceilings.bandwidth, ceilings.attention, config.num_layers)
 
 
-def matrix(weight: Any, peaks: Mapping[str | None, float] = PEAKS) -> Matrix:
+def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:
     activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
     return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], peaks[activations])
 

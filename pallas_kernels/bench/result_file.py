@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from pallas_kernels.bench.bars import asked_of
 from pallas_kernels.one_writer import only_writer
 
 OUTPUTS = ("--results", "--out")  # flags that say where their files go
@@ -81,10 +82,10 @@ class ResultFile(contextlib.AbstractContextManager):
         self._write()
 
     def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
-        """`bars` entries are {name, value, unit, bar, met}; `extra` are further figures of the whole run."""
+        """`bars` are entries of bars.bar, less those of other devices; `extra` are further figures of the run."""
         rows = self.document.pop("rows")  # last, as they are long
         self.document |= gpu_of(self.document["device"])  # clocks are those of a device that was at work
-        self.document |= {"complete": complete, "bars": bars, **extra, "rows": rows}
+        self.document |= {"complete": complete, "bars": asked_of(self.document["device"], bars), **extra, "rows": rows}
         self._write()
 
     def _begin(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.bars import H200, bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.sample.api import sample
@@ -83,7 +83,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         target = BARS.get((row["R"], row["V"], row["asked"]))
         for suffix, limit in (("", target), (": XLA", xla.get((row["R"], row["V"], row["asked"])))):
             if limit is not None:
-                yield bar(name + suffix, us, "us", limit, most=True)
+                yield bar(name + suffix, us, "us", limit, most=True, of=None if suffix else H200)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_of, speedups
+from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
 from jllm.params import linears
 from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG
+
+H200 = device_sheet("h200-sxm").ceilings
 
 
 def decode_rows(scheme: str, speeds: dict[int, float]) -> list[dict]:
@@ -49,7 +52,7 @@ def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
     work = Work(many, 0, 0, 0)
     sizes = [w.size for w in linears(shapes).values()]
     seconds = {
-        scheme: make_floor(quantize(shapes, scheme), config, bandwidth=fast).of(work, 0.0)
+        scheme: make_floor(quantize(shapes, scheme), config, replace(H200, bandwidth=fast)).of(work, 0.0)
         for scheme in ("bf16", "w8a8-all", "w4a16-g32")
     }
     assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / 813e12, rel=1e-6)
@@ -89,7 +92,7 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     assert (row["scheme"], row["T"], "over_bf16" in row, document["bars"]) == ("w8a8-all", 16, False, [])
     shapes = quantize(abstract_params(config, "bfloat16"), "w8a8-all")
     token_bytes = config.num_kv_heads * config.head_dim * 2 * 2  # K and V of 16 bits
-    floor = make_floor(shapes, config).of(Work(0, 16, 2, 0, 16, 2 * 8 * 9 / 2), token_bytes)
+    floor = make_floor(shapes, config, H200).of(Work(0, 16, 2, 0, 16, 2 * 8 * 9 / 2), token_bytes)
     assert row["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
     (path,) = tmp_path.glob("quant_steps-*.json")
     assert rows_of(path) == [row]

@@ -15,7 +15,7 @@ STEPS = (
     Section(
         "decode_step-two.*",
         "Decode steps of models on two devices",
-        "As above, and the floor is that of a device's share, at an H200's limits whatever the device. Of LLaMA-2-70B "
+        "As above, and the floor is that of a device's share. Of LLaMA-2-70B "
         "20 of the 80 layers.",
         (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
     ),

@@ -1,0 +1,127 @@
+"""Whole steps and requests a second on one device: its own files, and peers of the same jobs where these had any."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.report.details import Places, places_of
+from experiments.report.documents import short
+from experiments.report.figures import (
+    PASTED,
+    PeerSteps,
+    Results,
+    Series,
+    decode_series,
+    devices,
+    floor_shares,
+    requests_rows,
+)
+from experiments.report.markdown import markdown
+from experiments.report.sections.section import FLOOR
+from experiments.steps.devices import ceilings_of
+
+BATCHES = (1, 8, 32, 64, 128, 256, 512)  # shown, where many were measured
+PICTURE = "summary-steps-{}"
+
+
+def page(results: Results) -> str:
+    """results/devices.md: every device's steps and requests, the newest figures first."""
+    parts = [
+        "# Steps and requests a second by device",
+        "Written by `python -m experiments.results_page`, never by hand.",
+    ]
+    places = places_of(results.entries)
+    for device in devices(results):
+        on = results.on(device)
+        parts += [f"## {short(device)}", *steps(on), *shares(on, places), *requests(on)]
+    text = "\n\n".join(parts) + "\n"
+    return text.replace("](results/", "](").replace("](workloads/", "](../workloads/")
+
+
+def picture_of(device: str) -> str:
+    """What the picture of a device is called."""
+    return PICTURE.format(short(device).lower().replace(" ", "-"))
+
+
+def steps(results: Results) -> Iterator[str]:
+    """Milliseconds of a decode step by batch, beside floors and peers."""
+    every = _drawn(results)
+    columns = [each for series in every.values() for each in series]
+    if not columns:
+        return
+    device = results.device
+    yield (
+        f"LLaMA-2-7B on one {short(device)}, 8 tokens in and 256 out. The floor is {FLOOR}: "
+        f"{ceilings_of(device).rates}."
+    )
+    yield "\n".join(ratios(results))
+    yield f"![Decode steps and requests a second against peers, {short(device)}](results/{picture_of(device)}.svg)"
+    batches = sorted({batch for each in columns if each.kind == "jllm" for batch in each.ms})
+    if len(batches) > len(BATCHES):
+        batches = [batch for batch in batches if batch in BATCHES]
+    cells = [[str(batch), *(_ms(each, batch) for each in columns)] for batch in batches]
+    yield markdown(["ms at batch", *(each.name for each in columns)], cells)
+    peers = [each for each in columns if isinstance(each, PeerSteps)]
+    sources = "".join(f"; {each.name}: [{each.source.stem}]({_from_page(each.source)})" for each in peers)
+    yield (
+        "\\* of no job that timed jllm's steps. PPL.LLM's are its published steps on an H800 times the ratio of the "
+        f"two bandwidths{sources}. A peer's step is that of its fastest variant."
+    )
+
+
+def _drawn(results: Results) -> dict[str, list[Series]]:
+    """What there is of formats in which jllm ran."""
+    every = {bits: [each for each in series if each.ms] for bits, series in decode_series(results).items()}
+    return {bits: series for bits, series in every.items() if any(each.kind == "jllm" for each in series)}
+
+
+def ratios(results: Results) -> Iterator[str]:
+    """Lines on what jllm's step is over its floor, and what peers' are over jllm's."""
+    for series in _drawn(results).values():
+        for ours in [each for each in series if each.kind == "jllm"]:
+            parts = [f"{_over(ours, each)} times its floor" for each in series if each.kind == "floor"]
+            parts += [f"{each.name} takes {_over(each, ours)} times as long" for each in series if each.kind == "peer"]
+            yield f"- **{ours.name}**: {'; '.join(parts)}"
+
+
+def _over(a: Series, b: Series) -> str:
+    found = [a.ms[batch] / b.ms[batch] for batch in a.ms if batch in b.ms]
+    return f"{min(found):.2f} to {max(found):.2f}" if found else "at no common batch, some"
+
+
+def _ms(series: Series, batch: int) -> str:
+    return f"{series.ms[batch]:.2f}" if batch in series.ms else ""
+
+
+def _from_page(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def shares(results: Results, places: Places) -> Iterator[str]:
+    """Shares of floors, over all batches."""
+    columns = ("decode, 8 -> 256", "decode, 1024 -> 1024", "prefill")
+    cells = []
+    for row in floor_shares(results):
+        ranges = [f"{row[what][0]:.0%} to {row[what][1]:.0%}" if what in row else "" for what in columns]
+        cells.append([f"[{row['name']}]({places[row['entry'].path]})", *ranges])
+    if cells:
+        yield "Share of the floor over all batches:"
+        yield markdown(["", *columns[:2], "prefill of 1,024 tokens or more"], cells)
+
+
+def requests(results: Results) -> Iterator[str]:
+    """Requests a second on the QPS workload; of each system the run of most repeats."""
+    best = {row["name"]: row for row in sorted(requests_rows(results), key=lambda row: row.get("repeats", 0))}
+    rows = sorted(best.values(), key=lambda row: -row["qps"])
+    if any("file" in row for row in rows):
+        cells = []
+        for row in rows:
+            interval = f"± {row['ci']:.1f}" if row.get("ci") else ""
+            share = f"{row['share']:.0%}" if row.get("share") else ""
+            runs = f"{row['repeats']} run{'s' * (row['repeats'] > 1)}" if "file" in row else ""
+            source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PASTED.name})"
+            cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
+        yield (
+            f"The QPS workload on one {short(results.device)}, 1,024 conversations at once; of each system the run of "
+            "most repeats, with Student's t at 95 % over them."
+        )
+        yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
