@@ -124,7 +124,7 @@ def test_cudnn_matches_xla_and_its_gradients(case):
     def loss(q, k, v, segments, backend):
         attend = lambda *row: causal_attention(*row, scale=case.scale, backend=backend)  # noqa: E731
         out = jax.vmap(attend)(q, k, v, segments)
-        return jnp.sum((out * cotangents).astype(jnp.float32)), out
+        return jnp.sum(out.astype(jnp.float32) * cotangents.astype(jnp.float32)), out
 
     def found(*inputs, backend):
         return jax.jit(jax.grad(partial(loss, backend=backend), (0, 1, 2), has_aux=True))(*inputs)
