@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.rounding import to_float8
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 LARGEST = {"e2m1": 6.0, "fp8": 448.0, "e5m2": 57344.0}
@@ -61,7 +62,7 @@ def round_elements(x: jax.Array, codes: str) -> jax.Array:
     """Codes of x in units of scales: int8 for E2M1, floats of 8 bits."""
     if codes == "e2m1":
         return round_e2m1(x)
-    return jnp.clip(x, -LARGEST[codes], LARGEST[codes]).astype(FLOATS[codes])
+    return to_float8(jnp.clip(x, -LARGEST[codes], LARGEST[codes]), FLOATS[codes])
 
 
 def element_values(codes: jax.Array, kind: str, dtype: DTypeLike) -> jax.Array:
@@ -102,7 +103,7 @@ def split_scales(scales: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.
 
 def to_e4m3(scales: jax.Array, tensor: jax.Array) -> jax.Array:
     """Scales in units of that float32, which broadcasts to them."""
-    return jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448).astype(FLOATS["fp8"])
+    return to_float8(jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448), FLOATS["fp8"])
 
 
 def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None, *, axis: str | None = None) -> jax.Array:

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.rounding import to_float8
 
 FP8 = "float8_e4m3fn"
 FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": FP8}
@@ -308,7 +309,8 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
 def _encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
     if fmt.dtype == FP8:
         limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        return jax.lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(FP8), jnp.uint8), None
+        x = jnp.clip(x.astype(compute_dtype(x.dtype)), -limit, limit)
+        return jax.lax.bitcast_convert_type(to_float8(x, FP8), jnp.uint8), None
     if fmt.group is None:
         return x.astype(fmt.dtype), None
     codes, scales = _quantize(x, fmt)

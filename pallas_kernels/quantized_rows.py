@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.rounding import to_float8
 
 KINDS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # -128 is not used: symmetric
@@ -71,8 +72,8 @@ def quantize_rows(
         scales = jnp.where(jnp.isfinite(absmax), scale[0].astype(x.dtype), jnp.asarray(jnp.nan, x.dtype))
         lowest = -128.0 if kind == "int8" else lowest
     scaled = jnp.clip(x * (1 / scales)[..., None], lowest, LARGEST[kind])
-    codes = jnp.round(scaled) if kind == "int8" else scaled
-    return QuantizedRows(codes.astype(KINDS[kind]), scales)
+    codes = jnp.round(scaled).astype(KINDS[kind]) if kind == "int8" else to_float8(scaled, KINDS[kind])
+    return QuantizedRows(codes, scales)
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: DTypeLike | None = None) -> jax.Array:

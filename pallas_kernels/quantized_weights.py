@@ -39,6 +39,7 @@ from pallas_kernels.block_floats import (
 )
 from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.rounding import to_float8
 
 # NormalFloat4: quantiles of a normal distribution, one exact zero, in [-1, 1] (QLoRA, arXiv 2305.14314, appendix E).
 NF4 = (
@@ -394,7 +395,7 @@ def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax
     if fmt.codes in ("e2m1", "e5m2"):
         return round_elements(x, fmt.codes)
     if fmt.codes == "fp8":
-        return jnp.clip(x, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn)
+        return to_float8(jnp.clip(x, -_FP8_MAX, _FP8_MAX), jnp.float8_e4m3fn)
     if fmt.codes in TABLES:
         table, order = np.unique(TABLES[fmt.codes], return_index=True)
         middles = jnp.asarray((table[1:] + table[:-1]) / 2, x.dtype)

@@ -16,3 +16,12 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if narrow.nexp == wide.nexp:
         return kept
     return jnp.where(jnp.abs(x) < narrow.smallest_normal.astype(x.dtype), x.astype(dtype), kept)
+
+
+def to_float8(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x, of 32 bits or more and within the range of that type of 8, rounded to it; converted back, it still is."""
+    narrow = jnp.finfo(dtype)
+    kept = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, narrow.nmant)
+    step = float(narrow.smallest_subnormal)
+    below = jnp.round(x * (1 / step)) * step  # below the normal numbers, which have their steps by exponent
+    return jnp.where(jnp.abs(x) < float(narrow.smallest_normal), below, kept).astype(dtype)

@@ -20,6 +20,7 @@ from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import matrices
 from pallas_kernels.quantized_rows import KINDS, LARGEST
+from pallas_kernels.rounding import to_float8
 
 TOKENS, TOY_TOKENS = 512, 32
 READ = {
@@ -94,7 +95,7 @@ def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (factor / LARGEST[kind])
     scales = jnp.maximum(scales, jnp.finfo(x.dtype).tiny)
     codes = jnp.clip(x / scales, -LARGEST[kind], LARGEST[kind])
-    codes = jnp.round(codes) if kind == "int8" else codes.astype(KINDS[kind]).astype(x.dtype)
+    codes = jnp.round(codes) if kind == "int8" else to_float8(codes, KINDS[kind]).astype(x.dtype)
     return codes * scales
 
 

@@ -69,12 +69,12 @@ ACCURACY = (
     ),
     Section("train_needle", "Training of the model that finds needles"),
     Section(
-        "continuations",
+        "continuations.*",
         "What quantization does to texts that are generated, and serving beside the forward pass",
         "Greedy continuations against those of the unquantized model: after how many tokens they become others "
         "(`agreed`, 95 % intervals by bootstrap over prompts), the share that is the same after N tokens (`same_N`), "
         "and what teacher forcing would make of it (`expected_N`). `gap`: log-probabilities as served and by the "
-        "forward pass without a cache, in nats.",
+        "forward pass without a cache, in nats. A label names the backend that served, in bfloat16.",
         (
             Table(
                 (
@@ -88,7 +88,7 @@ ACCURACY = (
         ),
     ),
     Section(
-        "outliers",
+        "outliers.*",
         "What outliers of activations do to quantization, and what SmoothQuant mends",
         "Divergence from the unquantized model in nats a token, by how much larger planted outlier channels are than "
         "others; `massive` is the first token's massive activation alone.",
@@ -115,6 +115,15 @@ ACCURACY = (
     ),
     Section(
         "train_small", "Training of the bundled model", answer=last_values("validation loss {:.3f}", "valid_loss")
+    ),
+    Section(
+        "train_small-.*", "Training of a larger subject", answer=last_values("validation loss {:.3f}", "valid_loss")
+    ),
+    Section(
+        "train_heads.*",
+        "Training of models that differ in KV heads alone, for claim C29",
+        "Nats a token and bits a byte of a held-out text, by step.",
+        (Table(("heads", "kv_heads", "seed", "step", "nats", "bits_per_byte"), "by KV heads, seed and step"),),
     ),
     Section("train_drafters.*", "Training of drafters", "How often drafts are what the target draws, by depth."),
 )  # fmt: skip
