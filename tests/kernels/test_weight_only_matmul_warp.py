@@ -188,9 +188,8 @@ def test_where_it_runs(m, n, k, name, first):
 
 
 def test_one_row_has_a_kernel_of_its_own():
-    one_row, _, by_warp = candidates(1, 4096, 4096, parse_weight_format("w4a16-g128"))
-    assert one_row == ONE_ROW
-    assert by_warp.by_warp
+    for name in ("w4a16-g128", "w8a16", "nf4", "fp8-weight"):
+        assert candidates(1, 4096, 4096, parse_weight_format(name)) == (ONE_ROW,)
 
 
 CONFIGS = tuple(replace(WARP, warpgroups=2, row_tiles=row_tiles, stages=8, ctas=132) for row_tiles in (1, 3))
