@@ -37,6 +37,7 @@ INTERPRETED = [
     (Case((5,), 96, 512, "uint8-zp", out_dtype="float32"), replace(SMALL, warpgroups=3)),
     (Case((17,), 128, 384, "fp8-weight", "float16"), Config(tokens=32, split=2, warpgroups=1, width=64, ctas=2)),
     (Case((1,), 24, 1024, "fp8-weight"), SMALL),
+    (Case((20,), 208, 512, "w4a16-g128-zp"), Config(tokens=32, split=2, warpgroups=3, stages=2, ctas=2)),
 ]
 
 
@@ -325,3 +326,14 @@ def test_gpu_at_the_size_of_a_layer(name, rows, n):
     out = weight_only_matmul(x, w, backend="mosaic")
     assert row_error(out, reference.weight_only_matmul(x, w, None, None)) < TOLERANCE["bfloat16"]
     assert all(same_bits(weight_only_matmul(x, w, backend="mosaic"), out) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4a16-g128", "w4a16-g128-zp", "nf4", "w8a16"])
+def test_gpu_every_candidate_of_32_rows_is_right(name):
+    """Those too that do not run, but are timed."""
+    x, w, _, _ = Case((32,), 12288, 1024, name).inputs()
+    expected = reference.weight_only_matmul(x, w, None, None)
+    for config in candidates(32, 12288, 1024, parse_weight_format(name)):
+        out = mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype, config=config)
+        assert row_error(out, expected) < TOLERANCE["bfloat16"], config
