@@ -138,15 +138,18 @@ TRITON = (
           of="weight_only_matmul"),
     experiment("continuations_triton", "continuations --dtype bf16 --backend triton --label triton", 250),
 )  # fmt: skip
+ON_TWO = "--devices 2 1 --batch 1 64 16 512 --context 128 --threads 16"
+OF_70B = "decode_step --config configs/llama-2-70b.json --devices 2 --batch 1 16 --context 128 --threads 16"
 TWO_GPUS = (
-    bench("all_reduce", "--limit 40 --rows 1 16 64 128 512 4096", 150, gpus=2),
-    experiment("two", "decode_step --label two --devices 2 1 --batch 1 64 16 512 --context 128 --threads 16", 240,
-               gpus=2),
-    experiment("two_70b", "decode_step --label two-70b --config configs/llama-2-70b.json --devices 2 --batch 1 16"
-               " --context 128 --threads 16", 240, gpus=2),
-    experiment("replicas", "qps --replicas 2 --repeats 2", 400, gpus=2),
-    experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 560, gpus=2),
+    experiment("two", f"decode_step --label two {ON_TWO}", 200, gpus=2),
+    experiment("replicas", "qps --replicas 1 2 --repeats 2", 360, gpus=2),
+    experiment("two_70b_w8a8", f"{OF_70B} --label two-70b-w8a8 --scheme w8a8", 200, gpus=2),
+    experiment("two_70b_w4a16", f"{OF_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
+    experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 420, gpus=2),
+    experiment("two_8b", f"decode_step --label two-8b --config configs/llama-3-8b.json {ON_TWO}", 160, gpus=2),
+    bench("all_reduce", "--limit 35 --rows 1 16 64 128 512 4096", 100, gpus=2),
 )  # fmt: skip
+TWO_LARGE_GPUS = (experiment("two_70b", f"{OF_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
 TABLES = (
     experiment("table_bf16", f"throughput --scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024 {TIMED}"
                " --peer-seconds 60", 130, peer_seconds=320),
@@ -162,4 +165,11 @@ TABLES = (
                f" {TIMED}", 100),
     experiment("requests_kv", f"qps --kv-cache int8-g8 {REQUESTS}", 190, peer_seconds=270),
 )  # fmt: skip
-TOPICS = {"campaign": CAMPAIGN, "tables": TABLES, "formats": FORMATS, "triton": TRITON, "two-gpus": TWO_GPUS}
+TOPICS = {
+    "campaign": CAMPAIGN,
+    "tables": TABLES,
+    "formats": FORMATS,
+    "triton": TRITON,
+    "two-gpus": TWO_GPUS,
+    "two-large-gpus": TWO_LARGE_GPUS,
+}

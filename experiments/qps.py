@@ -30,7 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ OVER_HTTP = (  # options of a run against a server
 )
 BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests a second, and over vLLM's
 TRITON = 0.8  # of the requests a second by the device's own kernels, at least
+REPLICA = 0.95  # of one engine's requests a second, that each of several adds
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
@@ -298,9 +299,12 @@ def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argpa
 
 
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each repeat and then their summary, of one backend after the other."""
-    for backend in args.backend:
-        yield from measure_one(model, requests, args, backend)
+    """A row for each repeat and then their summary, of one backend after the other. Each replica has the workload once,
+    where all is sent at once: as much work as one alone."""
+    for replicas, backend in product(args.replicas or [None], args.backend):
+        own = argparse.Namespace(**{**vars(args), "replicas": replicas})
+        each = requests * (replicas or 1) if args.rate is None else requests
+        yield from measure_one(model, each, own, backend)
 
 
 def measure_one(model: Model, requests: list[Request], args: argparse.Namespace, backend: str) -> Iterator[Row]:
@@ -390,9 +394,12 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     row = next((row for row in last.values() if of_own_kernels(row)), None)
     if row is None or "over" in row:
         return
-    whole = row["requests"] == 1024 and row["rate"] is None and row["slots"] == 512
+    whole = row["requests"] == 1024 * row.get("replicas", 1) and row["rate"] is None and row["slots"] == 512
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
-    if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row or "replicas" in row:
+    if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row:
+        return
+    if "replicas" in row:
+        yield from replica_bars(row, rows)
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     if "host_us" in row:
@@ -404,6 +411,15 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     if "triton" in last:
         yield bar(f"{where}, triton over the default", round(last["triton"]["qps"] / row["qps"], 3), "1", TRITON)
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
+
+
+def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
+    """Of the means of several replicas over that of one."""
+    means = {each["replicas"]: each["qps"] for each in rows if "replicas" in each and each["repeat"] == "mean"}
+    for count, qps in means.items():
+        if count > 1 and 1 in means:
+            name = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}, {count} replicas over one"
+            yield bar(name, round(qps / means[1], 3), "1", REPLICA * count)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -428,7 +444,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    parser.add_argument("--replicas", type=positive, help="an engine on each of so many devices; --slots are of each")
+    each = "an engine on each of so many devices, one number after another; --slots and --requests are of each"
+    parser.add_argument("--replicas", type=positive, nargs="+", help=each)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
     parser.add_argument("--pool-gib", type=float, help="size of the pool, in place of --pages")
@@ -491,7 +508,7 @@ def name_of(args: argparse.Namespace) -> str:
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
-    parts += ["" if args.replicas is None else f"replicas{args.replicas}"]
+    parts += ["" if args.replicas is None else f"replicas{'-'.join(map(str, args.replicas))}"]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
     parts += ["" if args.guided is None else f"guided{args.guided:g}"]
     parts += ["" if args.rate is None else f"rate{args.rate:g}"]

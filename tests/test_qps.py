@@ -15,6 +15,7 @@ from experiments.qps import (
     Served,
     half_interval,
     main,
+    name_of,
     parse_args,
     percentile,
     read_workload,
@@ -185,6 +186,34 @@ def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkey
     assert cached == [0, 0, 0, 0]
     assert [row["seconds"] for row in rows] == [2.0, 4.0, 6.0, 4.0]
     assert rows[-1]["floor_fraction"] == pytest.approx(rows[-1]["floor_s"] / 4.0, rel=1e-4)
+
+
+def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):
+    asked = []
+    about = {"model": "m", "scheme": "bfloat16", "kv": "bf16", "backend": "default", "rate": None, "slots": 512}
+
+    def one(model, requests, args, backend):
+        asked.append((len(requests), args.replicas))
+        yield about | {
+            "replicas": args.replicas,
+            "repeat": "mean",
+            "requests": 1024 * args.replicas,
+            "qps": args.replicas**0.9,
+        }
+
+    monkeypatch.setattr(qps, "measure_one", one)
+    args = parse_args(["--replicas", "1", "2"])
+    rows = list(qps.measure(None, [Request(5, 4, 0.0)] * 3, args))
+    assert asked == [(3, 1), (6, 2)]
+    (found,) = qps.bars(rows)
+    assert (found["name"], found["bar"], found["met"]) == (
+        "QPS workload, m bfloat16 KV bf16, 2 replicas over one", 1.9, False
+    )  # fmt: skip
+    assert list(qps.bars(rows[:1])) == []
+    assert name_of(args) == "qps_llama-2-7b_bfloat16_replicas1-2"
+    rate = parse_args(["--replicas", "2", "--rate", "3"])
+    list(qps.measure(None, [Request(5, 4, 0.0)] * 3, rate))
+    assert asked[-1] == (3, 2), "one stream of arrivals"
 
 
 @pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])

@@ -72,7 +72,7 @@ def floors_of(row: Row, model: Model, rule: Callable[[Row, Model, Args], Works],
     """A row's floors, by their names."""
     floor = make_floor(model.params, model.config, ceilings)
     token = token_bytes(model, None if row["kv"] in PLAIN else row["kv"])
-    sharers = row.get("devices") or getattr(args, "replicas", None) or 1
+    sharers = row.get("devices") or 1  # each of several replicas has the workload
     seconds = {name: sum(floor.of(w, token) for w in works) / sharers for name, works in rule(row, model, args).items()}
     return {name: each if name.endswith("_s") else 1e3 * each for name, each in seconds.items()}
 

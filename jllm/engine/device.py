@@ -90,7 +90,7 @@ class Device:
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(
             self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks,
-            options.compile_processes, has_processes(config),
+            options.compile_processes, has_processes(config), self._home is not None and params.norm.committed,
         )  # fmt: skip
         self._state: State | None = None
         self.renew()

@@ -32,7 +32,8 @@ class Programs:
     arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
     static(bucket, variant, part) its static ones. between(variant) has what runs between steps of a variant. check
     raises where a program that holds every step takes more memory than there is. in_step: steps take what is asked of
-    them alone, and wait for it, whatever is there by now, so that several processes take the same.
+    them alone, and wait for it, whatever is there by now, so that several processes take the same. keeps: programs live
+    here, since jit does not find what was compiled ahead where a device was chosen for arguments.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Programs:
         between: Callable[[Variant], list[Recipe]] = lambda variant: [],
         processes: int = 0,
         in_step: bool = False,
+        keeps: bool = False,
     ):
         self.in_step = in_step
         self.compiled = Compiled()
@@ -55,7 +57,7 @@ class Programs:
         self._arguments, self._static, self._files, self._check = arguments, static, files, check
         self._between = between
         self._progress, self._processes = progress, processes
-        self._keeps = files is not None or processes > 0  # packed_step's cache has none that was not traced here
+        self._keeps = keeps or files is not None or processes > 0  # packed_step's cache lacks what others traced
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
         self._permitted: set[Key] = set()  # those that a step may wait for

@@ -17,6 +17,7 @@ from jllm.batch import Bucket
 from jllm.cli.main import main
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
+from jllm.engine.layout import packed_step
 from jllm.engine.replica import Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
@@ -383,6 +384,18 @@ def test_what_is_left_at_a_close_has_its_end(model):
     assert not engine.has_work
     with pytest.raises(EngineClosed, match="that was all"):
         engine.check((1, 2))
+
+
+def test_what_was_compiled_ahead_is_what_runs(model, wanted):
+    engine = Replicas(model, 2, **SIZES)
+    engine.compile_ahead([params for _, params in JOBS])
+    before, programs = packed_step._cache_size(), engine.metrics()["compile_programs"]
+    names = [engine.submit(*job) for job in JOBS]
+    assert len(finish(engine)) == len(wanted)
+    assert len(names) == len(JOBS)
+    assert packed_step._cache_size() == before
+    assert (engine.metrics()["compile_programs"], engine.metrics()["compile_first_use"]) == (programs, 0)
+    engine.close()
 
 
 def test_an_asynchronous_engine_over_replicas(model, wanted):
