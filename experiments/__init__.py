@@ -12,7 +12,7 @@
     all that wants a GPU        measure_all, sanitizer
     what came out               results_page writes RESULTS.md and results/*.md
 
-What commands share is in rooms: steps/ (the step timer, floors, costs, devices, peers), accuracy/, baselines/ (what the
-engine is measured against), simulation/, training/, texts/, report/ (the pages). workloads/ has requests and peers'
-figures, LOG.md what was learned.
+What commands share is in rooms: steps/ (the step timer, floors, costs, devices, peers), serving/ (a workload and its
+runs), accuracy/, baselines/ (what the engine is measured against), simulation/, training/, texts/, report/ (the pages).
+workloads/ has requests and peers' figures, LOG.md what was learned.
 """

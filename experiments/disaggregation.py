@@ -32,8 +32,9 @@ import numpy as np
 
 from experiments.arguments import claim_memory, positive
 from experiments.baselines import SeparateSteps
-from experiments.qps import Request, percentile, serve
 from experiments.result_file import command_line, record, rounded
+from experiments.serving.run import serve
+from experiments.serving.workload import Request, percentile
 from experiments.simulate import Costs, make_costs
 from experiments.simulation.apart import apart, merged
 from experiments.simulation.requests import Arrival, Sample

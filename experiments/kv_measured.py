@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import claim_memory, positive
-from experiments.qps import Request, make_model, measure, read_workload
+from experiments.qps import measure
 from experiments.qps import parse_args as qps_args
 from experiments.result_file import command_line, record, rounded
+from experiments.serving.engines import make_model
+from experiments.serving.workload import Request, read_workload
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
 from jllm.errors import ConfigError

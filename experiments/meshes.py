@@ -23,11 +23,10 @@ from itertools import product
 
 from experiments.arguments import positive
 from experiments.other_devices import MEMORY_SHARE, floor_on
-from experiments.qps import token_bytes
 from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
 from experiments.steps.devices import device_sheet
-from experiments.steps.floors import Work, step_work
+from experiments.steps.floors import Work, step_work, token_bytes
 from experiments.steps.links import Link, Table, read_link
 from jllm.config import LlamaConfig, load_config
 from jllm.fit import tree_bytes

@@ -31,12 +31,11 @@ from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, positive
 from experiments.other_devices import floor_on
-from experiments.qps import token_bytes
 from experiments.report.svg import svg
 from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
-from experiments.steps.floors import step_work
+from experiments.steps.floors import step_work, token_bytes
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint import init_params
 from jllm.checkpoint_files import find_model

@@ -31,12 +31,12 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.arguments import positive
-from experiments.qps import token_bytes
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
+from experiments.steps.floors import token_bytes
 from jllm.engine.options import EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError

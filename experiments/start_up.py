@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from experiments.arguments import claim_memory, positive, scheme_name
-from experiments.qps import make_model
 from experiments.result_file import bar, command_line, record, refusing
+from experiments.serving.engines import make_model
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from pallas_kernels.bench.command import add_result_options
@@ -88,7 +88,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(host_only=False, guided=None)  # qps.make_model asks
+    parser.set_defaults(host_only=False, guided=None)  # make_model asks
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
     parser.add_argument("--dtype", default="bfloat16", help="of random weights")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from experiments.baselines import BASELINES, PaddedPrefill, StaticBatches, engine_with
-from experiments.qps import HostOnly
+from experiments.serving.engines import HostOnly
 from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.layout import WHOLE, packed_step

@@ -8,7 +8,7 @@ import pytest
 from experiments.claims import __main__ as command
 from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving, shapes
 from experiments.claims.claim import draw
-from experiments.qps import WORKLOAD, Request, read_workload
+from experiments.serving.workload import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.floors import Work

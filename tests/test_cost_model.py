@@ -7,7 +7,6 @@ import pytest
 
 from experiments.ceilings import best
 from experiments.claims import c16
-from experiments.qps import token_bytes
 from experiments.steps.cost_model import (
     CostModel,
     Shares,
@@ -19,7 +18,7 @@ from experiments.steps.cost_model import (
     recorded_steps,
 )
 from experiments.steps.devices import SHEETS, DeviceSheet, ceilings_of, device_sheet, device_sheets, read_sheet
-from experiments.steps.floors import Floor, Matrix, Work, schedule, step_work, workload_seconds
+from experiments.steps.floors import Floor, Matrix, Work, schedule, step_work, token_bytes, workload_seconds
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError, InputFileError
 

@@ -8,20 +8,11 @@ import pytest
 
 from experiments import qps
 from experiments.arguments import MEMORY_SHARE, claim_memory
-from experiments.qps import (
-    WORKLOAD,
-    HostOnly,
-    Request,
-    Served,
-    half_interval,
-    main,
-    name_of,
-    parse_args,
-    percentile,
-    read_workload,
-    repeat_row,
-    serve,
-)
+from experiments.qps import main, name_of, parse_args
+from experiments.serving import run
+from experiments.serving.engines import HostOnly
+from experiments.serving.run import serve
+from experiments.serving.workload import WORKLOAD, Request, Served, half_interval, percentile, read_workload, repeat_row
 from experiments.steps.floors import schedule
 from experiments.steps.words import words_tokenizer
 from jllm.batch import Bucket
@@ -181,7 +172,7 @@ def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkey
         return served, next(seconds)
 
     monkeypatch.setattr(qps, "make_engine", lambda model, args, **_: engine)
-    monkeypatch.setattr(qps, "serve", timed)
+    monkeypatch.setattr(run, "serve", timed)
     rows = list(qps.measure(model, [Request(21, 4, 0.0), Request(13, 3, 0.0)], args))
     assert cached == [0, 0, 0, 0]
     assert [row["seconds"] for row in rows] == [2.0, 4.0, 6.0, 4.0]

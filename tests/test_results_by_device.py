@@ -25,11 +25,15 @@ def both(tmp_path):
         end = f"202611{day}-{device.removeprefix('NVIDIA ').lower().replace(' ', '-')}"
         run = {"device": device, "date": f"2026-11-{day}"}
         steps = [STEP | {"batch": batch, "decode_ms": ms + batch / 100} for batch in batches]
+        if device == H100:
+            steps[0] |= {"decode_ms_median": 5.01, "decode_ms_most": 5.01 * 1.012}
         peer = {"peer": "vLLM", "weights": "bf16", "kv": "bf16", "input": 8, "output": 256}
         steps += [peer | {"batch": batch, "decode_ms": 1.5 * (ms + batch / 100)} for batch in batches]
         name = "throughput_llama-2-7b_bf16_kv-bf16"  # of a job that had peers: they are no steps of jllm's
         write(tmp_path, f"{name}-{end}", experiment=name, command=TABLE, rows=steps, complete=False, **run)
         served = [SERVED | {"repeat": repeat, "qps": qps, "seconds": 1024 / qps} for repeat in (0, 1, "mean")]
+        if device == H100:
+            served += [SERVED | {"replicas": 2, "repeat": repeat, "qps": 49.0} for repeat in (0, 1, "mean")]
         served += [{"peer": "vLLM", "weights": "bf16", "kv": "bf16", "repeat": 0, "qps": qps - 4}]
         write(tmp_path, f"qps_llama-2-7b_bfloat16-{end}", experiment="qps_llama-2-7b_bfloat16", rows=served, **run)
     return Results(read_all(tmp_path))
@@ -46,6 +50,9 @@ def test_the_newest_device_is_in_full_and_the_other_in_short(both):
     assert "36.2 requests a second" in short
     assert "| 5.16 |" in full, "batch 16, as the H100 has no batch 8"
     assert "36.2" not in full, "the H200's"
+    assert "others took up to 1.2% more." in full
+    assert "| jllm bf16, KV bf16, 2 replicas | 49.0 |" in full
+    assert "| jllm bf16, KV bf16 | 25.8 |" in full
     older = [entry for entry in both.entries if entry.device == H200]
     assert "## Decode steps, H200\n" in overview(Results(older)), "by what there is"
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from experiments.claims.claim import Claim, Part, Row, Verdict, microseconds, verdict_of
 from experiments.claims.contest import ROUNDS, contest, draw_qps, gain_parts
 from experiments.claims.serving import make_model, workload
-from experiments.qps import half_interval
+from experiments.serving.workload import half_interval
 from experiments.steps.timer import StepTimer, chunk_of, layout_of, pool_for
 from jllm.engine.layout import pack_chunks
 from jllm.pretrained import Model

@@ -24,10 +24,9 @@ import numpy as np
 
 from experiments.accuracy.measured_speed import documents
 from experiments.claims.claim import FEW, Claim, Part, Row, Verdict, verdict_of
-from experiments.qps import token_bytes
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
-from experiments.steps.floors import make_floor, step_work
+from experiments.steps.floors import make_floor, step_work, token_bytes
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 

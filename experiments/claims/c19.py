@@ -25,7 +25,7 @@ from experiments.claims.c4 import sampler_inputs
 from experiments.claims.c22 import Step
 from experiments.claims.claim import Claim, Row, Verdict, by_case, measured_rows, microseconds, verdict_of
 from experiments.claims.shapes import config_of, random_params
-from experiments.qps import HostOnly
+from experiments.serving.engines import HostOnly
 from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.engine.engine import Engine

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
-from experiments.qps import token_bytes
 from experiments.steps.cost_model import model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
+from experiments.steps.floors import token_bytes
 from jllm.fit import tree_bytes
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b")

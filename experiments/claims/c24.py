@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
-from experiments.qps import Request
+from experiments.serving.workload import Request
 from experiments.simulate import Costs, make_costs
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -18,8 +18,8 @@ from experiments import throughput
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.loads import MODEL, simulate, simulates
 from experiments.claims.serving import workload
-from experiments.qps import pages_of_h200
 from experiments.result_file import rounded
+from experiments.serving.engines import pages_of_h200
 from experiments.simulate import Costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes

@@ -16,8 +16,10 @@ from typing import Any
 from experiments.baselines import DEVICES
 from experiments.claims.claim import Part, Row
 from experiments.claims.serving import KEPT, make_model, settings, workload
-from experiments.qps import half_interval, make_engine, run_once, sampling_of, warm_up
 from experiments.result_file import rounded
+from experiments.serving.engines import make_engine, sampling_of
+from experiments.serving.run import run_once, warm_up
+from experiments.serving.workload import half_interval
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 

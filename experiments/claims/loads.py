@@ -12,8 +12,9 @@ from typing import Any
 from experiments.baselines import BASELINES, SCHEDULERS
 from experiments.claims.claim import Row
 from experiments.claims.serving import KEPT, served, settings, workload
-from experiments.qps import PERCENTILES, Request, Served, pages_of_h200, served_row
 from experiments.result_file import rounded
+from experiments.serving.engines import pages_of_h200
+from experiments.serving.workload import PERCENTILES, Request, Served, served_row
 from experiments.simulate import Costs, make_costs
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation

@@ -15,7 +15,8 @@ import numpy as np
 
 from experiments.claims.claim import Row
 from experiments.claims.shapes import config_of, random_params
-from experiments.qps import WORKLOAD, Request, measure, parse_args, read_workload
+from experiments.qps import measure, parse_args
+from experiments.serving.workload import WORKLOAD, Request, read_workload
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 

@@ -14,6 +14,7 @@ from experiments.report.figures import (
     devices,
     floor_shares,
     requests_rows,
+    spread,
 )
 from experiments.report.markdown import markdown
 from experiments.report.sections.section import FLOOR
@@ -48,10 +49,11 @@ def steps(results: Results) -> Iterator[str]:
     columns = [each for series in every.values() for each in series]
     if not columns:
         return
-    device = results.device
+    device, most = results.device, spread(results)
+    apart = "" if most is None else f" Of a step's repeats the best; others took up to {most:.1%} more."
     yield (
         f"LLaMA-2-7B on one {short(device)}, 8 tokens in and 256 out. The floor is {FLOOR}: "
-        f"{ceilings_of(device).rates}."
+        f"{ceilings_of(device).rates}.{apart}"
     )
     yield "\n".join(ratios(results))
     yield f"![Decode steps and requests a second against peers, {short(device)}](results/{picture_of(device)}.svg)"

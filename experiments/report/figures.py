@@ -103,6 +103,12 @@ def floor_shares(results: Results) -> Iterator[Row]:
             yield {"entry": entry, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | ranges
 
 
+def spread(results: Results) -> float | None:
+    """How much longer than the best of its repeats a decode step of the tables took at most; None where none says."""
+    rows = [row for name in STEP_FILES.values() for row in results.rows(f"throughput_llama-2-7b_{name}")]
+    return max((row["decode_ms_most"] / row["decode_ms"] - 1 for row in rows if "decode_ms_most" in row), default=None)
+
+
 def _ours(results: Results, bits: str, name: str) -> Iterator[Series]:
     every = results.rows(f"throughput_llama-2-7b_{STEP_FILES[bits]}", input=8)
     rows = [row for row in every if "peer" not in row]
@@ -163,17 +169,23 @@ def requests_rows(results: Results) -> Iterator[Row]:
     have no file."""
     for entry in results.named("qps_llama-2-7b_.*"):
         every = [row for row in entry.rows if "peer" not in row and row.get("rate") is None]
-        for backend in dict.fromkeys(row.get("backend") for row in every):
-            own = [row for row in every if row.get("backend") == backend]
+        for run in dict.fromkeys(map(_run, every)):
+            own = [row for row in every if _run(row) == run]
             repeats = [row for row in own if isinstance(row["repeat"], int)]
             mean = next((row for row in own if row["repeat"] == "mean"), None)
             row = mean or {"qps": sum(each["qps"] for each in repeats) / len(repeats)}
             name = f"jllm {own[0]['scheme']}, KV {own[0]['kv']}".replace("bfloat16", "bf16")
             name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
             name += "" if of_own_kernels(own[0]) else f", {own[0]['backend']}"
+            name += f", {own[0]['replicas']} replicas" if own[0].get("replicas", 1) > 1 else ""
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
             yield {"name": name, **figures, "repeats": len(repeats), "file": entry.path.name}
     yield from _peer_requests(results)
+
+
+def _run(row: Row) -> tuple[str | None, int]:
+    """Rows alike are of one run: by backend, on as many devices."""
+    return row.get("backend"), row.get("replicas", 1)
 
 
 def _peer_requests(results: Results) -> Iterator[Row]:

@@ -11,14 +11,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from experiments import decode_step, qps, quant_steps
-from experiments.qps import token_bytes
+from experiments import decode_step, quant_steps
 from experiments.report.commands import arguments_of, module_of
 from experiments.result_file import rounded
+from experiments.serving.engines import MEMORY, pages_of_h200
+from experiments.serving.workload import read_workload
 from experiments.steps.batches import WholeBatch
 from experiments.steps.cost_model import CONFIGS, shapes_of
 from experiments.steps.devices import Ceilings, ceilings_of
-from experiments.steps.floors import Work, make_floor, schedule, step_work
+from experiments.steps.floors import Work, make_floor, schedule, step_work, token_bytes
 from jllm.config import load_config
 from jllm.engine.options import EngineOptions, resolve
 from jllm.pretrained import Model
@@ -103,10 +104,10 @@ def of_quant_steps(row: Row, model: Model, args: Args) -> Works:
 
 
 def of_qps(row: Row, model: Model, args: Args) -> Works:
-    requests = qps.read_workload(args.workload, args.requests, args.rate, args.seed)
-    names = ("page_size", "max_step_tokens", "kv_cache", *qps.MEMORY)
+    requests = read_workload(args.workload, args.requests, args.rate, args.seed)
+    names = ("page_size", "max_step_tokens", "kv_cache", *MEMORY)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    pages = int(row.get("pages_total") or qps.pages_of_h200(model, args.page_size, args.kv_cache, args.slots))
+    pages = int(row.get("pages_total") or pages_of_h200(model, args.page_size, args.kv_cache, args.slots))
     limits = resolve(EngineOptions(max_slots=args.slots, **given), model.config, pages).limits
     return {"floor_s": schedule([(r.prompt, r.output) for r in requests], limits)}
 

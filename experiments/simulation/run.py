@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.qps import EACH_TOKEN, FIRST_TOKEN, PERCENTILES
+from experiments.serving.workload import EACH_TOKEN, FIRST_TOKEN, PERCENTILES
 from experiments.simulation.requests import Arrival
 from experiments.steps.cost_model import CostModel
 from experiments.steps.floors import work_of

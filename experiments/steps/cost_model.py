@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.qps import token_bytes
 from experiments.steps.devices import REFERENCE, device_sheet
-from experiments.steps.floors import Floor, Work, make_floor, step_work
+from experiments.steps.floors import Floor, Work, make_floor, step_work, token_bytes
 from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import InputFileError

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from experiments.steps.devices import Ceilings
+from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.plan import Limits, StepPlan
 from jllm.engine.request import SamplingParams
@@ -20,6 +23,7 @@ from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
 from jllm.fit import tree_bytes
 from jllm.params import Params, linears
+from jllm.pretrained import Model
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 
@@ -88,6 +92,12 @@ def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor
 def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:
     activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
     return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], peaks[activations])
+
+
+def token_bytes(model: Model, kv_cache: str | None) -> float:
+    """Bytes of one token's K and V, all layers."""
+    formats = parse_kv_cache(kv_cache, model.config, model.params.dtype)
+    return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
 def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]] = ()) -> Work:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from experiments.qps import HostOnly
+from experiments.serving.engines import HostOnly
 from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineSizes

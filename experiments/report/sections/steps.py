@@ -45,7 +45,8 @@ STEPS = (
             Table(
                 (
                     "peer", "model", "scheme", "kv", "backend", "batch", "input", "output", "prefill_ms",
-                    "h800_prefill_ms", "decode_ms", "h800_decode_ms", "tokens_s", "h800_tokens_s",
+                    "prefill_ms_median", "prefill_ms_most", "h800_prefill_ms", "decode_ms", "decode_ms_median",
+                    "decode_ms_most", "h800_decode_ms", "tokens_s", "h800_tokens_s",
                     "memory_gib", "h800_memory_gib",
                     "prefill_floor_fraction", "floor_fraction",
                 ),

@@ -1,0 +1,89 @@
+"""The model and the engine that an experiment's options ask for, one that does the host's work alone among them."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.arguments import MEMORY_SHARE
+from experiments.baselines import BASELINES, engine_with
+from experiments.steps.floors import token_bytes
+from experiments.steps.words import words_tokenizer
+from jllm.checkpoint import init_params
+from jllm.config import load_config
+from jllm.engine.device import Device
+from jllm.engine.engine import Engine
+from jllm.engine.layout import WHOLE
+from jllm.engine.replicas import Replicas
+from jllm.engine.request import SamplingParams
+from jllm.engine.room import SHARE
+from jllm.fit import tree_bytes
+from jllm.params import Params
+from jllm.pretrained import Model, load
+from jllm.quant.quantize import quantize
+from jllm.state import Outputs
+
+MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
+DEVICE_BYTES = 139 << 30  # of an H200, where there is none
+
+
+class HostOnly(Device):
+    """Takes no time and has no memory: what an Engine does on it is the host's work alone."""
+
+    def renew(self) -> None:
+        self._state = None
+
+    def run(self, buffer, layout, variant) -> Outputs:
+        self.programs.used.add((layout.bucket, variant, WHOLE))
+        tokens: Any = np.ones(layout.bucket.decodes * layout.bucket.rows + layout.bucket.chunks, np.int32)
+        return Outputs(tokens, None, None, None, None)
+
+    def copy_pages(self, copies) -> None:
+        pass
+
+    def compile_ahead(self, variant) -> int:
+        return 0
+
+
+def make_model(args: argparse.Namespace) -> Model:
+    if args.model:
+        return load(args.model, quantize=args.quantize)
+    config = load_config(args.config)
+
+    def make() -> Params:
+        return init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
+
+    params = jax.eval_shape(make) if args.host_only else make()  # shapes are enough for the host
+    tokenizer = None if args.guided is None else words_tokenizer(config.vocab_size)
+    return Model(config, quantize(params, args.quantize) if args.quantize else params, tokenizer)
+
+
+def pages_of_h200(model: Model, page_size: int, kv_cache: str | None, least: int) -> int:
+    """How many pages an H200 has room for beside the weights, but no fewer than `least`."""
+    free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
+    return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, ignore_eos=True
+    )
+
+
+def make_engine(
+    model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None, backend: str | None = None
+) -> Engine | Replicas:
+    """By the options; `device` makes it one in place of its sampler's. `backend`: None is the best for the device."""
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", *MEMORY, *BASELINES)
+    options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
+    if args.pool_gib is not None:
+        options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
+    if args.replicas is not None:
+        return Replicas(model, args.replicas, make=engine_with, **options)
+    if not args.host_only:
+        return engine_with(model, device=device, **options)
+    options["num_pages"] = options["num_pages"] or pages_of_h200(model, args.page_size, args.kv_cache, args.slots)
+    return engine_with(model, device=HostOnly, **options)
