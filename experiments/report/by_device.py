@@ -124,6 +124,6 @@ def requests(results: Results) -> Iterator[str]:
             cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
         yield (
             f"The QPS workload on one {short(results.device)}, 1,024 conversations at once; of each system the run of "
-            "most repeats, with Student's t at 95 % over them."
+            "most repeats, with Student's t at 95 % over them, and of a peer the best of its runs."
         )
         yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
