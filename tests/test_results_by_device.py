@@ -44,9 +44,9 @@ def test_the_newest_device_is_in_full_and_the_other_in_short(both):
     text = overview(both)
     assert "## Decode steps, H100 80GB HBM3\n" in text
     assert "## Requests a second, H100 80GB HBM3\n" in text
-    full, _, short = text.partition("## Other devices\n")
+    full, _, short = text.partition("Earlier, on one ")
     assert "LLaMA-2-7B on one H100 80GB HBM3" in full
-    assert "LLaMA-2-7B on one H200 ([all of it](results/devices.md#h200)):" in short
+    assert short.startswith("H200 ([all of it](results/devices.md#h200)): **jllm bf16**: ")
     assert "36.2 requests a second" in short
     assert "| 5.16 |" in full, "batch 16, as the H100 has no batch 8"
     assert "36.2" not in full, "the H200's"

@@ -31,8 +31,7 @@ def overview(results: Results) -> str:
     on = results.on(newest)
     sections = [
         (f"Decode steps, {short(newest)}", chain(by_device.steps(on), by_device.shares(on, places))),
-        (f"Requests a second, {short(newest)}", by_device.requests(on)),
-        ("Other devices", _others(results, others)),
+        (f"Requests a second, {short(newest)}", chain(by_device.requests(on), _others(results, others))),
         (f"Kernels against peers, {short(results.device)}", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
         ("Claims of the original system", _claims(results, places)),
@@ -57,10 +56,10 @@ def _others(results: Results, others: list[str]) -> Iterator[str]:
     for device in others:
         on = results.on(device)
         served = {row["qps"]: row["name"] for row in requests_rows(on) if row["name"].startswith("jllm")}
+        parts = [line.removeprefix("- ") for line in by_device.ratios(on)]
+        parts += [f"{served[max(served)]}: {max(served):.1f} requests a second"] if served else []
         whole = f"[all of it](results/devices.md#{slug(short(device))})"
-        yield f"LLaMA-2-7B on one {short(device)} ({whole}):"
-        most = [f"- {served[max(served)]}: {max(served):.1f} requests a second"] if served else []
-        yield "\n".join([*by_device.ratios(on), *most])
+        yield f"Earlier, on one {short(device)} ({whole}): {'. '.join(parts)}."
 
 
 def _kernels(results: Results) -> Iterator[str]:
