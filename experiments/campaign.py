@@ -60,6 +60,8 @@ CAMPAIGN = (
         "step_profile_w8a8", "step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136", 60
     ),
     experiment("step_profile_serve", "step_profile --kind serve --batch 1 512 --context 136 --steps 16", 150),
+    experiment("step_profile_serve_w8a8", "step_profile --kind serve --scheme w8a8 --kv-cache int8-g8 --batch 1"
+               " --context 136 --steps 16", 60),
     experiment("throughput", "throughput --scheme bf16 --kv-cache bf16", 260, peer_seconds=300),
     experiment("start_up", "start_up", 240),
     experiment("qps", "qps --repeats 3", 200, peer_seconds=400),
@@ -114,6 +116,7 @@ FORMATS = (
                " --label groups", 60),
     bench("weight_only_tune", "--rows 1 2 4 8 16 32 64 --formats w4a16-g128 nf4:2,16 w4a16-g32-zp:2,16"
           " --tune w4a16-g128 nf4 w4a16-g32-zp --peers mosaic --label warp", 240, of="weight_only_matmul"),
+    bench("narrow", "--parts --cells 64x1024 128x2048 --label narrow", 75, of="decode_attention"),
     bench("zero_points", "--parts formats --heads 32/32 --formats int4-g32 int4-g128 int4-g128-zp int4-g32-h"
           " --label zp", 90, of="decode_attention"),
     *(
