@@ -30,7 +30,9 @@ def test_c29_compares_models_of_one_seed():
     assert c29.judge(heads_rows([0.0, 0.02, 0.01])).verdict == "partly"  # by the mean alone
     assert c29.judge(heads_rows([0.03, 0.031, 0.032])).verdict == "no"
     one_head = heads_rows([0.5, 0.5, 0.5], count=1)
-    assert c29.judge([*rows, *(row for row in one_head if row["kv_heads"] == 1)]).verdict == "yes"  # is beside it
+    whole = c29.judge([*rows, *(row for row in one_head if row["kv_heads"] == 1)])
+    assert whole.verdict == "yes"  # one head is beside it
+    assert ("not trained yet" in found.measured, "not trained yet" in whole.measured) == (True, False)
 
 
 def test_c29_without_a_file_is_not_measured(tmp_path, monkeypatch):
@@ -38,10 +40,22 @@ def test_c29_without_a_file_is_not_measured(tmp_path, monkeypatch):
     (row,) = c29.measure(False)
     assert row["error"].startswith("not measured yet: ")
     rows = [{**row, "epoch": 0} for row in heads_rows([0.1, 0.2])]
-    for complete, date in ((True, "20260101"), (False, "20260102")):
-        document = {"complete": complete, "rows": rows if complete else []}
-        (tmp_path / f"train_heads-{date}-cpu.json").write_text(json.dumps(document))
-    assert [row["added"] for row in c29.measure(False)] == [0, 0, 0.1, 0.2]
+    single = [{**row, "epoch": 0} for row in heads_rows([0.4, 0.5], count=1) if row["kv_heads"] == 1]
+    early = [{**row, "step": 10, "kv_heads": 4} for row in rows]
+    for name, day, steps, found in (
+        ("train_heads", 1, 20, rows),
+        (
+            "train_heads-single",
+            2,
+            20,
+            [*single, *early],
+        ),  # goes on with the first: a number that was cut off is left out
+        ("train_heads-brief", 3, 10, early),  # another recipe, of which there is nothing to compare
+    ):
+        about = {"model": {}, "recipe": {"steps": steps}, "valid_tokens": 9, "date": f"2026-01-0{day}"}
+        (tmp_path / f"{name}-2026010{day}-cpu.json").write_text(json.dumps({**about, "rows": found}))
+    found = {(row["kv_heads"], row["seed"]): row["added"] for row in c29.measure(False)}
+    assert found == {(8, 0): 0, (8, 1): 0, (2, 0): 0.1, (2, 1): 0.2, (1, 0): 0.4, (1, 1): 0.5}
 
 
 def test_c29_trains_toys_that_differ_by_seed_and_heads():

@@ -2,7 +2,7 @@
 
 Models that differ in their KV heads alone (experiments.train_heads: same data, several seeds), by held-out text.
 `added` is by how many nats a token a model is worse than the one of the same seed whose query heads all have KV heads
-of their own. The full size is what a committed run of that command has; toy size trains models of a few thousand
+of their own. The full size is what committed runs of that command have; toy size trains models of a few thousand
 weights here.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report.documents import RESULTS
 
-PATTERN = "train_heads-" + "[0-9]" * 8 + "-*.json"
 HARDLY = 0.02  # nats a token at most: 2 % of perplexity
 KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte")
 
@@ -23,14 +22,28 @@ KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byt
 def measure(toy: bool) -> Iterator[Row]:
     if toy:
         yield from with_added(list(toy_rows()))
-        return
-    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(PATTERN))]
-    files = [document for document in files if document["complete"]]
-    if not files:
+    elif found := recorded():
+        yield from with_added(found)
+    else:
         command = "python -m experiments.train_heads --record"
         yield {"error": f"not measured yet: {command} trains what this compares"}
-        return
-    yield from with_added(files[-1]["rows"])
+
+
+def recorded() -> list[Row]:
+    """Of the newest run that trained models with all KV heads and with fewer to its last step. Its numbers of KV heads
+    may be in several files: of one model, recipe and text."""
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("train_heads-*.json")]
+    runs: dict[str, dict[tuple[int, int], Row]] = {}
+    for file in sorted(files, key=lambda file: file["date"], reverse=True):
+        of = json.dumps([file["model"], file["recipe"], file["valid_tokens"]])
+        for row in file["rows"]:
+            if row["step"] == file["recipe"]["steps"]:
+                runs.setdefault(of, {}).setdefault((row["kv_heads"], row["seed"]), row)
+    for run in runs.values():
+        rows = sorted(run.values(), key=lambda row: (-row["kv_heads"], row["seed"]))
+        if rows[0]["kv_heads"] == rows[0]["heads"] > rows[-1]["kv_heads"]:
+            return rows
+    return []
 
 
 def toy_rows() -> Iterator[Row]:
@@ -78,6 +91,8 @@ def judge(rows: list[Row]) -> Verdict:
     grouped = min(found, key=lambda count: abs(count - heads / 4))
     mean, _, high = found[grouped]
     texts = [f"{n} of {heads} KV heads: {m:+.4f} nats a token ({a:+.4f} to {b:+.4f})" for n, (m, a, b) in found.items()]
+    if 1 not in found:
+        texts.append(f"1 of {heads} KV heads: not trained yet")
     said = f"at most {HARDLY:g} nats a token with {grouped} of {heads} KV heads"
     parts = [
         Part(f"{said}: on average, {mean:+.4f}", mean <= HARDLY),
