@@ -80,6 +80,7 @@ class Device:
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
         if config.mesh is None and isinstance(params.norm, jax.Array):
             self._home = next(iter(params.norm.devices()))
+        self._chosen = self._home is not None and params.norm.committed  # not by JAX: programs are then of that device
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
         drafter = drafter_of(options)
@@ -90,7 +91,7 @@ class Device:
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(
             self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks,
-            options.compile_processes, has_processes(config), self._home is not None and params.norm.committed,
+            options.compile_processes, has_processes(config), self._chosen,
         )  # fmt: skip
         self._state: State | None = None
         self.renew()
@@ -242,7 +243,7 @@ class Device:
         assert self._state is not None
         check_guided(snapshot)
         check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self._state.cache))
-        if None not in (snapshot.weights, self.weights) and snapshot.weights != self.weights:
+        if snapshot.weights not in (None, self.weights):
             raise SnapshotError(
                 "the snapshot was made with other weights than this engine's: its K and V mean nothing to them "
                 "(to try it all the same: dataclasses.replace(snapshot, weights=None))"
@@ -264,7 +265,7 @@ class Device:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools, own = jax.eval_shape(_pools, self._state), len(self._state.cache)
-        pools = placed_shapes(pools, self._config, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
+        pools = self._placed(pools, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def _masks(self, variant: Variant) -> list[Recipe]:
@@ -272,7 +273,7 @@ class Device:
         guidance = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state).guidance
         if guidance is None:
             return []
-        guidance, found = placed_shapes(guidance, self._config, EVERYWHERE), []
+        guidance, found = self._placed(guidance, EVERYWHERE), []
         for size, nodes in product(MASKS, {1, self.tree().size}):
             where, *new = (
                 jax.ShapeDtypeStruct((size, *shape), dtype)
@@ -292,7 +293,7 @@ class Device:
     def _arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
         """A program's, by shape where nothing but the shape matters."""
         state = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state)
-        state = placed_shapes(state, self._config, SPREAD)
+        state = self._placed(state, SPREAD)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
         first = self._params, state, buffer
         if part == FORWARD:
@@ -300,7 +301,14 @@ class Device:
         if part == WHOLE:
             return *first, self._drafter_in(bucket), self._hooks
         _, logits = packed_step.eval_shape(*first, None, self._hooks, **self._static(bucket, variant, FORWARD))
-        return *first, self._drafter_in(bucket), self._hooks, placed_shapes(logits, self._config, EVERYWHERE)
+        return *first, self._drafter_in(bucket), self._hooks, self._placed(logits, EVERYWHERE)
+
+    def _placed(self, shapes: Any, spec: Any) -> Any:
+        """Shapes of arrays where steps want them; spec: as placed_shapes has it."""
+        if not self._chosen:
+            return placed_shapes(shapes, self._config, spec)
+        on = jax.sharding.SingleDeviceSharding(self._home)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes)
 
     def _drafter_in(self, bucket: Bucket) -> Drafter | None:
         """The drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for one that

@@ -17,6 +17,7 @@ from jllm.batch import Bucket
 from jllm.cli.main import main
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
+from jllm.engine.guide import Guide
 from jllm.engine.layout import packed_step
 from jllm.engine.replica import Request
 from jllm.engine.replicas import Replicas
@@ -395,6 +396,20 @@ def test_what_was_compiled_ahead_is_what_runs(model, wanted):
     assert len(names) == len(JOBS)
     assert packed_step._cache_size() == before
     assert (engine.metrics()["compile_programs"], engine.metrics()["compile_first_use"]) == (programs, 0)
+    engine.close()
+
+
+def test_guided_steps_that_were_compiled_ahead_run_on_each_device(model):
+    """The second half of such a step has no weights, which would say where it runs."""
+    guided = SamplingParams(temperature=0.0, max_new_tokens=4, guide=Guide.choice(["yes", "no"]))
+    engine = Replicas(replace(model, tokenizer=TOKENIZER), 2, **SIZES)
+    engine.compile_ahead([guided])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a device that fails, whose work goes elsewhere
+        names = [engine.submit((5 + i, 6), guided) for i in range(2)]
+        ends = finish(engine)
+    assert len(ends) == len(names)
+    assert engine.metrics()["compile_first_use"] == 0
     engine.close()
 
 
