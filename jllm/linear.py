@@ -64,9 +64,9 @@ def linear(
         each = zip(jnp.split(x, parts, axis=-1), _column_parts(w, parts))
         return _sum([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
-        if isinstance(w, QuantizedWeight) and w.columns is not None:
-            x, w = _in_order(x, w, axis)
         rows = axis.name if backend == DETERMINISTIC else None
+        if isinstance(w, QuantizedWeight) and w.columns is not None:
+            x, w = _in_order(x, w, axis, rows)
         part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, rows=rows)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
@@ -294,13 +294,15 @@ def embed(
     return jnp.take(w, tokens, axis=0, mode="clip")
 
 
-def _in_order(x: Rows, w: QuantizedWeight, axis: MeshAxis) -> tuple[jax.Array, QuantizedWeight]:
+def _in_order(x: Rows, w: QuantizedWeight, axis: MeshAxis, rows: str | None) -> tuple[jax.Array, QuantizedWeight]:
     """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
-    of each: any of the whole rows, which all exchange first; and the weight in that order."""
-    assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own are not quantized"
+    of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats are
+    of inputs as they come, and rounded before; rows as rounded_inputs has it."""
+    assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
     assert w.columns is not None
-    rows = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
-    return jnp.take(rows, w.columns, axis=-1), replace(w, columns=None)
+    x = rounded_inputs(x, w.format, w.input_scale, rows=rows)
+    every = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
+    return jnp.take(every, w.columns, axis=-1), replace(w, columns=None, format=replace(w.format, activations=None))
 
 
 def _column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:

@@ -189,11 +189,12 @@ def test_formats_that_cannot_be_cut():
         share_params(groups, config)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_an_order_of_inputs_of_its_own(devices):
-    """As GPTQ's with activation order has: any input may be in any group, and so on any device."""
+@pytest.mark.parametrize(("devices", "name"), [(2, "w4a16-g32"), (8, "w4a16-g32"), (4, "mxfp4")])
+def test_an_order_of_inputs_of_its_own(devices, name):
+    """As GPTQ's with activation order has: any input may be in any group, and so on any device. Blocks of small floats
+    are rounded before."""
     model, rng = model_of(head_dim=32), np.random.default_rng(1)
-    fmt = parse_weight_format("w4a16-g32")
+    fmt = parse_weight_format(name)
 
     def ordered(w):
         scales, zeros = fit_scales(grouped(w, fmt), fmt)
