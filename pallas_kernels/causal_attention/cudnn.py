@@ -12,7 +12,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 def check(num_tokens: int, head_dim: int, dtype: jnp.dtype, window: int | None) -> None:
     """Raises NotImplementedError for what it does not run."""
-    if (capability() or "0") < "8.0":
+    if int(capability().partition(".")[0] or 0) < 8:
         raise NotImplementedError("backend cudnn is for GPUs of compute capability 8.0 and later")
     if dtype not in DTYPES:
         raise NotImplementedError(f"{dtype} is not supported by backend cudnn, which does bfloat16 and float16")

@@ -102,8 +102,9 @@ def test_training_takes_cudnn_where_it_can(monkeypatch):
     q, k, v, segments = Case((20, 13), (4, 2), 64, "bfloat16").inputs()
     chosen = partial(choose, BACKENDS, TRAINING)
     assert chosen(64, 64, q.dtype, None) is BACKENDS["xla"], "there is no GPU"
-    monkeypatch.setattr(cudnn, "capability", lambda: "9.0")
-    assert chosen(64, 64, q.dtype, None) is BACKENDS["cudnn"]
+    for capability, backend in (("7.5", "xla"), ("10.0", "cudnn"), ("9.0", "cudnn")):
+        monkeypatch.setattr(cudnn, "capability", lambda said=capability: said)
+        assert chosen(64, 64, q.dtype, None) is BACKENDS[backend], capability
     for arguments in ((33, 64, q.dtype, None), (64, 256, q.dtype, None), (64, 64, q.dtype, 5)):
         assert chosen(*arguments) is BACKENDS["xla"]
         with pytest.raises(NotImplementedError, match="T=.* is not supported by backend cudnn, which does even T"):
