@@ -60,10 +60,8 @@ class Gate:
                     del self.waiting[seq]
                     self._let_in(seq, wants)
                     continue
-                before = (asked for asked, wanted in refused.items() if wanted not in errors)
-                refused[wants] = reduce(
-                    or_, before, self.inside | wants | Variant()
-                )  # beside those that wait before it
+                before = (asked for asked, wanted in refused.items() if wanted not in errors)  # it runs beside these
+                refused[wants] = reduce(or_, before, self.inside | wants | Variant())
                 if refused[wants] not in errors:
                     self._programs.prepare(refused[wants])
             if refused[wants] in errors:

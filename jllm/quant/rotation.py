@@ -51,7 +51,7 @@ class Rotation:
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
     """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
-    Leaves may be jax.ShapeDtypeStruct. On a mesh a layer at a time is whole on a device. Raises QuantizationError for
+    Leaves may be jax.ShapeDtypeStruct. On a mesh each device holds a layer at a time whole. Raises QuantizationError for
     quantized models, and layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
