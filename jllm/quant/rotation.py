@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":
-    """The model rotated as the scheme says, and then rounded as quantize does. Leaves may be jax.ShapeDtypeStruct."""
+    """The model rotated as the scheme says, and then rounded as quantize does. Without a mesh leaves may be
+    jax.ShapeDtypeStruct. Raises QuantizationError as these do."""
     scheme = find_scheme(scheme)
     turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
     params = quantize(turned.params, replace(scheme, rotate=None), donate=donate, config=turned.config)
@@ -51,8 +52,8 @@ class Rotation:
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
     """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
-    Leaves may be jax.ShapeDtypeStruct. On a mesh each device holds a layer at a time whole. Raises QuantizationError for
-    quantized models, and layers of other kinds."""
+    Without a mesh leaves may be jax.ShapeDtypeStruct; on one each device holds a layer at a time whole. Raises
+    QuantizationError for quantized models, and layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
