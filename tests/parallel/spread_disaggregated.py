@@ -19,10 +19,10 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.channel import Channel
 from jllm.engine.disaggregated import Disaggregated
-from jllm.engine.handover import DecodeEngine, DevicePages, Joining
+from jllm.engine.handover import DecodeEngine, DevicePages, Joining, PrefillEngine
 from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
-from jllm.engine.remote import RemotePrefill
+from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
@@ -434,3 +434,20 @@ def test_a_mesh_and_one_device_share_a_store_of_the_same_quantized_weights(model
         engine.close()
     assert found == [0, 48, 0]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("devices", [(2, 1), (4, 2)])
+def test_prompts_of_a_mesh_go_on_where_there_are_fewer_devices(model, devices):
+    coded = replace(model, params=quantize(model.params, "w8a16"))
+    here, there = (on_mesh(coded, n) if n > 1 else coded for n in devices)
+    prompt, params = list(range(3, 40)), SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    (wanted,) = (c.token_ids for c in alone(coded, [(prompt, params)]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        computing = PrefillEngine(here, **SIZES)
+        threading.Thread(target=serve_prefills, args=(computing, listener), daemon=True).start()
+        prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
+        engine = Disaggregated.over(prefill, DecodeEngine(there, **SIZES))
+        engine.submit(prompt, params)
+        found = [event.completion.token_ids for event in engine.run() if event.completion]
+        assert (found, engine.metrics()["prefill_tokens"]) == ([wanted], 1)  # of the last one, for its logits
+        engine.close()
