@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from experiments import continuations
+from experiments.accuracy.support import check_all_run
+from experiments.arguments import by_name
+from experiments.campaign import SERVED
 from experiments.continuations import agreed, gaps
 from experiments.continuations import continuations as continued
+from experiments.train_small import SIZES as TRAINED
+from jllm.errors import ConfigError
 from jllm.quant.quantize import quantize
+from pallas_kernels.backends import TARGET
 from tests.tiny import tiny_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
@@ -20,7 +26,7 @@ PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38]]
 @pytest.fixture(scope="module")
 def model64():
     with jax.enable_x64(True):
-        yield tiny_model("float64", **SIZES)
+        return tiny_model("float64", **SIZES)
 
 
 # Of each kind of codes and of activations; llm-int8 with a threshold that some values of so small a model reach.
@@ -60,6 +66,20 @@ def test_a_run_compares_texts_and_passes(tmp_path, monkeypatch):
     assert "gap" not in kv
     assert [(bar["bar"], bar["met"]) for bar in document["bars"]] == [(1e-4, True)] * 3
     assert np.max([row["gap"] for row in document["rows"][:3]]) > 0
+
+
+def test_hoppers_kernels_take_all_that_the_campaign_asks_of_them(monkeypatch):
+    """Of a layer as wide as the subject's; a sweep with one pair that its backend refuses does not begin."""
+    monkeypatch.setenv(TARGET, "9.0")
+    args = continuations.parse_args(SERVED.split()[1:])
+    assert args.model == "subject"
+    schemes = by_name(["bf16", *args.schemes])
+    pairs = [*((name, "model") for name in schemes), *(("bf16", kv) for kv in args.kv)]
+    sizes = TRAINED["subject"].options
+    shape = {"hidden_size": sizes["width"], "num_heads": sizes["heads"], "head_dim": 64, "num_layers": 1}
+    check_all_run(tiny_model("bfloat16", intermediate_size=sizes["ffn"], **shape), pairs, (), "mosaic", schemes)
+    with pytest.raises(ConfigError, match="K=704"):  # the bundled model's
+        check_all_run(tiny_model("bfloat16", intermediate_size=704, **shape), pairs, (), "mosaic", schemes)
 
 
 def test_too_few_documents_are_refused(tmp_path, monkeypatch, capsys):
