@@ -76,6 +76,16 @@ def test_a_device_has_its_own_floors_and_peers(both):
     assert "](results/" not in text, "the page lies in that folder"
 
 
+def test_a_ratio_is_within_one_job_where_one_timed_both(tmp_path):
+    name, run = "throughput_llama-2-7b_bf16_kv-bf16", {"device": H200, "command": TABLE, "complete": False}
+    step = STEP | {"batch": 1, "decode_ms": 4.0}
+    peer = {"peer": "torch.compile and CUDA graphs", "batch": 1, "input": 8, "decode_ms": 6.0}
+    write(tmp_path, f"{name}-20261122-h200", experiment=name, rows=[step], **run)
+    job = [step | {"decode_ms": 5.0}, step | {"decode_ms": 9.0, "input": 1024}, peer]
+    write(tmp_path, f"{name}-peers-20261123-h200", experiment=f"{name}-peers", rows=job, **run)
+    assert "PyTorch takes 1.20 to 1.20 times as long" in by_device.page(Results(read_all(tmp_path)))
+
+
 def test_each_device_has_a_picture(both, tmp_path):
     pytest.importorskip("matplotlib")
     drawn = {path.name: path.read_text() for path in pictures.draw_all(both, tmp_path)}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from experiments import results_page
+from experiments import measure_all, results_page
 from experiments.campaign import TOPICS
 from experiments.claims import c23
 from experiments.report import details, overview, pictures
@@ -427,6 +427,17 @@ def test_stale_files_say_why(tmp_path):
         re.findall(r"[\w-]+", re.search(r"`measure_all --only .*:$", text, re.M)[0])
     )
     assert "sample-b" not in text[text.index("## What is stale") :]
+
+
+def test_what_takes_two_gpus_is_measured_again_by_a_command_of_its_own(tmp_path):
+    two = "python -m experiments.decode_step --label two --devices 2 1"
+    write(tmp_path, "decode_step-two-20261124-h100", experiment="decode_step-two", command=two)
+    write(tmp_path, "sample-20261122-h200", experiment="sample", command="python -m pallas_kernels.sample.bench")
+    again = re.search(r"On a GPU (`.*) measure them again:$", short(tmp_path), re.M)
+    assert again is not None
+    assert again[1] == "`measure_all --only sample` and `measure_all --only two --gpus 2`"
+    for command in again[1].split(" and "):
+        assert measure_all.main([*command.strip("`").split()[1:], "--seconds", "0", "--results", str(tmp_path)]) == 1
 
 
 def test_bars_without_a_figure_are_named_with_the_line_that_measures_them(tmp_path):

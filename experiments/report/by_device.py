@@ -1,6 +1,7 @@
 """Whole steps and requests a second on one device: its own files, and peers of the same jobs where these had any."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.report.details import Places, places_of
@@ -65,8 +66,9 @@ def steps(results: Results) -> Iterator[str]:
     peers = [each for each in columns if isinstance(each, PeerSteps)]
     sources = "".join(f"; {each.name}: [{each.source.stem}]({_from_page(each.source)})" for each in peers)
     yield (
-        "\\* of no job that timed jllm's steps. PPL.LLM's are its published steps on an H800 times the ratio of the "
-        f"two bandwidths{sources}. A peer's step is that of its fastest variant."
+        "\\* of no job that timed jllm's steps; the ratio of a peer without it is over jllm's steps in the same job. "
+        f"PPL.LLM's are its published steps on an H800 times the ratio of the two bandwidths{sources}. "
+        "A peer's step is that of its fastest variant."
     )
 
 
@@ -77,12 +79,21 @@ def _drawn(results: Results) -> dict[str, list[Series]]:
 
 
 def ratios(results: Results) -> Iterator[str]:
-    """Lines on what jllm's step is over its floor, and what peers' are over jllm's."""
+    """Lines on what jllm's step is over its floor, and what peers' are over jllm's, of one job where one timed both."""
     for series in _drawn(results).values():
         for ours in [each for each in series if each.kind == "jllm"]:
             parts = [f"{_over(ours, each)} times its floor" for each in series if each.kind == "floor"]
-            parts += [f"{each.name} takes {_over(each, ours)} times as long" for each in series if each.kind == "peer"]
+            parts += [
+                f"{each.name} takes {_over(each, _beside(each, ours))} times as long"
+                for each in series
+                if each.kind == "peer"
+            ]
             yield f"- **{ours.name}**: {'; '.join(parts)}"
+
+
+def _beside(peer: Series, ours: Series) -> Series:
+    own = peer.ours if isinstance(peer, PeerSteps) else {}
+    return replace(ours, ms=own) if own else ours
 
 
 def _over(a: Series, b: Series) -> str:

@@ -122,9 +122,10 @@ def _series(name: str, kind: str, rows: Iterable[Row], key: str = "decode_ms") -
 
 @dataclass(frozen=True)
 class PeerSteps(Series):
-    """A peer's, each batch's of its fastest variant, and the file that has them."""
+    """A peer's, each batch's of its fastest variant, the file that has them, and jllm's in that same job."""
 
     source: Path
+    ours: dict[int, float]
 
 
 def _peer_steps(results: Results, name: str, peer: str, weights: str) -> Iterator[PeerSteps]:
@@ -133,10 +134,11 @@ def _peer_steps(results: Results, name: str, peer: str, weights: str) -> Iterato
     for work, mark in (("throughput", ""), ("qps", "*")):
         for entry in results.named(f"{work}_llama-2-7b.*"):
             if rows := [row for row in entry.rows if _is_step(row, peer, weights)]:
-                yield PeerSteps(name + mark, "peer", _fastest(rows), entry.path)
+                own = (row for row in entry.rows if "peer" not in row and row.get("input") == 8)
+                yield PeerSteps(name + mark, "peer", _fastest(rows), entry.path, _series("jllm", "jllm", own).ms)
                 return
     if rows := [row for row in pasted(results.device, weights=weights) if _is_step(row, peer, weights)]:
-        yield PeerSteps(f"{name}*", "peer", _fastest(rows), PASTED)
+        yield PeerSteps(f"{name}*", "peer", _fastest(rows), PASTED, {})
 
 
 def _is_step(row: Row, peer: str, weights: str) -> bool:

@@ -1,10 +1,11 @@
 """RESULTS.md: everything in short, on a page that is read in five minutes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
+from experiments.campaign import Command
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
 from experiments.report import by_device
@@ -177,16 +178,27 @@ def _stale(results: Results, places: Places) -> Iterator[str]:
         yield "Nothing: every figure is of a commit of this history, and the command that its file names works today."
         return
     every = [entry for entries in found.values() for entry in entries]
-    again = dict.fromkeys(line for entry in every for line in lines_of(entry))
+    again = {line.name: line for entry in every for line in lines_of(entry)}
     left = [entry.label for entry in every if entry.device != "cpu" and not lines_of(entry)]
     yield (
         "Figures that cannot be traced to a commit, or that the command of their file does not give today. On a GPU "
-        f"`measure_all --only {' '.join(again)}` measures them again{', but for ' * bool(left)}{', '.join(left)}:"
+        f"{_measured_by(again.values())} again{', but for ' * bool(left)}{', '.join(left)}:"
     )
     yield "\n".join(
         f"- {reason}: {', '.join(_link(entry, places) for entry in entries)}"
         for reason, entries in sorted(found.items())
     )
+
+
+def _measured_by(lines: Iterable[Command]) -> str:
+    """The commands that measure these lines, one for each number of GPUs."""
+    by: dict[int, list[str]] = {}
+    for line in lines:
+        by.setdefault(line.gpus, []).append(line.name)
+    commands = [
+        f"`measure_all --only {' '.join(names)}{f' --gpus {gpus}' * (gpus > 1)}`" for gpus, names in sorted(by.items())
+    ]
+    return f"{' and '.join(commands)} measure{'s' * (len(commands) == 1)} them"
 
 
 def _link(entry: Entry, places: Places) -> str:

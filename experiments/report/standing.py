@@ -48,11 +48,11 @@ def stale(results: Results) -> Iterator[tuple[Entry, str]]:
             yield entry, "cut off before its end"
 
 
-def lines_of(entry: Entry) -> list[str]:
+def lines_of(entry: Entry) -> list[Command]:
     """The line of campaign.py that measures it again, the first of several, if there is one."""
     if entry.device == "cpu":
         return []
-    return [line.name for lines in TOPICS.values() for line in lines if entry.name in _results_of(line)][:1]
+    return [line for lines in TOPICS.values() for line in lines if entry.name in _results_of(line)][:1]
 
 
 def _results_of(line: Command) -> list[str]:
