@@ -54,8 +54,8 @@ def test_c29_without_a_file_is_not_measured(tmp_path, monkeypatch):
     ):
         about = {"model": {}, "recipe": {"steps": steps}, "valid_tokens": 9, "date": f"2026-01-0{day}"}
         (tmp_path / f"{name}-2026010{day}-cpu.json").write_text(json.dumps({**about, "rows": found}))
-    found = {(row["kv_heads"], row["seed"]): row["added"] for row in c29.measure(False)}
-    assert found == {(8, 0): 0, (8, 1): 0, (2, 0): 0.1, (2, 1): 0.2, (1, 0): 0.4, (1, 1): 0.5}
+    added = {(row["kv_heads"], row["seed"]): row["added"] for row in c29.measure(False)}
+    assert added == {(8, 0): 0, (8, 1): 0, (2, 0): 0.1, (2, 1): 0.2, (1, 0): 0.4, (1, 1): 0.5}
 
 
 def test_c29_trains_toys_that_differ_by_seed_and_heads():

@@ -69,6 +69,29 @@ def left_by_llm_int8() -> tuple[float, float]:
     return spread(found)
 
 
+def trainings() -> list[float]:
+    """Of the larger subject and of the bundled model, on the same held-out book."""
+    subject = result("train_small", "h100-80gb-hbm3")
+    losses = [subject["valid_loss"], subject["valid_bits_per_byte"], result("train_small")["valid_bits_per_byte"]]
+    assert subject["valid_bytes"] == result("train_small")["valid_bytes"]
+    return losses
+
+
+def two_of_eight_heads() -> float:
+    """Nats a token that models with two KV heads are better by, the mean of seeds, of which each is."""
+    last = rows("train_heads", "h100-80gb-hbm3", step=600)
+    nats = {count: [row["nats"] for row in last if row["kv_heads"] == count] for count in (8, 2)}
+    gains = [eight - two for eight, two in zip(nats[8], nats[2], strict=True)]
+    assert min(gains) > 0
+    return mean(gains)
+
+
+def left_of_the_subject() -> float:
+    """By rotating 4-bit K and V of the larger subject: the most of all formats and seeds."""
+    kl = {(row["kv"], row["seed"]): row["kl"] for row in rows("rotations-subject", "cpu", strength=32)}
+    return max(value / kl[name.removesuffix("-h"), seed] for (name, seed), value in kl.items() if name.endswith("-h"))
+
+
 def table(experiment: str) -> list[float]:
     """Milliseconds of a decode step at batch 1, 64 and 512, and percent of their floors."""
     found = [only(experiment, batch=batch, input=8) for batch in (1, 64, 512)]
@@ -301,6 +324,12 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "`w4a16-g128` {:.2f} times at batch 1 and {:.2f} times at 256": lambda: [
         times_as_fast("w4a16-g128", "decode")[batch] for batch in (1, 256)
     ],
+    "never saw with {:.2f} nats a token of its own vocabulary: {:.3f} bits a byte, for {:.3f} of the bundled model": (
+        trainings
+    ),
+    "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
+    "{:.3f} of the divergence": lambda: [left_of_the_subject()],
+    "two KV heads of eight are better by {:.3f} nats a token than eight": lambda: [two_of_eight_heads()],
     "divergence falls to {:.2f} (GPTQ) and {:.2f} (AWQ) of rounding's": lambda: [
         ratio(method, "plain") for method in ("gptq", "awq")
     ],

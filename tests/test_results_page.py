@@ -14,6 +14,7 @@ from experiments.report.commands import name_of, parses
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
 from experiments.report.figures import Results
 from experiments.report.markdown import slug
+from experiments.report.standing import claim_rows
 from experiments.report.strips import strips
 from experiments.results_page import PAGE, texts
 from experiments.steps.devices import ceilings_of
@@ -247,6 +248,16 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
     again = rows[:-1] + [rows[-1] | {"measured": c23.judge(rows[:-1]).measured}]
     write(tmp_path, "x", experiment=experiment, rows=again)
     assert "the rule of today" not in page(tmp_path, "claims")
+
+
+def test_claims_about_any_model_are_answered_by_the_bundled_one(tmp_path):
+    verdict = {"stated": "more", "measured": "Yes: more", "verdict": "yes"}
+    for name, day, more in (("claims-C6", 24, {}), ("claims-C6-mine", 25, {"subject": "the model mine"})):
+        rows = [{"kv": "int8-g8", "times": 1.6, "added": 0.0, "kl": 0.0, **more}, verdict]
+        write(tmp_path, name, experiment=name, date=f"2026-11-{day}", rows=rows)
+    assert [(claim, entry.path.stem) for claim, entry in claim_rows(Results(read_all(tmp_path)))] == [
+        ("C6", "claims-C6")
+    ]
 
 
 def test_every_partly_says_what_is_yes_and_what_is_no():

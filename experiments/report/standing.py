@@ -10,11 +10,12 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """Each claim and the newest file that decides it, in order."""
+    """Each claim and the newest file that decides it, in order; of claims about any model those of the bundled one."""
     found: dict[str, Entry] = {}
     for entry in sorted(results.entries, key=lambda entry: entry.document["date"]):
         name = claim_named(entry.document["experiment"])
-        if name and entry.document["rows"] and "verdict" in entry.document["rows"][-1]:
+        rows = entry.document["rows"]
+        if name and rows and "verdict" in rows[-1] and "subject" not in rows[0]:
             found[name] = entry
     return [(name, found[name]) for name in TITLES if name in found]
 

@@ -114,10 +114,9 @@ ACCURACY = (
         of_bars("{:.2g} to {:.2g} of the divergence left"),
     ),
     Section(
-        "train_small", "Training of the bundled model", answer=last_values("validation loss {:.3f}", "valid_loss")
-    ),
-    Section(
-        "train_small-.*", "Training of a larger subject", answer=last_values("validation loss {:.3f}", "valid_loss")
+        "train_small.*",
+        "Training of the bundled model (H200) and of the larger subject (H100)",
+        answer=last_values("validation loss {:.3f}", "valid_loss"),
     ),
     Section(
         "train_heads.*",
