@@ -102,20 +102,20 @@ def _of_codes(w: QuantizedWeight, at: Places, shape: tuple[int, ...]) -> list[Su
 
 def of_model(params: Params, config: LlamaConfig) -> str:
     """The fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their dtype and
-    formats, and the config."""
+    formats, the config, and in how many parts inputs are quantized, if they are."""
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
     leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
     formats = [replace(leaf.format, double_quant=False) if _is_quantized(leaf) else None for leaf in leaves]
     rounds = any(fmt is not None and fmt.activations is not None for fmt in formats)
-    parts = ranks_of(config) if config.mesh is not None and rounds else config.activation_parts
+    parts = config.activation_parts * ranks_of(config) if rounds else 1  # one of the two is 1
     found = f"{weights} {params.dtype} {formats} {config} {parts}"
     return hashlib.sha256(found.encode()).hexdigest()[:32]
 
 
 def of_norms(params: Params) -> str:
     """The fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    vectors = [None if isinstance(leaf, QuantizedWeight) or leaf.ndim > 1 else leaf for leaf in leaves]
+    leaves, tree = jax.tree.flatten(params, is_leaf=_is_quantized)
+    vectors = [None if _is_quantized(leaf) or leaf.ndim > 1 else leaf for leaf in leaves]
     return of_params(jax.tree.unflatten(tree, vectors))
 
 
