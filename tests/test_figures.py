@@ -307,7 +307,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "with outliers 32 times as large as others {:.2f} or less.": lambda: [left_by_channels("int4-g64", 32.0)],
     "32 times as large as other channels a share of {:.2f} is found with `int4-g128`, {:.2f} with `int4-g32`, and "
     "{:.2f} or more with": found_beside_outliers,
-    "planted by three seeds, it leaves {:.3f} to {:.3f} of `w8a8-all`'s divergence": left_by_llm_int8,
+    "Beside outliers 64 times as large as others, planted by three seeds, it leaves {:.3f} to {:.3f} of `w8a8-all`'s": (
+        left_by_llm_int8
+    ),
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
     "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
         accuracy("kl", scheme) for scheme in ("w8a8-talk", "fp8", "nf4", "w4a16-g128")
