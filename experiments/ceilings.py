@@ -123,13 +123,15 @@ def best(rows: list[Row]) -> dict[str, float]:
 
 def keep(path: Path, sheets: Path = SHEETS) -> Path:
     """Writes the best rates of a result to the sheet of its device, and says which that is. Raises InputFileError where
-    the file is no such result, and ConfigError where no sheet is of its device or a rate is missing."""
+    the file is no such result, and ConfigError where no sheet is of its device, or a rate is missing of which the sheet
+    has the maker's: floors would have none for it."""
     document = result_of(path, "ceilings")
     found, device = best(document["rows"]), document["device"]
-    name = next((name for name, sheet in device_sheets().items() if sheet.device_kind == device), None)
-    if name is None:
+    of = next((each for each in device_sheets(sheets).items() if each[1].device_kind == device), None)
+    if of is None:
         raise ConfigError(f"{path.name}: no data sheet of {sheets.name}/ has the device_kind {device!r}")
-    if lacking := {"bandwidth", "attention", "bf16"} - found.keys():
+    name, own = of
+    if lacking := {"bandwidth", "attention", "bf16", *own.dense_tflops} - found.keys():
         raise ConfigError(f"{path.name}: has no rate of {', '.join(sorted(lacking))}")
     measured = {
         "bandwidth_gb_s": round(found["bandwidth"] / 1e9),

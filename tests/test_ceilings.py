@@ -47,24 +47,33 @@ def test_the_best_of_each_quantity_counts():
 
 
 def test_the_best_rates_are_kept_in_the_sheet_of_their_device(tmp_path):
-    sheet = tmp_path / "h100-sxm.json"
+    sheets = tmp_path / "devices"
+    sheets.mkdir()
+    sheet = sheets / "h100-sxm.json"
     sheet.write_text((SHEETS / sheet.name).read_text())
-    rates = {"bandwidth": 3.17e12, "attention": 6.41e14, "bf16": 7.9e14, "int8": 1.6e15}
+    rates = {"bandwidth": 3.17e12, "attention": 6.41e14, "bf16": 7.9e14, "int8": 1.6e15, "fp8": 1.5e15}
     rows = [{"quantity": name, "what": "x", "rate": rate * x} for name, rate in rates.items() for x in (0.5, 1.0)]
     document = {"experiment": "ceilings", "date": "2026-11-25", "device": "NVIDIA H100 80GB HBM3", "versions": {}}
     document |= {"command": "python -m experiments.ceilings", "complete": True, "bars": [], "rows": rows}
     result = tmp_path / "ceilings-20261125-h100.json"
     result.write_text(json.dumps(document))
-    assert keep(result, tmp_path) == sheet
+    assert keep(result, sheets) == sheet
+    assert "790 TFLOP/s (1,600 in int8, 1,500 in fp8)" in read_sheet(sheet).ceilings.rates
     found = read_sheet(sheet).measured
     assert (found.bandwidth_gb_s, found.attention_tflops) == (3170, 641)
-    assert (found.dense_tflops, found.source) == ({"bf16": 790, "int8": 1600}, f"experiments/results/{result.name}")
-    result.write_text(json.dumps(document | {"rows": rows[:-4]}))
-    with pytest.raises(ConfigError, match="no rate of bf16"):
-        keep(result, tmp_path)
+    assert (found.dense_tflops, found.source) == (
+        {"bf16": 790, "int8": 1600, "fp8": 1500},
+        f"experiments/results/{result.name}",
+    )
+    result.write_text(json.dumps(document | {"rows": rows[:-2]}))
+    with pytest.raises(ConfigError, match="no rate of fp8"):  # as where all of its products failed
+        keep(result, sheets)
     result.write_text(json.dumps(document | {"device": "cpu"}))
     with pytest.raises(ConfigError, match="device_kind 'cpu'"):
-        keep(result, tmp_path)
+        keep(result, sheets)
+    result.write_text(json.dumps(document | {"device": "NVIDIA H200"}))
+    with pytest.raises(ConfigError, match="device_kind 'NVIDIA H200'"):  # whose sheet lies elsewhere
+        keep(result, sheets)
 
 
 def test_what_fails_costs_its_own_row(monkeypatch):

@@ -35,7 +35,11 @@ class Ceilings:
     @property
     def rates(self) -> str:
         """In words, with where they are from."""
-        eight = f" ({self.peaks['int8'] / 1e12:,.0f} in 8 bits)" if "int8" in self.peaks else ""
+        of = {kind: f"{peak / 1e12:,.0f}" for kind, peak in self.peaks.items() if kind}
+        said = [f"{rate} in {kind}" for kind, rate in of.items()]
+        if len(set(of.values())) == 1:
+            said = [f"{next(iter(of.values()))} in 8 bits"]
+        eight = f" ({', '.join(said)})" if of else ""
         return (
             f"{self.bandwidth / 1e12:.2f} TB/s, {self.peaks[None] / 1e12:.0f} TFLOP/s{eight} and "
             f"{self.attention / 1e12:.0f} TFLOP/s of prompts' attention, {self.source}"
@@ -186,7 +190,7 @@ def ceilings_of(device_kind: str, bandwidth: float | None = None) -> Ceilings:
     return found
 
 
-def device_sheets() -> dict[str, DeviceSheet]:
+def device_sheets(folder: Path = SHEETS) -> dict[str, DeviceSheet]:
     """All of them, by name, the fastest memory first."""
-    sheets = {path.stem: read_sheet(path) for path in sorted(SHEETS.glob("*.json"))}
+    sheets = {path.stem: read_sheet(path) for path in sorted(folder.glob("*.json"))}
     return dict(sorted(sheets.items(), key=lambda item: -item[1].bandwidth_gb_s))
