@@ -252,7 +252,10 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
 
 def test_claims_about_any_model_are_answered_by_the_bundled_one(tmp_path):
     verdict = {"stated": "more", "measured": "Yes: more", "verdict": "yes"}
-    for name, day, more in (("claims-C6", 24, {}), ("claims-C6-mine", 25, {"subject": "the model mine"})):
+    for name, day, more in (
+        ("claims-C6", 24, {"subject": "the bundled model"}),
+        ("claims-C6-mine", 25, {"subject": "the model mine"}),
+    ):
         rows = [{"kv": "int8-g8", "times": 1.6, "added": 0.0, "kl": 0.0, **more}, verdict]
         write(tmp_path, name, experiment=name, date=f"2026-11-{day}", rows=rows)
     assert [(claim, entry.path.stem) for claim, entry in claim_rows(Results(read_all(tmp_path)))] == [

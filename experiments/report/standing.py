@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from experiments.campaign import TOPICS, Command
+from experiments.claims.accuracy import BUNDLED_SUBJECT, subject_of
 from experiments.claims.registry import TITLES, claim_named
 from experiments.report.commands import load, module_of, name_of, parses
 from experiments.report.documents import Entry, Row
@@ -15,7 +16,7 @@ def claim_rows(results: Results) -> list[tuple[str, Entry]]:
     for entry in sorted(results.entries, key=lambda entry: entry.document["date"]):
         name = claim_named(entry.document["experiment"])
         rows = entry.document["rows"]
-        if name and rows and "verdict" in rows[-1] and "subject" not in rows[0]:
+        if name and rows and "verdict" in rows[-1] and subject_of(rows) == BUNDLED_SUBJECT.name:
             found[name] = entry
     return [(name, found[name]) for name in TITLES if name in found]
 
