@@ -114,7 +114,6 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
                 left and own and "timed out" in str(error)
             ):  # it waits 30 s for its parts, whatever the machine does
                 raise RemoteError(f"no Ray cluster at {address}: {_last_line(error)}") from None
-    ray.data.DataContext.get_current().enable_progress_bars = False
     try:
         yield ray
     finally:
@@ -139,6 +138,15 @@ def mapped(
     """What workers of this kind make of items, as it comes: each is made in one of `places` places, on `gpus` GPUs, and
     is given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one fails in
     a way that it does not tell, or an item loses too many."""
+    if ray.util.client.ray.is_connected():  # by ray://, over which Ray Data does not work
+        there = ray.remote(num_cpus=0)(Mapped).remote(items, kind, given, places, gpus)
+        try:
+            while (found := ray.get(there.next.remote())) is not None:
+                yield found
+        except ray.exceptions.RayError as error:
+            raise _failed(error) from None
+        return
+    ray.data.DataContext.get_current().enable_progress_bars = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other place yet
         data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
@@ -153,6 +161,19 @@ def mapped(
         raise _failed(error) from None
 
 
+class Mapped:
+    """What `mapped` yields, one at a time, in a process of the cluster."""
+
+    def __init__(self, *given: Any):
+        import ray
+        import ray.data
+
+        self._found = mapped(ray, *given)
+
+    def next(self) -> dict[str, Any] | None:
+        return next(self._found, None)
+
+
 def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
     """What a function gives in a worker with so many GPUs. RemoteError where it fails."""
     try:
@@ -163,6 +184,8 @@ def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
 
 def _failed(error: Any) -> RemoteError:
     cause = getattr(error, "cause", None)
+    if isinstance(cause, RemoteError):  # of a process that spread the work
+        return cause
     return RemoteError(f"a worker failed: {cause if isinstance(cause, JllmError) else _last_line(error)}")
 
 

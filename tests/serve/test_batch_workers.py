@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -249,8 +250,12 @@ def test_an_item_that_kills_its_workers_ends_the_job():
         asked.update(how)
         return SimpleNamespace(iter_rows=iter_rows)
 
-    data = SimpleNamespace(from_items=lambda items, **how: SimpleNamespace(map_batches=map_batches))
-    ray = SimpleNamespace(data=data, exceptions=SimpleNamespace(RayActorError=lost, RayError=Exception))
+    context = SimpleNamespace(get_current=SimpleNamespace)
+    data = SimpleNamespace(
+        from_items=lambda items, **how: SimpleNamespace(map_batches=map_batches), DataContext=context
+    )
+    util = SimpleNamespace(client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False)))
+    ray = SimpleNamespace(data=data, util=util, exceptions=SimpleNamespace(RayActorError=lost, RayError=Exception))
     with pytest.raises(RemoteError, match="^a worker was lost 5 times over one item: it may be what ends them$"):
         list(mapped(ray, [{"x": 1}], object, (), 1, 0))
     assert asked["max_task_retries"] == 4
@@ -310,3 +315,38 @@ def test_a_worker_that_is_killed_loses_no_row_and_none_is_there_twice(checkpoint
             break
         time.sleep(0.1)
     assert processes(mark, "ray::") == []
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_a_cluster_is_reached_through_rays_client(checkpoint, tmp_path):
+    """Over which Ray Data does not work by itself."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray, port = [sys.executable, "-m", "ray.scripts.scripts"], str(free_port())
+    start = ["start", "--head", "--block", "--port=0", f"--ray-client-server-port={port}", "--num-cpus=1"]
+    start += ["--include-dashboard=false", "--dashboard-agent-listen-port=0"]
+    with open(tmp_path / "head.log", "w") as log:
+        head = subprocess.Popen([*ray, *start], env=env, stdout=log, stderr=subprocess.STDOUT)
+    rows = [{"id": i, "prompt": f"the wolf {i}", "max_new_tokens": 4} for i in range(3)]
+    command = [sys.executable, "-m", "jllm.serve.batch", "--model", checkpoint]
+    command += ["--input", write(tmp_path / "in.jsonl", rows), "--output", tmp_path / "out", "--shard-rows", 2]
+    command += ["--workers", f"ray://127.0.0.1:{port}", "--actors", 1, "--max-slots", 2, "--num-pages", 16]
+    try:
+        for _ in range(1200):
+            assert head.poll() is None, (tmp_path / "head.log").read_text()
+            with socket.socket() as found:
+                if found.connect_ex(("127.0.0.1", int(port))) == 0:
+                    break
+            time.sleep(0.1)
+        done = subprocess.run([str(each) for each in command], env=env, capture_output=True, text=True)
+    finally:
+        head.terminate()
+        head.wait()
+    assert done.returncode == 0, done.stderr
+    assert "3 rows done" in done.stderr
+    assert sorted(each["id"] for each in results(tmp_path / "out")) == [0, 1, 2]
