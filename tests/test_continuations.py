@@ -13,11 +13,13 @@ from experiments.arguments import by_name
 from experiments.campaign import SERVED
 from experiments.continuations import agreed, gaps
 from experiments.continuations import continuations as continued
-from experiments.train_small import SIZES as TRAINED
 from jllm.errors import ConfigError
 from jllm.quant.quantize import quantize
 from pallas_kernels.backends import TARGET
 from tests.tiny import tiny_model
+
+pytest.importorskip("optax")
+from experiments.train_small import SIZES as TRAINED  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
 PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38]]

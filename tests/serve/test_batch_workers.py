@@ -329,6 +329,7 @@ def test_a_cluster_is_reached_through_rays_client(checkpoint, tmp_path):
     """Over which Ray Data does not work by itself."""
     pytest.importorskip("ray", reason="needs the extra ray")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # as the command has it
     env["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # else a fork of the head, which has threads, may end in gRPC
     mark = f"JLLM_TEST={uuid.uuid4()}"
     ray, port = [sys.executable, "-m", "ray.scripts.scripts"], str(free_port())
