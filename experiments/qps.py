@@ -172,7 +172,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    each = "an engine on each of so many devices, one number after another; --slots and --requests are of each"
+    each = "an engine on each of that many devices, one number after another; --slots and --requests are of each"
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")

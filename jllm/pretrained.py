@@ -78,8 +78,8 @@ def load(
     directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over devices, a
     jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no device
     holds more than its share and one weight, or where the scheme rotates a layer, or embedding and head.
-    activation_parts quantizes activations on one device as a mesh of so many does. Raises ConfigError for a mesh that
-    does not fit the model.
+    activation_parts quantizes activations on one device as a mesh of that many devices does. Raises ConfigError for a
+    mesh that does not fit the model.
 
     Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
     the device is asked by default.
