@@ -21,6 +21,7 @@ The floor adds up each step of the merge schedule (all at once, the same slots a
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -134,8 +135,9 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
         yield bar(f"{where}, host work a running request a step", row["host_us"], "us", 5.0, most=True)
     elif found := BARS.get((row["scheme"], row["kv"].replace("bfloat16", "bf16"))):
         yield bar(f"{where}, requests a second", row["qps"], "1/s", found[0], of=H200)
-        if vllm := [each["qps"] for each in rows if each.get("peer") == "vLLM" and "qps" in each]:
-            yield bar(f"{where}, times as many as vLLM", round(row["qps"] / max(vllm), 3), "1", found[1])
+        if vllm := [each["qps"] for each in rows if each.get("peer") == peers.VLLM and peers.counts(each)]:
+            times = row["qps"] / statistics.fmean(vllm)
+            yield bar(f"{where}, times as many as vLLM", round(times, 3), "1", found[1])
     if "triton" in last:
         yield bar(f"{where}, triton over the default", round(last["triton"]["qps"] / row["qps"], 3), "1", TRITON)
     yield bar(f"{where}, ladder slack", row["slack"], "1", 0.03, most=True)
@@ -251,11 +253,11 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= args.cut < len(requests):
         raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
     beside = serve_peers(requests, args) if args.peers else []
-    rows = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
+    ours = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
     command = command_line("qps", argv)
     about = {} if args.rate is not None or args.url is not None else {"ceilings": ceilings_here(args).document}
-    found = chain(rows, beside)
-    return record(args, name_of(args), command, found, bars=bars, shown=lambda row: "peer" not in row, **about)
+    rows = chain(beside, ours)
+    return record(args, name_of(args), command, rows, bars=bars, shown=lambda row: "peer" not in row, **about)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
         return bars(found) if on_hopper() and args.layers is None else iter(())
 
     about = {"h800": source, "ceilings": ceilings_here(args).document}
-    return record(args, name_of(args), command, chain(rows(args), beside), bars=decided, **about)
+    return record(args, name_of(args), command, chain(beside, rows(args)), bars=decided, **about)
 
 
 if __name__ == "__main__":

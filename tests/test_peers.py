@@ -76,9 +76,11 @@ def test_serving_has_the_workload(tmp_path):
         "run": 0, "attn": "flash", "finished": 2, "seconds": 1.0, "tok_s": 9.123456, "ttft_p50_s": 0.5,
         "ttft_p99_s": 0.7, "latency_p50_s": 0.9, "cut_off": False,
     }  # fmt: skip
-    script(tmp_path, "peer_hf.py", [row, {"part": "cb", "error": "no room"}])
+    script(tmp_path, "peer_hf.py", [row, row | {"run": 1}, {"part": "cb", "error": "no room"}])
     script(tmp_path, "peer_vllm.py", [{"kind": "qps", "run": 0, "wall_s": 30.0, "out_tok_s": 8.0}])
-    served, failed, all_at_once = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.0)], False, 3, 60)
+    served, again, failed, all_at_once = found = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.0)], False, 3, 60)
+    assert (served["repeat"], again["repeat"]) == (peers.WARM_UP, 0)
+    assert [row for row in found if peers.counts(row)] == [again, all_at_once]
     assert (served["qps"], served["ttft_ms_p50"], served["output_tokens_s"]) == (2, 500.0, 9.1235)
     assert (served["attention"], served["weights"]) == ("flash", "bf16")
     assert failed["error"] == "no room"
@@ -140,8 +142,8 @@ def test_a_kernels_benchmark_keeps_them_in_its_file(tmp_path, monkeypatch):
     assert decode_bench.main(options) == 0
     (file,) = (tmp_path / "out").glob("decode_attention-*.json")
     document = json.loads(file.read_text())
-    assert [row.get("peer") for row in document["rows"]] == [None, "FlashInfer"]
-    assert document["rows"][1]["fraction"] == 0.675
+    assert [row.get("peer") for row in document["rows"]] == ["FlashInfer", None]
+    assert document["rows"][0]["fraction"] == 0.675
 
 
 @pytest.mark.parametrize(("text", "seconds", "why"), [
@@ -192,7 +194,7 @@ def test_they_are_beside_ours_and_decide_nothing(tmp_path):
     assert throughput.main(options) == 0
     (file,) = tmp_path.glob("throughput_*.json")
     document = json.loads(file.read_text())
-    ours, compiled, vllm = document["rows"]
+    compiled, vllm, ours = document["rows"]  # what was measured first is kept, whatever becomes of ours
     assert "peer" not in ours
     assert (compiled["peer"], vllm["peer"]) == (peers.COMPILED, peers.VLLM)
     assert "peer_vllm.py" in vllm["error"]

@@ -134,7 +134,7 @@ def requests(results: Results) -> Iterator[str]:
             source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PASTED.name})"
             cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
         yield (
-            f"The QPS workload on one {short(results.device)}, 1,024 conversations at once; of each system the run of "
-            "most repeats, with Student's t at 95 % over them, and of a peer the best of its runs."
+            f"The QPS workload on one {short(results.device)}, 1,024 conversations at once: of each system the mean of "
+            "all runs of one job, the job with most of them, and Student's t at 95 % over them."
         )
         yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)

@@ -2,14 +2,17 @@
 
 import json
 import re
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.report.documents import Entry, Row
+from experiments.serving.workload import half_interval
 from experiments.steps.bars import of_own_kernels
 from experiments.steps.devices import device_sheet, sheet_of
+from experiments.steps.peers import counts
 from pallas_kernels.bench.bars import H200
 
 PASTED = Path(__file__).parents[1] / "workloads" / "peers_h200.json"  # peers' figures, noted by hand in another run
@@ -191,18 +194,21 @@ def _run(row: Row) -> tuple[str | None, int]:
 
 
 def _peer_requests(results: Results) -> Iterator[Row]:
-    """Each peer's, the best run of the newest job that had it beside our own and that ended; else pasted."""
+    """Each peer's, of the newest job that had it beside our own: as of ours the mean of the runs that ended; else
+    pasted."""
     found: dict[tuple[str, str], Row] = {}
     for entry in reversed(results.named("qps_llama-2-7b_.*")):
-        ended = [row for row in entry.rows if "peer" in row and "qps" in row and not row.get("cut_off")]
-        for bits in {(row["peer"].split("'")[0], row.get("weights", "bf16")) for row in ended}:
-            of = [row for row in ended if (row["peer"].split("'")[0], row.get("weights", "bf16")) == bits]
-            best = max(of, key=lambda row: row["qps"])
-            found[bits] = best | {"kv": best.get("kv", "bf16"), "repeats": len(of), "file": entry.path.name}
+        runs: dict[tuple[str, str], list[Row]] = {}
+        for row in filter(counts, entry.rows):
+            runs.setdefault((row["peer"].split("'")[0], row.get("weights", "bf16")), []).append(row)
+        for system, of in runs.items():
+            qps = [row["qps"] for row in of]
+            figures = {"qps": statistics.fmean(qps), "ci": half_interval(qps), "repeats": len(of)}
+            found[system] = of[0] | {"kv": of[0].get("kv", "bf16"), "file": entry.path.name} | figures
     for row in pasted(results.device):
         if "qps" in row:
             found.setdefault((row["peer"], row["weights"]), row)
     for (peer, weights), row in found.items():
         some = "" if row.get("requests", REQUESTS) == REQUESTS else f" ({row['requests']} requests)"
         name = f"{peer}{'' if 'file' in row else '*'} {weights}, KV {row['kv']}{some}"
-        yield {"name": name} | {key: row[key] for key in ("qps", "repeats", "file") if key in row}
+        yield {"name": name} | {key: row[key] for key in ("qps", "ci", "repeats", "file") if key in row}

@@ -26,7 +26,14 @@ COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' contin
 SERVERS = ("transformers", "vllm")  # that serve the workload
 MODEL = "llama-2-7b"
 SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, as peer_torch calls them
+WARM_UP = "warm-up"  # the repeat of a run that compiles as it goes
 START_S = 150  # that vLLM's engine may take until it runs
+
+
+def counts(row: Row) -> bool:
+    """Whether a row is one of the runs of the workload whose mean is a peer's figure: all that ended, but for one that
+    warmed it up."""
+    return "peer" in row and "qps" in row and not row.get("cut_off") and row.get("repeat") != WARM_UP
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
@@ -91,7 +98,7 @@ def serving(
 ) -> list[Row]:
     """Requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by vLLM.
 
-    transformers serves them at least twice, as it records its graphs as it goes. vLLM's script sends all at once, so
+    transformers serves them at least twice, as it records its graphs in the first run, which so does not count. vLLM's script sends all at once, so
     requests that arrive later are an error of its row.
     """
     found: list[Row] = []
@@ -157,7 +164,7 @@ def _transformers(folder: Path, lengths: Sequence[tuple[int, int, float]], passe
 
 def _served(row: Row) -> Row:
     return {
-        "repeat": row["run"], "attention": row["attn"], "requests": row["finished"], "seconds": row["seconds"],
+        "repeat": row["run"] - 1 if row["run"] else WARM_UP, "attention": row["attn"], "requests": row["finished"], "seconds": row["seconds"],
         "qps": row["req_s"], "output_tokens_s": row["tok_s"], "ttft_ms_p50": 1e3 * row["ttft_p50_s"],
         "ttft_ms_p99": 1e3 * row["ttft_p99_s"], "e2e_ms_p50": 1e3 * row["latency_p50_s"], "cut_off": row["cut_off"],
     }  # fmt: skip

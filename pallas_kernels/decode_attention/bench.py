@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     changes |= {name: value for name, value in tuned.items() if value is not None}
     triton = triton_changes(args, TritonConfig)
     rows = table(args.parts, args.heads, args.formats, args.cells, triton, **changes)
-    return record("decode_attention", args, argv, chain(rows, beside), summarize)
+    return record("decode_attention", args, argv, chain(beside, rows), summarize)
 
 
 if __name__ == "__main__":

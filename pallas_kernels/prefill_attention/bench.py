@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     beside = list(peers.prefill_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     cases = [case for case in BENCH_CASES if case.k_format in args.kv]
-    rows = chain(table(cases, not args.mosaic_only, triton_changes(args, TritonConfig)), beside)
+    rows = chain(beside, table(cases, not args.mosaic_only, triton_changes(args, TritonConfig)))
     return record("prefill_attention", args, argv, rows, bars)
 
 

@@ -175,5 +175,5 @@ def main(operation: str, description: str | None, beside: Sequence[str], argv: l
     cases = [Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in args.rows]
     names = [operation] + (["triton " + operation.removesuffix("_matmul")] if args.triton else [])
     names += [] if args.own_only else beside
-    rows = chain(table(cases, names, args.peer_rows, args.seconds), by_torch)
+    rows = chain(by_torch, table(cases, names, args.peer_rows, args.seconds))
     return record(operation, args, argv, rows, partial(summarize, operation))
