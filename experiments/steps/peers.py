@@ -98,8 +98,8 @@ def serving(
 ) -> list[Row]:
     """Requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by vLLM.
 
-    transformers serves them at least twice, as it records its graphs in the first run, which so does not count. vLLM's script sends all at once, so
-    requests that arrive later are an error of its row.
+    transformers serves them at least twice, as it records its graphs in the first run, which so does not count. vLLM's
+    script sends all at once, so requests that arrive later are an error of its row.
     """
     found: list[Row] = []
     if "transformers" in names and not quantized:
@@ -164,7 +164,8 @@ def _transformers(folder: Path, lengths: Sequence[tuple[int, int, float]], passe
 
 def _served(row: Row) -> Row:
     return {
-        "repeat": row["run"] - 1 if row["run"] else WARM_UP, "attention": row["attn"], "requests": row["finished"], "seconds": row["seconds"],
-        "qps": row["req_s"], "output_tokens_s": row["tok_s"], "ttft_ms_p50": 1e3 * row["ttft_p50_s"],
-        "ttft_ms_p99": 1e3 * row["ttft_p99_s"], "e2e_ms_p50": 1e3 * row["latency_p50_s"], "cut_off": row["cut_off"],
+        "repeat": row["run"] - 1 if row["run"] else WARM_UP, "attention": row["attn"], "requests": row["finished"],
+        "seconds": row["seconds"], "qps": row["req_s"], "output_tokens_s": row["tok_s"],
+        "ttft_ms_p50": 1e3 * row["ttft_p50_s"], "ttft_ms_p99": 1e3 * row["ttft_p99_s"],
+        "e2e_ms_p50": 1e3 * row["latency_p50_s"], "cut_off": row["cut_off"],
     }  # fmt: skip
