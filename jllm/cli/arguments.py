@@ -280,7 +280,10 @@ ENGINE_FLAGS = (
 
 def add_replicas(group: Group) -> None:
     group.add_argument(
-        "--replicas", type=int, metavar="N", help="an engine on each of N devices, with requests spread over them"
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="N engines with requests spread over them, each on a device, or on as many as --devices says",
     )
 
 

@@ -84,8 +84,8 @@ class Device:
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
         drafter = drafter_of(options)
-        self._drafter = place(drafter, config, spread_drafter(drafter))
-        self._hooks = place(options.hooks, config, EVERYWHERE)
+        self._drafter = self._put(drafter, spread_drafter(drafter))
+        self._hooks = self._put(options.hooks, EVERYWHERE)
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
@@ -302,6 +302,10 @@ class Device:
             return *first, self._drafter_in(bucket), self._hooks
         _, logits = packed_step.eval_shape(*first, None, self._hooks, **self._static(bucket, variant, FORWARD))
         return *first, self._drafter_in(bucket), self._hooks, self._placed(logits, EVERYWHERE)
+
+    def _put(self, tree: Any, spec: Any) -> Any:
+        """Arrays that may be elsewhere, where steps want them; spec: as place has it."""
+        return jax.device_put(tree, self._home) if self._chosen else place(tree, self._config, spec)
 
     def _placed(self, shapes: Any, spec: Any) -> Any:
         """Shapes of arrays where steps want them; spec: as placed_shapes has it."""

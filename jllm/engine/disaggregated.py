@@ -8,7 +8,6 @@ engine to the other.
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import jax
@@ -17,9 +16,10 @@ from jllm.engine.engine import Engine
 from jllm.engine.handover import DecodeEngine, Handover, PrefillEngine, joining_buckets
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
+from jllm.engine.places import find_places
 from jllm.engine.remote import RemotePrefill, identity
 from jllm.engine.replica import Replica, Request
-from jllm.engine.replicas import Replicas, find_devices
+from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, RemoteError, RequestError
 
@@ -50,7 +50,7 @@ class Disaggregated(Replicas):
         there = jax.local_devices() if devices is None else devices
         if len(there) < 2 or (devices is not None and len(devices) != 2):
             raise ConfigError(f"prefill and decode apart take two devices, not {len(there)}")
-        chosen = find_devices(there[:2])
+        chosen = find_places(there[:2], model.config)
         prefill = dict(prefill or {})
         if odd := sorted({"page_size", "kv_cache"} & prefill.keys()):
             raise ConfigError(f"both engines have pages that are alike: give {odd[0]} for both, not in prefill")
@@ -78,8 +78,10 @@ class Disaggregated(Replicas):
                 raise RemoteError(f"{prefill.address} has {what} than this engine ({ours[name]}): load the same there")
         self = cls.__new__(cls)
         self._begin_empty(decode.has_text)
-        there, here = SimpleNamespace(id=prefill.address), next(iter(jax.local_devices()))
-        self._all = [Replica(there, prefill, self._news), Replica(here, decode, self._news)]  # type: ignore[arg-type]
+        self._all = [
+            Replica(prefill.address, prefill, self._news),  # type: ignore[arg-type]
+            Replica("this process", decode, self._news),
+        ]
         self._link()
         return self
 

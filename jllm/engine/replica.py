@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
 from jllm.engine.routing import Load
@@ -98,14 +96,14 @@ class Request:
 class Replica:
     """What its engine is asked for is done in one thread, between two steps. What these make goes to `news`."""
 
-    def __init__(self, device: jax.Device, engine: Engine, news: "queue.SimpleQueue[News]"):
-        self.device, self.engine, self.failed = device, engine, False
+    def __init__(self, name: str, engine: Engine, news: "queue.SimpleQueue[News]"):
+        self.name, self.engine, self.failed = name, engine, False  # the name of where it runs
         limits = engine.sizes.limits
         self.load = Load(limits.page_size, limits.num_pages)  # which the others may read at any time
         self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
         self._names: dict[int, int] = {}  # the other way
         self._news, self._stepping = news, False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica-{device.id}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
         done = self._thread.submit(self._submit, request)

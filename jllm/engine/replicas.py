@@ -1,4 +1,4 @@
-"""Engines with the same weights, one a device, behind the surface of one."""
+"""Engines with the same weights, one a device or a mesh of devices, behind the surface of one."""
 
 import itertools
 import queue
@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-import jax
-
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
+from jllm.engine.places import Place, copy_to, find_places, name_of
 from jllm.engine.replica import News, Replica, Request
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.routing import place
@@ -28,11 +27,10 @@ from jllm.snapshot import Snapshot
 if TYPE_CHECKING:
     from jllm.pretrained import Model
 
-VALUES = ("speculate", "hooks")  # options that may have arrays, which each device needs its own of
-
 
 class Replicas:
-    """Serves requests by one engine a device, each with all the weights, and is used as an Engine is.
+    """Serves requests by one engine a device, or a mesh of devices, each with all the weights, and is used as an Engine
+    is.
 
     A request goes where, with it, the fewest tokens are still to be computed: tokens of its prompt that the prefix
     cache there should have don't count. Each engine steps in a thread of its own while it has work; step() waits until
@@ -46,26 +44,23 @@ class Replicas:
     def __init__(
         self,
         model: "Model",
-        devices: int | Sequence[jax.Device] | None = None,
+        devices: int | Sequence[Place] | None = None,
         *,
         make: Callable[..., Engine] = Engine,
         **options: Unpack[EngineKeywords],
     ):
-        """devices: these, or so many of those that there are; None for all. `make` makes an engine of the model on its
-        device and of the options, which are those of each. Raises ConfigError for more devices than there are, one that
-        is named twice, a model that is on several by itself, and a trace, which is of one engine."""
-        chosen = find_devices(devices)
-        if model.config.mesh is not None:
-            raise ConfigError("the model is on several devices itself: load it without a mesh to have it on each")
+        """devices: one for each engine, or where the model is on a mesh a mesh of as many for each; or how many engines
+        there are to be, and None for all that fit. `make` makes an engine of the model in its place and of the options,
+        which are those of each. Raises ConfigError as find_places does, and for a trace, which is of one engine."""
+        places = find_places(devices, model.config)
         if options.get("trace") is not None:
             raise ConfigError("a trace is of one engine: leave it out with replicas")
-        self._begin_empty(model.tokenizer is not None, options.get("executables") is not None)
+        shares_files = options.get("executables") is not None and model.config.mesh is None  # a mesh has its own
+        self._begin_empty(model.tokenizer is not None, shares_files)
         try:
             given = with_drafter(options, model)
-            for device in chosen:
-                here = replace(model, params=jax.device_put(model.params, device))
-                given |= {name: jax.device_put(given[name], device) for name in VALUES if name in given}
-                self._all.append(Replica(device, make(here, **given), self._news))
+            for where in places:
+                self._all.append(Replica(name_of(where), make(copy_to(where, model), **given), self._news))
         except BaseException:
             self.close()
             raise
@@ -339,27 +334,13 @@ class Replicas:
             ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
             mine = [request for request in mine if request.left]
             what = f"what ran there, {len(mine)} requests, begins again elsewhere"
-            warnings.warn(f"{replica.device} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{replica.name} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
             for request in mine:
                 request.moved = True
                 for sent in request.sent.values():
                     sent.begin_again()
                 self._place(request)
             return ends
-
-
-def find_devices(devices: int | Sequence[jax.Device] | None) -> list[jax.Device]:
-    """These, or so many of those that there are; None for all. Raises ConfigError for more, and for one twice."""
-    there = jax.local_devices()
-    if devices is None:
-        return there
-    if isinstance(devices, int):
-        if not 1 <= devices <= len(there):
-            raise ConfigError(f"{devices} replicas need as many devices: give 1 to {len(there)}, which there are")
-        return there[:devices]
-    if not devices or len(set(devices)) < len(devices):
-        raise ConfigError("replicas need at least one device, and each but once")
-    return list(devices)
 
 
 def _line(error: BaseException) -> str:

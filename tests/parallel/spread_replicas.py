@@ -26,7 +26,6 @@ from jllm.errors import ConfigError, EngineClosed, RequestError
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import chain
 from tests.ascii import TOKENIZER
-from tests.parallel.meshes import on_mesh
 from tests.tiny import serve, tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -73,11 +72,11 @@ class Slow(Engine):
 
 
 class Failing(Slow):
-    """One whose steps fail from a given one on: by device."""
+    """One whose steps fail from a given one on: by device, of a mesh by its first."""
 
     def __init__(self, model, fails, **options):
         super().__init__(model, **options)
-        advance, left = self._loop.advance, fails.get(next(iter(model.params.norm.devices())).id)
+        advance, left = self._loop.advance, fails.get(min(device.id for device in model.params.norm.devices()))
 
         def advance_or_fail():
             nonlocal left
@@ -156,7 +155,7 @@ def test_tokens_are_those_of_one_engine(model, wanted):
 
 def test_requests_go_where_there_is_least_to_do_and_their_beginning_is_known(model):
     engine = Replicas(model, 3, **SIZES)
-    where = lambda name: engine._requests[name][1].device.id  # noqa: E731
+    where = lambda name: engine._all.index(engine._requests[name][1])  # noqa: E731
     short, long = (SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True) for n in (2, 60))
     first = [engine.submit((7, 8, 9), long) for _ in range(3)]
     assert {where(name) for name in first} == {0, 1, 2}
@@ -509,8 +508,8 @@ def test_drafters_have_their_weights_on_each_device(model, wanted):
 @pytest.mark.parametrize(
     ("devices", "options", "why"),
     [
-        (9, {}, "9 replicas need as many devices: give 1 to 8"),
-        (0, {}, "0 replicas need as many devices"),
+        (9, {}, "9 replicas need 9 devices, and there are 8: give 1 to 8"),
+        (0, {}, "give 1 to 8"),
         ([], {}, "at least one device, and each but once"),
         (jax.devices()[:1] * 2, {}, "at least one device, and each but once"),
         (2, {"trace": []}, "a trace is of one engine"),
@@ -520,11 +519,6 @@ def test_drafters_have_their_weights_on_each_device(model, wanted):
 def test_bad_input(model, devices, options, why):
     with pytest.raises(ConfigError, match=why):
         Replicas(model, devices, **options)
-
-
-def test_a_model_on_a_mesh_is_refused():
-    with pytest.raises(ConfigError, match="on several devices itself"):
-        Replicas(on_mesh(tiny_model("float64"), 2), 2)
 
 
 def test_the_command_spreads_its_prompts(tmp_path, capsys):
@@ -537,8 +531,8 @@ def test_the_command_spreads_its_prompts(tmp_path, capsys):
         assert main([*run, *more]) == 0
         return {line["index"]: line["text"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
 
-    assert told("--replicas", "2") == told()
+    assert told("--replicas", "2") == told("--replicas", "2", "--devices", "2") == told()
     assert main([*run, "--replicas", "9"]) == 2
-    assert "9 replicas need as many devices" in capsys.readouterr().err
-    assert main([*run, "--replicas", "2", "--devices", "2"]) == 2
-    assert "on several devices itself" in capsys.readouterr().err
+    assert "9 replicas need 9 devices, and there are 8" in capsys.readouterr().err
+    assert main([*run, "--replicas", "3", "--devices", "4"]) == 2
+    assert "3 replicas need 12 devices, and there are 8: give 1 to 2" in capsys.readouterr().err

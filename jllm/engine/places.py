@@ -1,0 +1,60 @@
+"""Where an engine runs: on one device, or on a mesh of devices that share the model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+from jax.sharding import Mesh
+
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
+from jllm.parallel.mesh import has_processes, make_mesh, ranks_of, spread
+from jllm.parallel.ranks import STACKED, place
+
+if TYPE_CHECKING:
+    from jllm.pretrained import Model
+
+type Place = jax.Device | Mesh
+
+
+def find_places(wanted: int | Sequence[Place] | None, config: LlamaConfig) -> list[Place]:
+    """For engines with this model: these places, or so many as the devices of this process make in their order, each as
+    large as the mesh that the model is on; None for as many as there are. Raises ConfigError for more, for a device
+    that is named twice, for places of another size, and for a model that several processes share."""
+    if has_processes(config):
+        raise ConfigError("several processes share this model: one process has to have all devices of its replicas")
+    there, size = jax.local_devices(), ranks_of(config)
+    most = len(there) // size
+    count = most if wanted is None else wanted
+    if isinstance(count, int):
+        if not 1 <= count <= most:
+            needed = f"{count} replicas need {count * size} devices, and there are {len(there)}"
+            raise ConfigError(f"{needed}: give 1 to {most}")
+        groups = [there[i * size : (i + 1) * size] for i in range(count)]
+        return [group[0] if config.mesh is None else make_mesh(group) for group in groups]
+    for each in count:
+        if isinstance(each, Mesh) != (config.mesh is not None) or len(devices_of(each)) != size:
+            where = "one device, and takes a device" if config.mesh is None else f"a mesh, and takes one of {size}"
+            raise ConfigError(f"the model is on {where} for each replica, not {each!r}")
+    used = [device for each in count for device in devices_of(each)]
+    if not used or len(set(used)) < len(used):
+        raise ConfigError("replicas need at least one device, and each but once")
+    return list(count)
+
+
+def devices_of(where: Place) -> list[jax.Device]:
+    return list(where.devices.flat) if isinstance(where, Mesh) else [where]
+
+
+def name_of(where: Place) -> str:
+    return ", ".join(map(str, devices_of(where)))
+
+
+def copy_to(where: Place, model: "Model") -> "Model":
+    """The model there. On a mesh each device gets its share from the device that has the same one, so that none ever
+    holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
+    if not isinstance(where, Mesh):
+        return replace(model, params=jax.device_put(model.params, where))
+    config = spread(replace(model.config, mesh=None), where)
+    return replace(model, config=config, params=place(model.params, config, STACKED))

@@ -1,0 +1,129 @@
+"""Replicas, each on a mesh: tokens are those of one device, wherever a request runs and whatever fails meanwhile."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jllm.batch import Bucket
+from jllm.engine.drafters import find_drafter
+from jllm.engine.places import copy_to
+from jllm.engine.replicas import Replicas
+from jllm.errors import ConfigError
+from jllm.hooks import Hooks
+from jllm.parallel.mesh import make_mesh
+from jllm.quant.quantize import quantize
+from tests.parallel.meshes import model_of, on_mesh
+from tests.parallel.spread_replicas import JOBS, SIZES, Failing, alone, finish, same
+
+jax.config.update("jax_enable_x64", True)
+SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate(JOBS)]
+
+
+def pair(first: int) -> Mesh:
+    return make_mesh(jax.devices()[first : first + 2])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    return alone(model, SEEDED)
+
+
+def run(engine):
+    for prompt, params in SEEDED:
+        engine.submit(prompt, params)
+    ends = finish(engine)
+    return [ends[key] for key in sorted(ends)]
+
+
+def test_tokens_are_those_of_one_device_and_each_device_has_its_share_alone(model, wanted):
+    engine = Replicas(on_mesh(model, 2), 2, **SIZES)
+    assert engine.slots == 6
+    engine.compile_ahead([params for _, params in SEEDED])
+    same(run(engine), wanted)
+    for first, replica in zip((0, 2), engine._all, strict=True):
+        device = replica.engine._device
+        assert {x.sharding.mesh for x in jax.tree.leaves((device._state, device._params))} == {pair(first)}
+        assert replica.engine.metrics()["requests"] > 0
+    found = engine.metrics()
+    assert (found["replicas"], found["replicas_failed"], found["compile_first_use"]) == (2, 0, 0)
+    engine.close()
+
+
+def test_a_copy_goes_from_each_device_to_the_one_with_the_same_share(model):
+    source = on_mesh(replace(model, params=quantize(model.params, "w4a16-g32")), 2)
+    copy = copy_to(pair(4), source)
+    assert copy.config == replace(source.config, mesh=pair(4))
+    for old, new in zip(jax.tree.leaves(source.params), jax.tree.leaves(copy.params), strict=True):
+        assert new.sharding.spec == old.sharding.spec
+        for mine, theirs in zip(old.addressable_shards, new.addressable_shards, strict=True):
+            assert theirs.device == jax.devices()[mine.device.id + 4]
+            assert theirs.index == mine.index
+            np.testing.assert_array_equal(mine.data, theirs.data)
+    again = copy_to(pair(0), source)
+    assert all(new is old for new, old in zip(*map(jax.tree.leaves, (again.params, source.params)), strict=True))
+
+
+def test_what_ran_on_a_mesh_that_failed_begins_again_on_another(model, wanted):
+    """With places of one's own, of which the first fails."""
+    make = partial(Failing, fails={4: 6})
+    engine = Replicas(on_mesh(model, 2), [pair(4), pair(0)], make=make, **SIZES)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        same(run(engine), wanted)
+    said = [str(each.message) for each in told if "begins again elsewhere" in str(each.message)]
+    assert len(said) == engine.metrics()["replicas_failed"] == 1
+    assert all(str(device) in said[0] for device in pair(4).devices.flat)
+    engine.close()
+
+
+def test_drafters_are_on_each_mesh(model, wanted):
+    """Such as a quantized copy, which is made once and then is in shares."""
+    mesh = on_mesh(model, 2)
+    steps = {"buckets": (Bucket(3, 13, 3), Bucket(3, 0, 0, 3))}
+    engine = Replicas(mesh, 2, speculate=find_drafter("copy:w8a16", mesh, 2), **(SIZES | steps))
+    same(run(engine), wanted)
+    assert engine.metrics()["draft_segments"] > 0
+    for first, replica in zip((0, 2), engine._all, strict=True):
+        assert {x.sharding.mesh for x in jax.tree.leaves(replica.engine._device._drafter)} == {pair(first)}
+    engine.close()
+
+
+def test_hooks_have_their_arrays_on_each_mesh(model):
+    def add(bias, logits, rows):
+        return logits + bias[None]
+
+    hooks = Hooks(logits_processor=jax.tree_util.Partial(add, jnp.linspace(-2.0, 2.0, model.config.vocab_size)))
+    engine = Replicas(on_mesh(model, 2), 2, hooks=hooks, **SIZES)
+    same(run(engine), alone(model, SEEDED, hooks=hooks))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        (5, "5 replicas need 10 devices, and there are 8: give 1 to 4"),
+        ([pair(0), Mesh(np.asarray(jax.devices()[1:3]), ("model",))], "each but once"),
+        ([make_mesh(jax.devices()[:4])], "the model is on a mesh, and takes one of 2 for each replica"),
+        (jax.devices()[:2], "the model is on a mesh, and takes one of 2 for each replica"),
+        ([Mesh(np.asarray(jax.devices()[:2]), ("data",))], "the mesh has the axes data: expected one, 'model'"),
+    ],
+)
+def test_places_that_do_not_fit(model, devices, why):
+    with pytest.raises(ConfigError, match=why):
+        Replicas(on_mesh(model, 2), devices, **SIZES)
+
+
+def test_a_mesh_for_a_model_on_one_device(model):
+    with pytest.raises(ConfigError, match="the model is on one device, and takes a device for each replica"):
+        Replicas(model, [pair(0)], **SIZES)
